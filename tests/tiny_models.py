@@ -97,11 +97,18 @@ FAMILIES = {
     "qwen3_moe-unnormalised": (
         "Qwen3Moe",
         dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, decoder_sparse_step=2, **EXPERTS)
-        | dict(moe_intermediate_size=24, norm_topk_prob=False, tie_word_embeddings=True),
+        | dict(moe_intermediate_size=24, norm_topk_prob=False, tie_word_embeddings=True)
+        | dict(attention_bias=True),
     ),
     "mixtral": (
         "Mixtral",
         dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, **EXPERTS),
+    ),
+    "gpt_oss": (
+        "GptOss",
+        dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8, sliding_window=12, **EXPERTS)
+        | dict(intermediate_size=48, swiglu_limit=0.4)  # as wide as the model, as in released ones
+        | dict(rope_parameters=YARN | dict(truncate=False)),
     ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (
@@ -185,8 +192,8 @@ def make_model(
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(scale)

@@ -11,6 +11,6 @@ No torch. In reading order:
     qwen3.py, phi3.py, gemma3.py
     expert_shapes.py                 experts as several families have them
     qwen3_moe.py, mixtral.py         families with experts
-    deepseek_v3.py
+    deepseek_v3.py, gpt_oss.py
     registry.py                      model_type -> family
 """

@@ -54,7 +54,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a finite number above 0", _is_number),
         "rms_norm_eps initializer_range rope_theta rope_local_base_freq partial_rotary_factor "
         "routed_scaling_factor query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor "
-        "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
+        "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow swiglu_alpha swiglu_limit",
     ),
     (
         Kind("true or false", lambda v: isinstance(v, bool)),

@@ -18,9 +18,9 @@ from mkd.families.family import Family, HFConfig, swiglu_layers
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.rope_config import read_rope, yarn_scale
 from mkd.families.weight_rules import (
-    CORRECTION_BIAS,
     HIDDEN,
     LAYER,
+    ROUTER_BIAS,
     SEPARATE,
     SHARED_DOWN,
     SHARED_GATE_UP,
@@ -179,7 +179,7 @@ def _tensors() -> Mapping[str, Entry]:
         "mlp.gate.weight",
     )
     shared = f"{LAYER}mlp.shared_experts."
-    bias = Entry(CORRECTION_BIAS, (f"{LAYER}mlp.gate.e_score_correction_bias",), "has_correction_bias")
+    bias = Entry(ROUTER_BIAS, (f"{LAYER}mlp.gate.e_score_correction_bias",), "has_correction_bias")
     gate_up = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight")
     return MappingProxyType(
         dict(table)

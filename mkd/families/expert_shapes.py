@@ -7,7 +7,7 @@ from mkd.families.layer_shape import MoEShape
 
 
 def softmax_experts(
-    num_experts: int, top_k: int, ffn_hidden_size: int, normalizes_top_k: bool = True
+    num_experts: int, top_k: int, ffn_hidden_size: int, normalizes_top_k: bool = True, biases: bool = False
 ) -> MoEShape:
     """Return experts that are chosen by a softmax of the router's logits.
 
@@ -19,7 +19,7 @@ def softmax_experts(
         what = "num_experts_per_tok 1 with normalised weights is not supported"
         why = "the only expert of a token always has the weight 1, so the router would have no gradient"
         raise UsageError(what, why, "use a model with more experts a token", code="routing-not-supported")
-    return MoEShape(num_experts, top_k, ffn_hidden_size, normalizes_top_k=normalizes_top_k)
+    return MoEShape(num_experts, top_k, ffn_hidden_size, normalizes_top_k=normalizes_top_k, biases=biases)
 
 
 def require_top_k(num_experts: int, top_k: int) -> None:

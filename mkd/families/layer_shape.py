@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUICK_GELU_GAIN = 1.702
+"""Factor of x in the sigmoid of the activation `quick_gelu`, x sigmoid(1.702 x)."""
+
 
 @dataclass(frozen=True)
 class RopeShape:
@@ -65,6 +68,7 @@ class MoEShape:
     top_groups: int = 1  # ... of which a token reaches this many
     shared_ffn_hidden_size: int = 0  # width of the MLP that every token passes beside its experts; 0: none
     correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
+    biases: bool = False  # the router's product and both products of each expert have a bias
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class LayerShape:
 
     ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
     rope: RopeShape
-    activation: str = "silu"  # function of the gate: `silu` or `gelu_tanh`
+    activation: str = "silu"  # of the gate: `silu`, `gelu_tanh`, or `quick_gelu`
+    mlp_limit: float | None = None  # before it gates are clamped above, up projections on both sides
+    up_offset: float = 0.0  # added to the up projection, which multiplies the activation
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

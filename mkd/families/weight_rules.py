@@ -6,8 +6,8 @@ query, key and value heads of one attention group, gate and up rows of one slice
 an equal run of whole blocks; blocks beyond the real number are zero padding. `mkd/checkpoint/hf/hf_names.py`
 reads the tables.
 
-Names of tensors contain `{layer}`, and `{expert}` if each expert has its own tensor. An expert's parameter is
-one of a rank's `{expert}` parameters, or an entry of a stacked parameter [local experts, ...].
+Names of tensors contain `{layer}`, and `{expert}` if each expert has its own tensor. A `Stack` describes
+tensors that hold all experts of a layer. Either way each expert of a rank has its own `{expert}` parameters.
 """
 
 from __future__ import annotations
@@ -50,13 +50,21 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Form of a Hugging Face tensor [experts, ...] with the weights or biases of all experts of a layer."""
+
+    is_transposed: bool = False  # each expert's matrix is [in, out]
+    interleaved: int = 1  # output channels of this many parts alternate
+
+
+@dataclass(frozen=True)
 class Entry:
     """A row of a table: each part's Hugging Face tensor. A repeated name is one fused tensor."""
 
     rule: Rule
     tensors: tuple[str, ...]
     needs: str = ""  # attribute of `LayerShape`, maybe dotted, without which the parameter does not exist
-    stacks_experts: bool = False  # the parameter has a leading dimension of local experts
+    stack: Stack | None = None  # form of a tensor that holds all experts; None: no tensor does
 
 
 def _vector(rule: Rule) -> Rule:
@@ -124,9 +132,10 @@ EXPERT_DOWN = Rule(
     replicated=True,
     experts=_num_experts,
 )
+EXPERT_GATE_UP_BIAS = replace(EXPERT_GATE_UP, other_dims=lambda model, layer: ())
+EXPERT_DOWN_BIAS = replace(EXPERT_GATE_UP_BIAS, parts=lambda model, layer, ranks: (model.hidden_size,))
 ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
-
-CORRECTION_BIAS = Rule(ROUTER.blocks, ROUTER.parts, other_dims=lambda m, layer: (), replicated=True)
+ROUTER_BIAS = replace(ROUTER, other_dims=lambda model, layer: ())
 
 
 def _shared_slice(layer: LayerShape | None, ranks: int) -> int:

@@ -136,7 +136,7 @@ class LanguageModel(LanguageModule):
                 layer.self_attention.linear_qkv.register_parameter("bias", None)
             if not shape.attention_output_bias:
                 layer.self_attention.linear_proj.register_parameter("bias", None)
-            if not shape.mlp_bias:
+            if shape.is_dense and not shape.mlp_bias:
                 layer.mlp.linear_fc1.register_parameter("bias", None)
                 layer.mlp.linear_fc2.register_parameter("bias", None)
 

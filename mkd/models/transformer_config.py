@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mkd.families.layer_shape import QUICK_GELU_GAIN
 from mkd.models.moe.switches import moe_switches
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -54,12 +56,10 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.common("qk_norm"),
         gated_linear_unit=True,
-        activation_func=_activation(shape.common("activation"), context.platform.is_cuda),
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.attention_scale,
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
         add_qkv_bias=shape.common("qkv_bias"),
-        bias_activation_fusion=context.platform.is_cuda,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         window_size=(windows[0] - 1, 0) if windows else None,
@@ -90,6 +90,7 @@ def transformer_config(
         recompute_num_layers=options.recompute_num_layers,
         recompute_modules=list(options.recompute_modules),
         deterministic_mode=options.deterministic and context.platform.is_cuda,
+        **_gate_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
     )
 
@@ -99,6 +100,20 @@ def _can_fuse_rope(shape: ModelShape) -> bool:
     return all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
 
 
+def _gate_switches(shape: ModelShape, is_cuda: bool) -> dict[str, Any]:
+    """Return the arguments of `TransformerConfig` for the gated MLP.
+
+    Megatron's fused gate would clamp before it adds the bias.
+    """
+    limit = shape.common("mlp_limit")
+    return dict(
+        activation_func=_activation(shape.common("activation"), is_cuda),
+        activation_func_clamp_value=limit,
+        glu_linear_offset=shape.common("up_offset"),
+        bias_activation_fusion=is_cuda and limit is None,
+    )
+
+
 def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
     """Return the gate's function in the form that Megatron expects.
 
@@ -106,8 +121,14 @@ def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
     """
     if name == "gelu_tanh":
         return F.gelu if is_fused else _gelu_tanh
+    if name == "quick_gelu":
+        return _quick_gelu
     assert name == "silu", name
     return F.silu
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(QUICK_GELU_GAIN * x)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ In a layer with experts each token is copied to k experts of width f. These rows
 processes and back. With t' = t (/tp with sequence parallelism) and E experts in the model, the layer keeps
 
     router           weights and choice of all experts, the permutation: 13 bytes t' E
-    experts          input t' k h, gated MLP 3 t' k f; 12 bytes a row for its weight and place
+    experts          input t' k h, gated MLP 3 t' k f; 12 bytes a row for its weight and place;
+                     with biases, a row's weight for each of the process's experts
     shared experts   gated MLP 3 t f, f divided by tp
 
 It is the mean over processes: one whose experts are chosen more often keeps more rows.
@@ -122,6 +123,7 @@ class Activations:
         rows = self._expert_rows(moe)
         kept = rows * (self.shape.hidden_size + 3 * moe.ffn_hidden_size) * self.element + rows * ROW_BYTES
         kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
+        kept += moe.biases * rows * moe.num_experts // self.expert_parallel * self.element
         return kept + 3 * self._ffn_bytes(moe.shared_ffn_hidden_size)
 
     def _expert_rows(self, moe: MoEShape) -> int:

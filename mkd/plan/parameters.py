@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.plan.flops import projection_parameters
 from mkd.plan.model_shape import ModelShape
 
@@ -38,10 +38,9 @@ def model_parameters(shape: ModelShape) -> Parameters:
 
 def active_parameters(shape: ModelShape) -> int:
     """Count the parameters that one token uses: all but the experts that its routers do not choose."""
-    idle = (layer.moe.num_experts - layer.moe.top_k for layer in shape.layers if layer.moe)
-    widths = (layer.moe.ffn_hidden_size for layer in shape.layers if layer.moe)
-    unused = sum(experts * width for experts, width in zip(idle, widths, strict=True))
-    return model_parameters(shape).total - 3 * shape.hidden_size * unused
+    experts = (layer.moe for layer in shape.layers if layer.moe)
+    unused = sum((moe.num_experts - moe.top_k) * _expert_parameters(shape, moe) for moe in experts)
+    return model_parameters(shape).total - unused
 
 
 def stage_parameters(
@@ -78,8 +77,14 @@ def layer_parameters(
     moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
     if moe is not None:
         width = moe.shared_ffn_hidden_size
-        dense += hidden * moe.num_experts  # router, on every process
-        experts = moe.num_experts // expert_parallel * 3 * hidden * moe.ffn_hidden_size
+        dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
+        experts = moe.num_experts // expert_parallel * _expert_parameters(shape, moe)
     ffn = width // tensor_parallel
     dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
     return Parameters(dense, experts)
+
+
+def _expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
+    """Count the parameters of one expert."""
+    hidden, ffn = shape.hidden_size, moe.ffn_hidden_size
+    return 3 * hidden * ffn + moe.biases * (2 * ffn + hidden)

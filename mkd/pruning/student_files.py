@@ -121,7 +121,7 @@ def cut_tensors(checkpoint: HFCheckpoint, teacher: ModelShape, cut: Cut) -> Iter
         number = LAYER_NUMBER.search(name)
         kept = int(number[0]) if number else 0
         source = LAYER_NUMBER.sub(str(cut.layers[kept]), name)
-        tensor = checkpoint.read(source, 0, 0, checkpoint.headers[source].shape[0])
+        tensor = checkpoint.read(source, (slice(None),) * len(checkpoint.headers[source].shape))
         if cut.is_narrower:
             template = LAYER_NUMBER.sub("{layer}", name)
             layer = teacher.layers[cut.layers[kept]] if number else None

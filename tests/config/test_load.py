@@ -12,6 +12,7 @@ from mkd.plan.checks.problems import find_problems
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 WORLD_SIZES = {
+    "gpt_oss_20b_from_120b.yaml": 16,
     "llama3.1_8b_from_70b.yaml": 8,
     "quickstart.yaml": 2,
     "qwen3_1.7b_from_8b.yaml": 32,

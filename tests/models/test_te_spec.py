@@ -98,11 +98,7 @@ def relative_error(logits, reference) -> float:
 def transformers_logits(folder):
     from transformers import AutoModelForCausalLM
 
-    model = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        .cuda()
-        .eval()
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     return torch.cat([model(ids[None].cuda()).logits[0] for ids in documents(model.config.vocab_size)]).cpu()
 
 

@@ -57,6 +57,21 @@ def qwen3_moe(num_layers: int, hidden: int, ffn: int, heads: int, **more) -> Mod
 MOE_STUDENT = qwen3_moe(48, 2048, 768, 32)  # Qwen3-30B-A3B
 MOE_TEACHER = qwen3_moe(94, 4096, 1536, 64)  # Qwen3-235B-A22B
 
+
+def gpt_oss(num_layers: int, num_experts: int) -> ModelShape:
+    return ModelShape.from_hf_config(
+        dict(
+            model_type="gpt_oss",
+            num_hidden_layers=num_layers,
+            num_local_experts=num_experts,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            vocab_size=201088,
+        )
+    )
+
+
 DEEPSEEK_V3 = ModelShape.from_hf_config(
     dict(
         model_type="deepseek_v3",

@@ -9,7 +9,7 @@ import pytest
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters, stage_parameters
-from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT
+from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT, gpt_oss
 from tests.tiny_models import FAMILIES, make_model
 
 
@@ -27,7 +27,7 @@ def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
 
 
 def test_published_numbers():
-    """Model cards say 30.5 billion with 3.3 active, 235 with 22, and 671 with 37."""
+    """Model cards say 30.5 billion with 3.3 active, 235 with 22, 671 with 37; GPT-OSS's has two decimals."""
     assert model_parameters(MOE_STUDENT).total / 1e9 == pytest.approx(30.5, abs=0.05)
     assert active_parameters(MOE_STUDENT) / 1e9 == pytest.approx(3.35, abs=0.05)
     assert model_parameters(MOE_TEACHER).total / 1e9 == pytest.approx(235, abs=0.5)
@@ -35,6 +35,11 @@ def test_published_numbers():
     assert active_parameters(STUDENT) == model_parameters(STUDENT).total
     assert model_parameters(DEEPSEEK_V3).total / 1e9 == pytest.approx(671, abs=0.5)
     assert active_parameters(DEEPSEEK_V3) / 1e9 == pytest.approx(37.5, abs=0.5)
+    for num_layers, num_experts, total, active in ((36, 128, 116.83, 5.13), (24, 32, 20.91, 3.61)):
+        shape = gpt_oss(num_layers, num_experts)
+        embedding = shape.vocab_size * shape.hidden_size  # the card leaves it out of the active ones
+        assert model_parameters(shape).total / 1e9 == pytest.approx(total, abs=0.005)
+        assert (active_parameters(shape) - embedding) / 1e9 == pytest.approx(active, abs=0.005)
 
 
 def built(folder, tensor_parallel, expert_parallel):
@@ -68,6 +73,7 @@ def built(folder, tensor_parallel, expert_parallel):
         ("mixtral", 2, 2, 1),
         ("deepseek-experts", 2, 2, 2),
         ("moonlight-experts", 2, 1, 2),
+        ("gpt_oss", 2, 2, 2),
     ],
 )
 def test_a_process_holds_what_is_counted(family, size, tensor, experts, tmp_path, ranks):

@@ -42,6 +42,30 @@ LAYOUTS = (
     Layout("documents permuted", permuted=True),
 )
 
+GPT_OSS_LAYOUTS = (  # no context parallelism, which sinks do not have
+    Layout("EP2", 2, flags=EP2),
+    Layout("EP4, teacher EP1", 4, flags=EP4 + TEACHER_EP1),
+    Layout("EP2 TP2 + SP", 2, tp=2, flags=EP2 + SP),
+    Layout("EP2 TP2 DP2 + SP, distributed optimizer, micro-batch 2", 4, tp=2, micro=2).with_flags(
+        EP2 + SP + DISTRIBUTED
+    ),
+    Layout("EP2 PP2", 4, pp=2, flags=EP2),
+    Layout("EP2 PP2 VPP2, full recomputation", 4, pp=2, vp=2, flags=EP2 + FULL),
+    Layout("EP2 TP2 PP2 + SP, experts recomputed", 4, tp=2, pp=2, flags=EP2 + SP + RECOMPUTED),
+    Layout("micro-batch 4", micro=4),
+    Layout("documents permuted", permuted=True),
+)
+
+
+def make_gpt_oss_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a GPT-OSS student of 4 layers, and a wider teacher of 8 layers."""
+    student = make_model(folder / "student", "gpt_oss", seed=1)
+    sizes = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=32, vocab_size=330)
+    teacher = make_model(
+        folder / "teacher", "gpt_oss", seed=2, num_attention_heads=8, num_key_value_heads=4, **sizes
+    )
+    return add_text(student), teacher
+
 
 def make_moe_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
     """Make a Qwen3-MoE student whose first two of 8 layers are dense, and a Mixtral teacher.
@@ -58,12 +82,17 @@ def make_moe_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
 
 def main() -> int:
     pool, failed = RankPool(), 0
-    for title, flags in (("without balance losses", ()), ("with balance losses", BALANCE)):
+    tables = (
+        ("models with experts, without balance losses", (), make_moe_pair, LAYOUTS),
+        ("models with experts, with balance losses", BALANCE, make_moe_pair, LAYOUTS),
+        ("GPT-OSS, with balance losses", BALANCE, make_gpt_oss_pair, GPT_OSS_LAYOUTS),
+    )
+    for title, flags, make_pair, rows in tables:
         with tempfile.TemporaryDirectory() as name:
-            print(f"models with experts, {title}\n")
-            layouts = [layout.with_flags(flags) for layout in LAYOUTS]
+            print(f"{title}\n")
+            layouts = [layout.with_flags(flags) for layout in rows]
             single = Layout("one process", flags=flags)
-            failed += print_table(pool, Path(name), make_moe_pair(Path(name)), single, layouts)
+            failed += print_table(pool, Path(name), make_pair(Path(name)), single, layouts)
     pool.close()
     return int(failed > 0)
 

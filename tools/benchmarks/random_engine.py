@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import Cut, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.config.load import load_config
 from mkd.errors import UsageError
@@ -83,13 +83,13 @@ class RandomCheckpoint(HFCheckpoint):
         }
         self._device, self._std = device, shape.initializer_range
 
-    def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
+    def read(self, tensor: str, cut: Cut) -> Tensor:
         size = self.headers[tensor].shape
         if len(size) == 1:
-            return torch.ones(length, device=self._device)
+            return torch.ones(size, device=self._device)[cut]
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(tensor.encode()))
         whole = torch.empty(size, device=self._device).normal_(std=self._std, generator=generator)
-        return whole.narrow(dim, start, length).clone()
+        return whole[cut].clone()
 
 
 @contextmanager

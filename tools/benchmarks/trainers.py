@@ -61,7 +61,7 @@ def hf_model(name: str, machine: Machine) -> nn.Module:
     weights = RandomCheckpoint(shape_of(name), machine.device)
     with torch.no_grad():
         for tensor, parameter in model.named_parameters():
-            parameter.copy_(weights.read(tensor, 0, 0, len(parameter)))
+            parameter.copy_(weights.read(tensor, (slice(None),) * parameter.dim()))
     rotary = model.model.rotary_emb  # its buffers are no weights, and came off the meta device empty
     model.model.rotary_emb = type(rotary)(config=config).to(machine.device)
     model.config.use_cache = False

@@ -8,7 +8,7 @@ cannot disagree.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
-from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, MODEL_TABLE, Entry
+from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, MODEL_TABLE, Entry, Stack
 from mkd.plan.model_shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -24,26 +24,37 @@ _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")
 # Transformer Engine's grouped layers number their weights: experts.linear_fc1.weight3
 _GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 
+Cut = tuple[slice, ...]  # a slice for each dimension, without steps
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of `length` indices along `dim` that a parameter's shard and a Hugging Face tensor share."""
+    """Elements that a parameter's shard and a Hugging Face tensor share."""
 
     tensor: str
-    dim: int  # of the tensor, and of the shard without its dimension of stacked experts
-    tensor_start: int
-    shard_start: int
-    length: int
-    stacked_at: int | None = None  # index into the shard's leading dimension of local experts
+    tensor_cut: Cut  # part of the tensor that has them, and no others
+    shard_cut: Cut  # the same of the shard
+    stack: Stack | None = None  # form of the tensor if it holds all experts
 
     def in_tensor(self, tensor: Tensor) -> Tensor:
         """Return the view of these elements in the whole Hugging Face tensor."""
-        return tensor.narrow(self.dim, self.tensor_start, self.length)
+        return self.of_part(tensor[self.tensor_cut])
+
+    def of_part(self, part: Tensor) -> Tensor:
+        """Return the view of these elements in the part `tensor_cut` of the tensor.
+
+        It has the shape of `in_shard`. A stack's part is one expert, [1, ...]; interleaved channels get a
+        leading dimension of parts.
+        """
+        if self.stack is None:
+            return part
+        expert = part[0].mT if self.stack.is_transposed else part[0]
+        return expert.unflatten(0, (-1, self.stack.interleaved)).transpose(0, 1)
 
     def in_shard(self, shard: Tensor) -> Tensor:
         """Return the view of these elements in the parameter."""
-        part = shard if self.stacked_at is None else shard[self.stacked_at]
-        return part.narrow(self.dim, self.shard_start, self.length)
+        part = shard[self.shard_cut]
+        return part if self.stack is None else part.unflatten(0, (self.stack.interleaved, -1))
 
 
 @dataclass(frozen=True)
@@ -53,36 +64,29 @@ class TensorMap:
     shape: ModelShape
     layer: LayerShape | None  # None outside the decoder layers
     entry: Entry
-    tensors: tuple[str, ...]  # without {layer}; with {expert} if the expert depends on the rank
-    num_experts: int = 1  # experts of all ranks that a stacked parameter holds
+    tensors: tuple[str, ...]  # without {layer} and {expert}
+    expert: int | None = None  # index in the model of the parameter's expert
 
     @property
     def is_replicated(self) -> bool:
         """True if every tensor-parallel rank holds the whole parameter."""
         return self.entry.rule.replicated
 
-    @property
-    def all_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors of all experts."""
-        return tuple(name for expert in range(self.num_experts) for name in self._of_expert(expert))
-
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> full shape."""
         blocks, lengths = self._blocks(1), dict.fromkeys(self.tensors, 0)
         for tensor, part in zip(self.tensors, self._parts(1), strict=True):
             lengths[tensor] += blocks * part
-        return {
-            name: self._with_other_dims(length)
-            for expert in range(self.num_experts)
-            for name, length in zip(self._names(lengths, expert), lengths.values(), strict=True)
-        }
+        shapes = {name: self._with_other_dims(length) for name, length in lengths.items()}
+        stack = self.entry.stack
+        if stack is None:
+            return shapes
+        num_experts = _num_experts(self.entry, self.shape, self.layer)
+        order = -1 if stack.is_transposed else 1
+        return {name: (num_experts, *of_expert[::order]) for name, of_expert in shapes.items()}
 
     def fits(self, shard_shape: tuple[int, ...], tp_size: int) -> bool:
         """Return True if shards of `shard_shape` on `tp_size` ranks hold all blocks, and only whole ones."""
-        if self.entry.stacks_experts:
-            if not shard_shape or not shard_shape[0] or self.num_experts % shard_shape[0]:
-                return False
-            shard_shape = shard_shape[1:]
         dim = self.entry.rule.dim
         if len(shard_shape) <= dim or shard_shape != self._with_other_dims(shard_shape[dim]):
             return False
@@ -91,47 +95,40 @@ class TensorMap:
         needed = -(-self._blocks(ranks) // ranks)
         return remainder == 0 and (blocks >= needed if self.entry.rule.any_padding else blocks == needed)
 
-    def pieces(
-        self, shard_shape: tuple[int, ...], tp_rank: int, tp_size: int, first_expert: int = 0
-    ) -> list[Piece]:
-        """List what rank `tp_rank` copies. `shard_shape` is its parameter's shape, padding included.
+    def pieces(self, shard_shape: tuple[int, ...], tp_rank: int, tp_size: int) -> list[Piece]:
+        """List what rank `tp_rank` copies. `shard_shape` is its parameter's shape, padding included."""
+        if self.entry.stack is None:
+            return list(self._runs(shard_shape, tp_rank, tp_size))
+        assert self.is_replicated and self.expert is not None, "experts are whole on their process"
+        everything = (slice(None),) * len(shard_shape)
+        expert = slice(self.expert, self.expert + 1)
+        return [Piece(self.tensors[0], (expert, *everything), everything, self.entry.stack)]
 
-        `first_expert` is the index in the model of the rank's first expert, for a parameter that stacks its
-        local experts.
-        """
-        if not self.entry.stacks_experts:
-            return list(self._pieces(shard_shape[self.entry.rule.dim], tp_rank, tp_size, self.tensors, None))
-        length = shard_shape[1 + self.entry.rule.dim]
-        return [
-            piece
-            for index in range(shard_shape[0])
-            for piece in self._pieces(length, tp_rank, tp_size, self._of_expert(first_expert + index), index)
-        ]
-
-    def _pieces(
-        self, shard_length: int, tp_rank: int, tp_size: int, tensors: tuple[str, ...], stacked_at: int | None
-    ) -> Iterator[Piece]:
+    def _runs(self, shard_shape: tuple[int, ...], tp_rank: int, tp_size: int) -> Iterator[Piece]:
         rank, ranks = (0, 1) if self.is_replicated else (tp_rank, tp_size)
         dim, parts, real = self.entry.rule.dim, self._parts(ranks), self._blocks(ranks)
-        owned = shard_length // sum(parts)
+        owned = shard_shape[dim] // sum(parts)
         first = rank * owned
         count = max(0, min(owned, real - first))
+        others = (slice(None),) * len(shard_shape)
+
+        def run(tensor: str, tensor_start: int, shard_start: int, length: int) -> Piece:
+            in_tensor, in_shard = (
+                (*others[:dim], slice(start, start + length), *others[dim + 1 :])
+                for start in (tensor_start, shard_start)
+            )
+            return Piece(tensor, in_tensor, in_shard)
+
         if len(parts) == 1:  # neighbouring blocks touch on both sides, so one copy suffices
             if count:
-                yield Piece(tensors[0], dim, first * parts[0], 0, count * parts[0], stacked_at)
+                yield run(self.tensors[0], first * parts[0], 0, count * parts[0])
             return
-        starts = _part_starts(tensors, parts, real)
+        starts = _part_starts(self.tensors, parts, real)
         for block in range(count):
             shard_start = block * sum(parts)
-            for tensor, tensor_start, part in zip(tensors, starts, parts, strict=True):
-                yield Piece(tensor, dim, tensor_start + (first + block) * part, shard_start, part, stacked_at)
+            for tensor, tensor_start, part in zip(self.tensors, starts, parts, strict=True):
+                yield run(tensor, tensor_start + (first + block) * part, shard_start, part)
                 shard_start += part
-
-    def _of_expert(self, expert: int) -> tuple[str, ...]:
-        return self._names(self.tensors, expert)
-
-    def _names(self, tensors: Mapping[str, int] | tuple[str, ...], expert: int) -> tuple[str, ...]:
-        return tuple(tensor.replace("{expert}", str(expert)) for tensor in tensors)
 
     def _blocks(self, ranks: int) -> int:
         return self.entry.rule.blocks(self.shape, self.layer, ranks)
@@ -190,7 +187,8 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(shape.layers):
         for name, entry in FAMILIES[shape.family].tensors.items():
             if exists(entry, layer):
-                experts = range(_num_experts(entry, shape, layer)) if "{expert}" in name else (None,)
+                is_apart = "{expert}" in name and entry.stack is None
+                experts = range(_num_experts(entry, shape, layer)) if is_apart else (None,)
                 maps += [bind(shape, entry, index, expert) for expert in experts]
     maps += [bind(shape, norm), bind(shape, head)]
     return {tensor: full for tensor_map in maps for tensor, full in tensor_map.tensor_shapes().items()}
@@ -206,8 +204,7 @@ def bind(
         tensors = tuple(tensor.replace("{expert}", str(expert)) for tensor in tensors)
     if shape.tie_word_embeddings and tensors == (LM_HEAD,):
         tensors = (EMBEDDING,)
-    stacked = _num_experts(entry, shape, layer) if entry.stacks_experts else 1
-    return TensorMap(shape, layer, entry, tensors, stacked)
+    return TensorMap(shape, layer, entry, tensors, expert)
 
 
 def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> int:

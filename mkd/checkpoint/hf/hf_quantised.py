@@ -7,7 +7,7 @@ appear to the rest of mkd as ordinary tensors under the names that an unquantise
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkd.checkpoint.hf.hf_names import Cut
 from mkd.errors import CheckpointError, MkdError
 
-Cut = tuple[slice, ...]  # for each dimension, start and stop
 ReadStored = Callable[[str, Cut], Tensor]  # (tensor on disk, cut) -> that part of it
 SCALE_SUFFIX = "_scale_inv"  # of FP8 weights
 BLOCKS, SCALES = "_blocks", "_scales"  # of MXFP4 weights
@@ -185,8 +185,3 @@ def logical_headers(
         elif name not in hidden:
             found[name] = header
     return found
-
-
-def whole(shape: Sequence[int]) -> Cut:
-    """Return the cut that is a whole tensor of `shape`."""
-    return tuple(slice(0, size) for size in shape)

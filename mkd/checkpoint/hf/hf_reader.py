@@ -16,8 +16,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
-from mkd.checkpoint.hf.hf_quantised import Cut, TensorHeader, find_quantised, logical_headers, whole
+from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
@@ -88,16 +88,14 @@ class HFCheckpoint:
         self._quantised = find_quantised(self.directory, self._stored)
         self.headers = logical_headers(self._stored, self._quantised)
 
-    def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Return the slice [start, start + length) of dimension `dim`, on the CPU.
+    def read(self, tensor: str, cut: Cut) -> Tensor:
+        """Return a part of a tensor, on the CPU.
 
         It has the dtype on disk; FP8 values become fp32, MXFP4 values bf16.
         """
-        cut = list(whole(self.headers[tensor].shape))
-        cut[dim] = slice(start, start + length)
         if tensor in self._quantised:
-            return self._quantised[tensor].read(self._read_stored, tuple(cut))
-        return self._read_stored(tensor, tuple(cut))
+            return self._quantised[tensor].read(self._read_stored, cut)
+        return self._read_stored(tensor, cut)
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
         part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
@@ -262,7 +260,7 @@ def load_hf_weights(
             parameter.zero_()
         for piece in pieces:
             source = _read_piece(checkpoint, tensor_prefix + piece.tensor, piece)
-            piece.in_shard(parameter).copy_(source)
+            piece.in_shard(parameter).copy_(piece.of_part(source))
             is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
             if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
@@ -290,7 +288,7 @@ def _by_layer(
 
 
 def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
-    return checkpoint.read(tensor, piece.dim, piece.tensor_start, piece.length)
+    return checkpoint.read(tensor, piece.tensor_cut)
 
 
 def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> None:
@@ -321,7 +319,7 @@ def map_part(
             do = "build the model from the checkpoint's own config.json"
             problems.append(CheckpointError(what, why, do, code="hf-parameter-without-source"))
     _raise_all(problems)
-    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
+    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     for tensor in hf_tensor_shapes(shape):
         is_elsewhere = expert_of(tensor) not in (None, *experts)

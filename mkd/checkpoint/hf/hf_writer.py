@@ -1,9 +1,9 @@
 """Hugging Face checkpoints out: the model parts of all ranks become one folder.
 
 The bytes are the same for every layout. Tensors travel one at a time to global rank 0, which streams them to
-disk: within the tensor-parallel group by broadcast, between pipeline stages by one send, and experts by one
-send from the rank that has them. Padding (vocabulary
-rows, attention groups) is dropped before anything is sent.
+disk: within the tensor-parallel group by broadcast, between pipeline stages by one send, and each expert by
+one send from the rank that has it. Padding (vocabulary rows, attention groups) is dropped before anything is
+sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_names import Piece, expert_of, find_map
+from mkd.checkpoint.hf.hf_names import Piece, find_map
 from mkd.checkpoint.hf.hf_reader import (
     EXTRA_LAYERS,
     INDEX_FILE,
@@ -40,7 +40,7 @@ OTHER_FOLDER = "choose another folder"
 
 @dataclass(frozen=True)
 class Owner:
-    """The place of a tensor: a pipeline rank, its parameter there, and the shape of each shard of it."""
+    """The place of a tensor, or of one expert in it: a pipeline rank, a parameter and its shard's shape."""
 
     pp_rank: int
     parameter: str
@@ -90,37 +90,36 @@ class _Sources:
             mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
             mine = error
-        stages: list[dict[str, Owner] | MkdError] = [mine] * context.pp_size
+        stages: list[dict[str, list[Owner]] | MkdError] = [mine] * context.pp_size
         dist.all_gather_object(stages, mine, group=context.pp_group)
-        self.owners: dict[str, Owner] = {}
+        self.owners: dict[str, list[Owner]] = {}  # several for a tensor that holds all experts
         for stage in stages:
             if isinstance(stage, MkdError):
                 raise stage
             self.owners = stage | self.owners  # if a tied embedding is on two stages, the first counts
 
-    def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
-        owned: dict[str, Owner] = {}
+    def _owned(self, first_layers: list[int]) -> dict[str, list[Owner]]:
+        owned: dict[str, list[Owner]] = {}
         for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
             experts = self.context.experts(self.shape.num_experts)
             maps = map_part(parameters, self.shape, first_layer, self.context.tp_size, experts)
             for name, tensor_map in maps.items():
                 owner = Owner(self.context.pp_rank, name, part, first_layer, tuple(parameters[name].shape))
-                if expert_of(tensor_map.tensors[0]) is not None:
-                    owned |= self._owned_experts(owner, len(experts))
+                if tensor_map.expert is not None:
+                    self._add_experts(owned, owner, len(experts))
                     continue
-                for tensor in tensor_map.all_tensors:
-                    owned.setdefault(tensor, owner)
+                for tensor in tensor_map.tensors:
+                    owned.setdefault(tensor, [owner])
         return owned
 
-    def _owned_experts(self, here: Owner, experts_of_rank: int) -> dict[str, Owner]:
-        """Return the owners of an expert's tensors on every expert-parallel rank, which are all alike."""
-        owned: dict[str, Owner] = {}
+    def _add_experts(self, owned: dict[str, list[Owner]], here: Owner, experts_of_rank: int) -> None:
+        """Add the owners of an expert's tensors on every expert-parallel rank, which are all alike."""
         for ep_rank in range(self.context.ep.size):
             owner = replace(here, ep_rank=ep_rank, first_expert=ep_rank * experts_of_rank)
             tensor_map = find_map(self.shape, here.parameter, here.first_layer, owner.first_expert)
             assert tensor_map is not None, "the rank's own expert has a map"
-            owned |= dict.fromkeys(tensor_map.tensors, owner)
-        return owned
+            for tensor in dict.fromkeys(tensor_map.tensors):
+                owned.setdefault(tensor, []).append(owner)
 
     def check(self, plan: ExportPlan) -> None:
         missing = [name for name, _ in plan.tensors() if name not in self.owners]
@@ -132,9 +131,9 @@ class _Sources:
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the ranks that send."""
-        owner, context = self.owners[tensor], self.context
+        owner, context = self.owners[tensor][0], self.context
         if owner.ep_rank is not None:
-            return self._collect_expert(tensor, full, dtype)
+            return self._collect_experts(tensor, full, dtype)
         if not context.is_first_replica:
             return None
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
@@ -151,7 +150,8 @@ class _Sources:
                 shard = self.parameters[owner.part][owner.parameter].detach()
                 part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
-                length = sum(piece.length for piece in pieces)
+                cuts = (piece.tensor_cut[dim] for piece in pieces)
+                length = sum(cut.stop - cut.start for cut in cuts)
                 part_shape = [length if axis == dim else size for axis, size in enumerate(full)]
                 part = torch.empty(part_shape, dtype=dtype, device=context.device)
             self._bring_to_rank_0(part, owner.pp_rank, tp_rank if holders > 1 else None)
@@ -159,27 +159,30 @@ class _Sources:
                 _scatter(part.cpu(), pieces, whole, dim)
         return whole
 
-    def _collect_expert(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor of an expert on global rank 0. One message, from the rank that has the expert."""
-        owner, context = self.owners[tensor], self.context
-        assert owner.ep_rank is not None, "the weight of an expert"
-        source = context.first_expert_holder(owner.pp_rank, owner.ep_rank)
-        if context.rank not in (0, source):
-            return None
-        whole = torch.empty(full, dtype=dtype, device=context.device)
-        if context.rank == source:
+    def _collect_experts(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor of experts on global rank 0. One message for each, from the rank that has it."""
+        context = self.context
+        whole = torch.empty(full, dtype=dtype, device="cpu" if context.rank == 0 else "meta")
+        for owner in self.owners[tensor]:
+            assert owner.ep_rank is not None, "the weight of an expert"
+            source = context.first_expert_holder(owner.pp_rank, owner.ep_rank)
+            if context.rank not in (0, source):
+                continue
             tensor_map = find_map(self.shape, owner.parameter, owner.first_layer, owner.first_expert)
             assert tensor_map is not None, "an owner has a map"
-            shard = self.parameters[owner.part][owner.parameter].detach()
-            for piece in tensor_map.pieces(owner.shard_shape, 0, 1):
-                if piece.tensor == tensor:
-                    piece.in_tensor(whole).copy_(piece.in_shard(shard))
-        message = whole.flatten().view(torch.uint8)
-        if source != 0 and context.rank == 0:
-            dist.recv(message, source)
-        elif source != 0:
-            dist.send(message, 0)
-        return whole.cpu() if context.rank == 0 else None
+            pieces = tensor_map.pieces(owner.shard_shape, 0, 1)
+            (piece,) = (piece for piece in pieces if piece.tensor == tensor)
+            place = whole[piece.tensor_cut]
+            part = torch.empty(place.shape, dtype=dtype, device=context.device)
+            if context.rank == source:
+                shard = self.parameters[owner.part][owner.parameter].detach()
+                piece.of_part(part).copy_(piece.in_shard(shard))
+            if source != 0:
+                message = part.flatten().view(torch.uint8)
+                dist.recv(message, source) if context.rank == 0 else dist.send(message, 0)
+            if context.rank == 0:
+                place.copy_(part)
+        return whole if context.rank == 0 else None
 
     def _bring_to_rank_0(self, part: Tensor, pp_rank: int, tp_rank: int | None) -> None:
         """Fill `part` on rank 0 in place, from tensor-parallel rank `tp_rank` of stage `pp_rank`.
@@ -201,8 +204,9 @@ class _Sources:
 def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None:
     start = 0
     for piece in pieces:
-        piece.in_tensor(whole).copy_(part.narrow(dim, start, piece.length))
-        start += piece.length
+        place = piece.in_tensor(whole)
+        place.copy_(part.narrow(dim, start, place.size(dim)))
+        start += place.size(dim)
 
 
 def write_folder(

@@ -9,6 +9,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
+from mkd.models.moe.clamped_gate import ClampedGate, add_biases
+
 
 class LocalExperts(SequentialMLP):
     """One MLP after another, without Transformer Engine."""
@@ -24,6 +26,26 @@ class GroupedExperts(TEGroupedMLP):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         mark_as_experts(self.parameters())
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,  # [n, h], rows of the first expert first
+        tokens_per_expert: Tensor,  # int64 [local experts]
+        permuted_probs: Tensor,  # [n], the rows' weights
+    ) -> tuple[Tensor, None]:
+        """Return the weighted outputs, [n, h], and None for a bias.
+
+        Experts with biases have GPT-OSS's gate. Megatron would clamp into copies, which backward keeps, and
+        add biases expert by expert.
+        """
+        rows, counts, weights = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        if not self.config.add_bias_linear:
+            return super().forward(rows, counts, weights)
+        limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+        splits = counts.tolist()
+        gate_up, _ = self.linear_fc1(rows, splits)
+        output, biases = self.linear_fc2(ClampedGate.apply(gate_up, weights[:, None], limit, offset), splits)
+        return add_biases(output, biases, counts, weights), None
 
 
 class ExpertRowLinear(RowParallelLinear):

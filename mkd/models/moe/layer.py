@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -39,10 +40,17 @@ class ExpertLayer(MoELayer):
         config: TransformerConfig,
         submodules: MoESubmodules,
         groups: ProcessGroupCollection,
+        has_biases: bool,
         layer_number: int | None = None,
         **unused: Any,
     ):
-        """Build it for the experts of `groups`; versions of Megatron differ in what else they hand over."""
+        """Build it for the experts of `groups`; versions of Megatron differ in what else they hand over.
+
+        `has_biases`: router and experts have biases, whether attention has some or not.
+        """
+        if config.add_bias_linear != has_biases:
+            config = copy(config)
+            config.add_bias_linear = has_biases
         super().__init__(config, submodules, layer_number, groups)
         self.router.to(next(self.experts.parameters()).device)  # Megatron builds it on the CPU
         self.token_dispatcher = TokenDispatcher(

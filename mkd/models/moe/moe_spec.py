@@ -47,7 +47,7 @@ def moe_spec(moe: MoEShape, parts: ExpertParts, groups: ProcessGroupCollection |
     shared = ModuleSpec(module=SharedExpertMLP, submodules=parts.shared_linears)
     return ModuleSpec(
         module=ExpertLayer,
-        params={"groups": groups},
+        params={"groups": groups, "has_biases": moe.biases},
         submodules=MoESubmodules(
             router=DocumentRouter,
             experts=ModuleSpec(module=parts.experts, submodules=parts.linears),

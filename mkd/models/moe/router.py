@@ -22,11 +22,15 @@ class DocumentRouter(TopKRouter):
     record: RouterRecord | None = None
 
     def gating(self, input: Tensor) -> Tensor:  # [t, 1, h] -> fp32 [t, 1, E]
-        """Return the logits. Without Transformer Engine, Megatron 0.16 fails here."""
+        """Return the logits. Without Transformer Engine, Megatron 0.16 fails here.
+
+        The bias is added in fp32: the kernel takes a bias of the logits' dtype only.
+        """
         if HAS_KERNEL:
-            return super().gating(input)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
+            logits = moe_utils.router_gating_linear(input, self.weight, None, torch.float32)
+        else:
+            logits = F.linear(input.float(), self.weight.float())
+        return logits if self.bias is None else logits + self.bias.float()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights [t, E] and choice, bool [t, E], of each token's experts.

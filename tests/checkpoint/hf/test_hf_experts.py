@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_model
 
@@ -51,7 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_an_export_has_the_bytes_of_its_source(family, ranks, tmp_path):
     source = make_model(tmp_path / "source", family, dtype=torch.bfloat16)
     expected, read = tensors(source), {}
@@ -65,3 +66,38 @@ def test_an_export_has_the_bytes_of_its_source(family, ranks, tmp_path):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     (everything,) = read[1, (1,)]
     assert read[2, (2,)] == [everything - experts // 2] * 2
+
+
+def save_quantised(folder: Path) -> Path:
+    """Save a GPT-OSS model whose experts' matrices are random MXFP4 blocks, as released ones."""
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    make_model(folder, "gpt_oss", dtype=torch.bfloat16, shard_size="1GB", **sizes)
+    generator, stored = torch.Generator().manual_seed(0), tensors(folder)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks, scales = (experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)
+        stored[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+        stored[f"{name}_scales"] = torch.randint(117, 124, scales, dtype=torch.uint8, generator=generator)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    return folder
+
+
+def test_quantised_experts_are_those_of_transformers(ranks, tmp_path):
+    """Each of two processes reads the blocks of its experts, and the export is what transformers loads."""
+    from transformers import AutoModelForCausalLM
+
+    source, out = save_quantised(tmp_path / "source"), tmp_path / "out"
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
+    (everything,) = ranks.run(round_trip, 1, source, tmp_path / "alone", 1)
+    experts = sum(t.nbytes for name, t in tensors(source).items() if ".experts." in name)
+    assert ranks.run(round_trip, 2, source, out, 2) == [everything - experts // 2] * 2
+    found = tensors(out)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -165,17 +166,13 @@ EXPERT_TENSORS = tuple(
     f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")
 )
 DOWN = ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",)
-STACKED = {  # parameters [local experts, rows, columns]
-    "mlp.experts.weight1": Entry(
-        replace(GATE_UP, experts=lambda m, layer: EXPERTS), EXPERT_TENSORS, stacks_experts=True
-    ),
-    "mlp.experts.weight2": Entry(replace(FFN, experts=lambda m, layer: EXPERTS), DOWN, stacks_experts=True),
-}
 NUMBERED = {  # one parameter for each local expert
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": Entry(
-        STACKED["mlp.experts.weight1"].rule, EXPERT_TENSORS
+        replace(GATE_UP, experts=lambda m, layer: EXPERTS), EXPERT_TENSORS
     ),
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Entry(STACKED["mlp.experts.weight2"].rule, DOWN),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Entry(
+        replace(FFN, experts=lambda m, layer: EXPERTS), DOWN
+    ),
 }
 
 
@@ -207,38 +204,42 @@ def expert_shards(tensors, layer, expert, tp_rank, tp_size):
     return torch.cat([gate, up]), tensors[f"{prefix}down_proj.weight"].chunk(tp_size, dim=1)[tp_rank]
 
 
-@pytest.mark.parametrize("table", [STACKED, NUMBERED], ids=["stacked", "numbered"])
-def test_every_expert_has_its_tensors(moe, table):
-    shape, tensors = moe(table)
+def test_every_expert_has_its_tensors(moe):
+    shape, tensors = moe(NUMBERED)
     found = hf_tensor_shapes(shape)
     assert {name: found.get(name) for name in tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
     assert len(found) == len(tensors) + 3
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
-def test_stacked_experts_are_read_and_written_back(moe, tp_size, ep_size):
-    shape, tensors = moe(STACKED)
-    local, back = EXPERTS // ep_size, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    for layer in range(2):
-        for ep_rank in range(ep_size):
-            for tp_rank in range(tp_size):
-                shards = [
-                    expert_shards(tensors, layer, ep_rank * local + index, tp_rank, tp_size)
-                    for index in range(local)
-                ]
-                for which, name in enumerate(("weight1", "weight2")):
-                    expected = torch.stack([pair[which] for pair in shards])
-                    tensor_map = find_map(shape, f"decoder.layers.{layer}.mlp.experts.{name}", 0)
-                    assert tensor_map.fits(tuple(expected.shape), tp_size)
-                    assert not tensor_map.fits((3, *expected.shape[1:]), tp_size)
-                    assert not tensor_map.fits(tuple(expected.shape[1:]), tp_size)
-                    shard = torch.zeros_like(expected)
-                    for piece in tensor_map.pieces(tuple(shard.shape), tp_rank, tp_size, ep_rank * local):
-                        piece.in_shard(shard).copy_(piece.in_tensor(tensors[piece.tensor]))
-                        piece.in_tensor(back[piece.tensor]).copy_(piece.in_shard(shard))
-                    assert torch.equal(shard, expected)
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+@pytest.mark.parametrize("pattern", ["local_experts.{}.{}.{}", "{1}.{2}{0}"], ids=["local", "grouped"])
+def test_stacks_are_cut_by_expert_and_written_back(pattern, tmp_path):
+    """GPT-OSS: matrices are transposed, gates and up projections alternate, and all have the same width."""
+    folder = make_model(tmp_path, "gpt_oss", num_hidden_layers=2)
+    shape, tensors = ModelShape.from_hf_dir(folder), all_tensors(folder)
+    assert hf_tensor_shapes(shape) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if ".experts." in name}
+    for layer, expert in itertools.product(range(2), range(8)):
+        stacks = {
+            name.rpartition(".experts.")[2]: tensor[expert]
+            for name, tensor in tensors.items()
+            if f"layers.{layer}.mlp.experts." in name
+        }
+        expected = {
+            ("linear_fc1", "weight"): torch.cat([stacks["gate_up_proj"].T[start::2] for start in (0, 1)]),
+            ("linear_fc1", "bias"): torch.cat([stacks["gate_up_proj_bias"][start::2] for start in (0, 1)]),
+            ("linear_fc2", "weight"): stacks["down_proj"].T,
+            ("linear_fc2", "bias"): stacks["down_proj_bias"],
+        }
+        for (product, kind), whole in expected.items():
+            name = "decoder.layers.0.mlp.experts." + pattern.format(expert % 4, product, kind)
+            tensor_map = find_map(shape, name, first_layer=layer, first_expert=expert - expert % 4)
+            assert tensor_map.fits(tuple(whole.shape), 2) and not tensor_map.fits((*whole.shape, 1), 2)
+            for piece in tensor_map.pieces(tuple(whole.shape), 1, 2):
+                shard = torch.zeros_like(whole)
+                piece.in_shard(shard).copy_(piece.in_tensor(tensors[piece.tensor]))
+                assert torch.equal(shard, whole), name
+                piece.in_tensor(back[piece.tensor]).copy_(piece.in_shard(shard))
+    assert all(torch.equal(back[name], tensors[name]) for name in back) and len(back) == 2 * 4
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -73,11 +73,13 @@ def test_slices_are_those_of_the_whole_tensors_and_are_counted(folder):
     assert len(set(header.file for header in checkpoint.headers.values())) > 2
     assert checkpoint.headers.keys() == tensors.keys() and checkpoint.bytes_read == 0
     name = "model.layers.2.mlp.down_proj.weight"
-    assert torch.equal(checkpoint.read(name, 0, 5, 7), tensors[name][5:12])
+    assert torch.equal(checkpoint.read(name, (slice(5, 12), slice(None))), tensors[name][5:12])
     assert checkpoint.bytes_read == 7 * 96 * 4
-    assert torch.equal(checkpoint.read(name, 1, 30, 2), tensors[name][:, 30:32])
+    assert torch.equal(checkpoint.read(name, (slice(None), slice(30, 32))), tensors[name][:, 30:32])
     assert checkpoint.bytes_read == 7 * 96 * 4 + 48 * 2 * 4
-    assert torch.equal(checkpoint.read("model.norm.weight", 0, 1, 3), tensors["model.norm.weight"][1:4])
+    assert torch.equal(
+        checkpoint.read("model.norm.weight", (slice(1, 4),)), tensors["model.norm.weight"][1:4]
+    )
 
 
 @pytest.mark.parametrize(

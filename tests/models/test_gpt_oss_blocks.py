@@ -1,0 +1,140 @@
+"""Check GPT-OSS's blocks, attention and experts apart, against those of transformers in fp32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_hf_parity import pack
+from tests.tiny_models import make_model
+
+PADDING = 9
+IDLE = 5  # expert that no token chooses
+BLOCKS = (("self_attention", 0), ("self_attention", 1), ("mlp", 1))  # with a window, without, experts
+
+
+def make_folder(folder, **sizes):
+    """Save a model in bf16, one of whose experts is never chosen."""
+    make_model(folder, "gpt_oss", dtype=torch.bfloat16, shard_size="9GB", num_hidden_layers=2, **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith("router.bias"):
+            tensors[name][IDLE] = -100.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def random_states(lengths, hidden_size):
+    """Return the input and the weights of the output's sum, fp32 [t, 1, h]; padding has the weight 0."""
+    generator = torch.Generator().manual_seed(0)
+    t = sum(lengths) + PADDING
+    hidden, weight = (torch.randn(t, 1, hidden_size, generator=generator) for _ in range(2))
+    weight[sum(lengths) :] = 0
+    return hidden.bfloat16().float(), weight
+
+
+def our_blocks(folder, lengths, dtype, transformer_engine):
+    """Return (block, layer) -> output, gradient of the input and pieces of gradients; run on a rank."""
+    from dataclasses import replace
+
+    from mkd.checkpoint.hf.hf_names import find_map
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.models.builder import build_model_parts
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+
+    platform, shape = detect(), ModelShape.from_hf_dir(folder)
+    assert platform.transformer_engine or not transformer_engine
+    context = ParallelContext.create(replace(platform, transformer_engine=transformer_engine))
+    layout = PipelineLayout.even(shape.num_layers, 1)
+    (model,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)
+    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    hidden, weight = (x.to(context.device) for x in random_states(lengths, shape.hidden_size))
+    packed = pack(lengths, PADDING, device=context.device)
+    angles, found = model.rotary_pos_emb(packed), {}
+    for name, index in BLOCKS:
+        layer, leaf = model.decoder.layers[index], hidden.to(dtype).clone().requires_grad_()
+        if name == "mlp":
+            output, bias = layer.mlp(leaf)
+        else:
+            given = dict(rotary_pos_emb=angles, packed_seq_params=packed)
+            output, bias = layer.self_attention(layer.input_layernorm(leaf), None, **given)
+        output = output if bias is None else output + bias
+        model.zero_grad()
+        (output.float() * weight).sum().backward()
+        pieces = []
+        for parameter, tensor in layer.named_parameters():
+            if tensor.grad is not None:
+                found_map = find_map(shape, f"decoder.layers.{index}.{parameter}", 0)
+                for piece in found_map.pieces(tuple(tensor.shape), 0, 1):
+                    pieces.append((piece, piece.in_shard(tensor.grad).float().cpu()))
+        found[name, index] = (output.detach().float().cpu(), leaf.grad.float().cpu(), pieces)
+    return found
+
+
+def their_blocks(folder, lengths, device):
+    """Return (block, layer) -> output of the real tokens, gradient of the input, gradients by tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model, found = model.to(device), {}
+    hidden, weight = (x.to(device) for x in random_states(lengths, model.config.hidden_size))
+    for name, index in BLOCKS:
+        layer, leaf, outputs = model.model.layers[index], hidden.clone().requires_grad_(), []
+        for document in leaf[: sum(lengths), 0].split(lengths):
+            if name == "mlp":
+                outputs.append(layer.mlp(document[None])[0][0])
+                continue
+            n, attention = len(document), layer.self_attn
+            visible = torch.ones(n, n, device=device).tril().triu(1 - (attention.sliding_window or n)).bool()
+            mask = torch.zeros(n, n, device=device).masked_fill(~visible, -math.inf)[None, None]
+            angles = model.model.rotary_emb(document[None], torch.arange(n, device=device)[None])
+            outputs.append(attention(layer.input_layernorm(document[None]), angles, mask)[0][0])
+        output = torch.cat(outputs)
+        model.zero_grad()
+        (output * weight[: len(output), 0]).sum().backward()
+        gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found[name, index] = (output.detach().cpu(), leaf.grad.cpu(), gradients)
+    return found
+
+
+def check(ours, theirs, tolerance):
+    """Check the relative error of every part, in the 2-norm; each expert is a part."""
+    for block, (output, of_input, gradients) in theirs.items():
+        our_output, our_input, pieces = ours[block]
+        parts = [("output", our_output[: len(output), 0], output), ("input", our_input, of_input)]
+        parts += [
+            (f"{p.tensor} {p.tensor_cut}", mine, p.in_tensor(gradients[p.tensor])) for p, mine in pieces
+        ]
+        assert {piece.tensor for piece, _ in pieces} == gradients.keys()
+        for name, mine, expected in parts:
+            error, size = float((mine - expected).norm()), float(expected.norm())
+            assert error <= tolerance * size, f"{block}, {name}: {error / max(size, 1e-30):.1e}"
+    idle = [mine for piece, mine in ours["mlp", 1][2] if piece.stack and piece.tensor_cut[0].start == IDLE]
+    assert len(idle) == 4 and not any(gradient.any() for gradient in idle)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_blocks_equal_transformers(dtype, tolerance, tmp_path, ranks):
+    folder, lengths = make_folder(tmp_path), (23, 1, 40)
+    (ours,) = ranks.run(our_blocks, 1, folder, lengths, dtype, False)
+    check(ours, their_blocks(folder, lengths, "cpu"), tolerance)
+
+
+@pytest.mark.gpu
+def test_blocks_on_a_gpu(tmp_path, gpu_ranks):
+    """The released width and heads, on local modules and on Transformer Engine's."""
+    sizes = dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8)
+    sizes |= dict(head_dim=64, sliding_window=128, num_experts_per_tok=4, swiglu_limit=0.4)
+    folder, lengths = make_folder(tmp_path, **sizes), (700, 1, 1300)
+    theirs = their_blocks(folder, lengths, "cuda")
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
+        for transformer_engine in (False, True):
+            (ours,) = gpu_ranks.run(our_blocks, 1, folder, lengths, dtype, transformer_engine)
+            check(ours, theirs, tolerance)
