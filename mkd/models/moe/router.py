@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -27,6 +29,9 @@ class DocumentRouter(TopKRouter):
             return super().gating(input)
         bias = None if self.bias is None else self.bias.float()
         return F.linear(input.float(), self.weight.float(), bias)
+
+    def _apply_expert_bias(self, *unused: Any, **others: Any) -> None:
+        """Count nothing, unlike Megatron: `record` has the real tokens, and ExpertMonitor moves the bias."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights [t, E] and choice, bool [t, E], of each token's experts.
