@@ -10,10 +10,9 @@ from tests.fault_injection import fault as injected
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, write_records
 from tests.train.invariance import Layout, add_text, build_layout, fixed_packs
+from tests.train.moe_invariance import EP2, MOVED
 
-RATE = 0.01
-MOVED = ("--moe-router-bias-update-rate", str(RATE))
-EP2 = ("--expert-model-parallel-size", "2")
+RATE = float(MOVED[1])
 BIAS = "mlp.gate.e_score_correction_bias"
 
 

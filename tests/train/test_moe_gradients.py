@@ -15,10 +15,9 @@ from tests.train.invariance import (
     export_gradients,
     worst_relative_error,
 )
+from tests.train.moe_invariance import EP2, ON_HOST
 
-EP2 = ("--expert-model-parallel-size", "2")
 TEACHER_EP2 = ("--teacher-expert-model-parallel-size", "2")
-ON_HOST = ("--teacher-residency", "host")
 PAIRS = {  # student, teacher, layout
     "Qwen3-MoE from a dense teacher": ("qwen3_moe", "qwen3", Layout("EP2", 2, micro=2, flags=EP2)),
     "Mixtral from Qwen3-MoE": ("mixtral", "qwen3_moe", Layout("EP2 PP2", 4, pp=2, flags=EP2)),

@@ -56,12 +56,12 @@ def test_resume_is_bitwise_after_saves_at_other_sizes(files, ranks):
     straight = ranks.run(train_and_hash, 2, argv(files, "whole", *EP2[1], *ROUTING))
     half = argv(files, "half", *EP2[1], *ROUTING, "--exit-interval", STEPS // 2)
     ranks.run(train_and_hash, 2, half, files / "half hf")
-    came_from, state = "half", saved_tensors(files / "half" / HALF)
+    came_from, state = "half", ranks.run(saved_tensors, 1, files / "half" / HALF)[0]
     assert {name.split(".")[0] for name in state} >= {"optimizer", "decoder"}
     for run, (world_size, layout) in (("at EP1", EP1), ("at EP4", EP4)):
         load = argv(files, run, *layout, *ROUTING, "--load", files / came_from)
         ranks.run(save_again, world_size, load)
-        found = saved_tensors(files / run / HALF)
+        (found,) = ranks.run(saved_tensors, 1, files / run / HALF)
         assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
         came_from = run
     resumed = argv(files, "rest", *EP2[1], *ROUTING, "--load", files / came_from)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.train.cross_tokenizer_invariance import SINGLE, make_files, run_layout
 from tests.train.invariance import DISTRIBUTED, SP, Layout, errors_of, require_equal
+from tests.train.moe_invariance import EP2
 
-EP2 = ("--expert-model-parallel-size", "2")
 UPDATES = 1
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2")  # student, cross-tokenizer teacher, the other teacher
 DENSE_STUDENT = ("qwen3", "llama", "qwen3_moe")

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny_models import make_model
-from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, add_text, build_layout, make_pair
+from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, build_layout, make_pair
+from tests.train.moe_invariance import EP2, MOVED, make_latent_pair
 
 STUDENT_WIDTH, TEACHER_WIDTH = 48, 64
-MOVED = ("--moe-router-bias-update-rate", "0.01")
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,8 @@ def test_the_teacher_is_a_guest(layout, pair, ranks):
 
 def test_a_teacher_with_experts_is_a_guest(ranks, tmp_path):
     """Its correction biases and counters stay, while the student's biases move."""
-    student = add_text(make_model(tmp_path / "student", "deepseek-experts", seed=1))
-    teacher = make_model(tmp_path / "teacher", "moonlight-experts", seed=2)
-    layout = Layout("EP2", 2, flags=("--expert-model-parallel-size", "2", *MOVED))
-    for traces in ranks.run(teacher_traces, 2, layout, student, teacher):
+    layout = Layout("EP2", 2, flags=EP2 + MOVED)
+    for traces in ranks.run(teacher_traces, 2, layout, *make_latent_pair(tmp_path)):
         assert not any(traces.values()), traces
 
 
