@@ -37,12 +37,12 @@ def loads_by_transformers(folder) -> dict[int, torch.Tensor]:
     loads: dict[int, torch.Tensor] = {}
     for index, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "gate"):
-            loads[index] = torch.zeros(layer.mlp.gate.num_experts, dtype=torch.int64)
-            layer.mlp.gate.register_forward_hook(
-                lambda gate, args, output, load=loads[index]: load.add_(
-                    output[2].flatten().bincount(minlength=len(load))
-                )
-            )
+            load = loads[index] = torch.zeros(layer.mlp.gate.num_experts, dtype=torch.int64)
+
+            def count(gate, args, output, load=load):
+                load += output[2].flatten().bincount(minlength=len(load))
+
+            layer.mlp.gate.register_forward_hook(count)
     for pack in fixed_packs(permuted=False):
         for start, length in zip(pack.spans.cumsum() - pack.spans, pack.lengths, strict=True):
             with torch.no_grad():

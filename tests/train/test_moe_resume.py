@@ -47,7 +47,8 @@ def saved_tensors(folder):
     """Return every tensor of a checkpoint, whole, by name."""
     from megatron.core import dist_checkpointing
 
-    return dist_checkpointing.load_plain_tensors(str(folder))
+    found = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 @pytest.mark.fault(1, 23)
@@ -57,7 +58,8 @@ def test_resume_is_bitwise_after_saves_at_other_sizes(files, ranks):
     half = argv(files, "half", *EP2[1], *ROUTING, "--exit-interval", STEPS // 2)
     ranks.run(train_and_hash, 2, half, files / "half hf")
     came_from, state = "half", ranks.run(saved_tensors, 1, files / "half" / HALF)[0]
-    assert {name.split(".")[0] for name in state} >= {"optimizer", "decoder"}
+    parts = ("exp_avg_sq", "mlp.router.expert_bias", "mlp.experts")
+    assert all(any(part in name for name in state) for part in parts), state.keys()
     for run, (world_size, layout) in (("at EP1", EP1), ("at EP4", EP4)):
         load = argv(files, run, *layout, *ROUTING, "--load", files / came_from)
         ranks.run(save_again, world_size, load)
