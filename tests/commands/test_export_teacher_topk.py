@@ -103,7 +103,7 @@ def test_equals_transformers(single, files):
 def test_a_teacher_with_experts_equals_transformers(replicas, files, ranks):
     """Replicas that share experts run equally many packs, though the last shard has fewer than the others."""
     name, size = f"experts {replicas}", ("--teacher-expert-model-parallel-size", replicas)
-    make_model(files / name, "qwen3_moe", seed=3)
+    make_model(files / name, "qwen3_moe", seed=3, scale=4.0)
     add_tokenizer(files / name)
     cache = exported(
         ranks, files, f"{name} cache", "--k", 16, *T2, *size, world_size=replicas, teacher_hf=name
