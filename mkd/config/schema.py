@@ -231,6 +231,11 @@ class TrainingConfig:
     moe_z_loss_coeff: float = option(
         0.0, "weight of the loss that keeps the logits of the student's routers small. 0 means none"
     )
+    moe_router_bias_update_rate: float = option(
+        0.0,
+        "step by which every update moves e_score_correction_bias of the student towards an even load of its "
+        "experts (DeepSeek-V3, Moonlight; 0.001 in DeepSeek-V3's pre-training). 0 leaves it as it is",
+    )
     optimizer_residency: str = option(
         "device",
         "place of the optimizer state between updates: device, or host (pinned memory). "

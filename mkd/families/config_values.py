@@ -62,7 +62,10 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "use_bidirectional_attention norm_topk_prob rope_interleave truncate",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
-    (Kind("a text", _is_text), "model_type hidden_act hidden_activation rope_type type"),
+    (
+        Kind("a text", _is_text),
+        "model_type hidden_act hidden_activation rope_type type scoring_func topk_method",
+    ),
     (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join(ROPE_OBJECTS)),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types"),
     (Kind("a list of whole numbers of 0 or more", _list_of(_is_count)), "mlp_only_layers"),

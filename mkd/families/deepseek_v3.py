@@ -7,13 +7,14 @@ multi-token prediction are left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.families.expert_shapes import require_top_k
+from mkd.families.expert_shapes import require_groups, require_top_k
 from mkd.families.family import Family, HFConfig, swiglu_layers
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.rope_config import read_rope, yarn_scale
@@ -28,6 +29,11 @@ from mkd.families.weight_rules import (
     ModelSizes,
     Rule,
     with_experts,
+)
+
+# Keys of config.json that choose how tokens are routed. transformers ignores those of the first releases.
+_ROUTING: Mapping[str, bool | int | str] = MappingProxyType(
+    {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 )
 
 Size = Callable[[ModelSizes, LayerShape | None], int]
@@ -56,9 +62,12 @@ def _read_experts(config: HFConfig) -> MoEShape:
     )
     groups, top_groups = config["n_group"], config["topk_group"]
     require_top_k(num_experts, top_k)
-    if not config["norm_topk_prob"]:
-        what, why = "norm_topk_prob false is not supported", "mkd normalises sigmoid scores of the experts"
-        raise UsageError(what, why, "use a model that normalises them", code="routing-not-supported")
+    require_groups(num_experts, top_k, groups, top_groups)
+    for name, supported in _ROUTING.items():
+        if config.get(name, supported) != supported:
+            what = f"{name} {_written(config[name])} is not supported"
+            why = f"mkd routes as DeepSeek-V3 does, with {name} {_written(supported)}"
+            raise UsageError(what, why, "use a model that routes so", code="routing-not-supported")
     if top_groups < groups and top_k // top_groups != 2:
         what = f"{top_k} experts in {top_groups} of {groups} groups are not supported"
         why = "groups are chosen by the sum of 2 scores, which must be the number of experts of a group"
@@ -74,6 +83,11 @@ def _read_experts(config: HFConfig) -> MoEShape:
         shared_ffn_hidden_size=config["n_shared_experts"] * width,
         correction_bias=True,
     )
+
+
+def _written(value: object) -> str:
+    """Return a value of config.json as JSON writes it."""
+    return json.dumps(value).strip('"')
 
 
 def _read_mla(config: HFConfig) -> MLAShape:

@@ -28,3 +28,12 @@ def require_top_k(num_experts: int, top_k: int) -> None:
         what = f"num_experts_per_tok {top_k} is above the number of experts, {num_experts}"
         why = "each token goes to as many different experts"
         raise CheckpointError(what, why, "download it again", code="experts-of-a-token")
+
+
+def require_groups(num_experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    """Raise `CheckpointError` unless `top_groups` of `groups` equal groups have enough experts of a token."""
+    if num_experts % groups == 0 and top_groups <= groups and top_k <= num_experts // groups * top_groups:
+        return
+    what = f"{num_experts} experts, n_group {groups}, topk_group {top_groups} and num_experts_per_tok {top_k}"
+    why = "a token chooses its experts in topk_group of n_group groups of the same size"
+    raise CheckpointError(f"{what} do not fit", why, "download it again", code="expert-groups-not-valid")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mkd.models.head import LMHead
 from mkd.models.moe.balance import RouterRecord
+from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.released_layers import with_released_layers
@@ -85,10 +86,15 @@ class LanguageModel(LanguageModule):
         size = self.shape.num_layers, self.shape.num_experts + 2
         sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
         record = RouterRecord(self.shape.moe, options.balance_coeff, options.z_coeff, sums)
-        for layer in self.decoder.layers:
-            if not self.shape.layers[layer.layer_number - 1].is_dense:
-                layer.mlp.router.record = record
+        for router in self.routers:
+            router.record = record
         return record
+
+    @property
+    def routers(self) -> list[DocumentRouter]:
+        """Routers of this part's layers with experts."""
+        layers = (one for one in self.decoder.layers if not self.shape.layers[one.layer_number - 1].is_dense)
+        return [layer.mlp.router for layer in layers]
 
     def _build_modules(self, spec: TransformerBlockSubmodules, vocab_size: int) -> None:
         """Build embedding, layers and head in Megatron's order, which random weights depend on.

@@ -81,13 +81,32 @@ def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape
 
 def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     ratio = config.kd.kd_ratio
-    terms = " + ".join(f"{weight:g} {name}" for name, weight in (("CE", 1 - ratio), ("KD", ratio)) if weight)
-    yield "loss", f"{terms}, nats per token"
+    terms = [f"{weight:g} {name}" for name, weight in (("CE", 1 - ratio), ("KD", ratio)) if weight]
+    terms += [name for name, weight in _balance_losses(config).items() if weight]
+    yield "loss", f"{' + '.join(terms)}, nats per token"
     if ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
     yield "mask", _MASK
     of_chunks = "; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else ""
     yield "normaliser", _NORMALISER + of_chunks
+    yield from _experts(config)
+
+
+def _balance_losses(config: Config) -> dict[str, float]:
+    """Return the losses of the student's routers: name -> coefficient."""
+    return {"balance": config.training.moe_aux_loss_coeff, "z": config.training.moe_z_loss_coeff}
+
+
+def _experts(config: Config) -> Iterator[Row]:
+    coefficients, rate = _balance_losses(config), config.training.moe_router_bias_update_rate
+    if coefficients["balance"]:
+        text = f"{coefficients['balance']:g} x load of the experts by document, summed over layers; even is 1"
+        yield "balance", text
+    if coefficients["z"]:
+        yield "z", f"{coefficients['z']:g} x (logsumexp of a router's logits)^2, summed over layers"
+    if rate:
+        text = f"every update moves the bias of an expert by {rate:g} towards an even load, without a loss"
+        yield "expert bias", text
 
 
 def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[Row]:
@@ -171,6 +190,8 @@ def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, flo
 
 def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
     """Return why no other engine has this objective; None if one may."""
+    if any(_balance_losses(config).values()):
+        return "the balance losses of experts are by document here"
     if len(config.teachers) > 1:
         return "one teacher only"
     if config.teachers[0].topk:

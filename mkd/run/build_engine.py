@@ -73,7 +73,8 @@ def build_engine(
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
-    teachers, experts = build_teachers(plan, vocabularies), ExpertMonitor.of(students, context)
+    teachers = build_teachers(plan, vocabularies)
+    experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 

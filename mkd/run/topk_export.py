@@ -216,7 +216,7 @@ class _Exporter:
         return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
     def export(self, part: str, dataset) -> None:
-        """Make the missing shards, one per replica at a time."""
+        """Make the missing shards, one per replica at a time. A replica with less to do runs empty packs."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards = self.meta.num_shards(part)
         LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
@@ -234,8 +234,9 @@ class _Exporter:
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
         unit = self.micro_batch_size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
-        longest = max(len(self.meta.shard_samples(part, one)) for one in shards)
-        packs += [dataset.empty_pack()] * (-(-longest // unit) * unit - len(packs))
+        # Replicas may share the teacher's experts, or its layers: all run as many packs as the largest of these shards has.
+        largest = max(len(self.meta.shard_samples(part, one)) for one in shards)
+        packs += [dataset.empty_pack()] * (largest + -largest % unit - len(packs))
         sharded, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
         rows = [collate(packs[first : first + size]) for first in range(0, len(packs), size)]
         batches = [row.context_parallel_shard(*sharded).to(self.context.device) for row in rows]

@@ -95,11 +95,13 @@ def train_step(
         report = engine.schedule.run(engine.stages, microbatches, objective, forward_only=False)
         sums, load = objective.sums(report), {}
         if engine.experts is not None:
-            experts = engine.experts.finish_step()
-            sums, load = experts.added_to(sums), experts.load
+            routed = engine.experts.finish_step()
+            sums, load = routed.added_to(sums), routed.load
     with phase(OPTIMIZER):
         learning_rate = engine.optimizer.learning_rate
         grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
+        if engine.experts is not None and agreed.finite:
+            engine.experts.move_biases(routed)
     step_time_ms = 1000 * (time.perf_counter() - start)
     reports = () if agreed.finite else [(ids, objective.sums(one)) for ids, one in objective.reports]
     outcome = agreed.finite, agreed.stop, reports, load

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, poison
 from tests.train.topk_files import DATA, export, exported
 
-pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 ROOT = Path(__file__).resolve().parent.parent.parent
 T2 = ("--kd-temperature", 2)
 
@@ -34,8 +35,6 @@ def stored_rows(folder: Path) -> dict:
 
     The last holds the logarithm of the mass, the cross entropy and the entropy.
     """
-    import pyarrow.parquet as pq
-
     rows = {}
     for path in sorted(folder.glob("*.parquet")):
         for row in pq.read_table(path).to_pylist():
@@ -46,14 +45,14 @@ def stored_rows(folder: Path) -> dict:
     return rows
 
 
-def teacher_by_transformers(files: Path, cache: Path) -> dict:
+def teacher_by_transformers(files: Path, teacher: str = "teacher") -> dict:
     """Return the same from transformers in fp32, with each document of a pack alone."""
     from transformers import AutoModelForCausalLM
 
     from mkd.data.build import open_datasets
     from mkd.tokenizers.load import load_tokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(files / "teacher", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(files / teacher, dtype=torch.float32).eval()
     datasets = open_datasets(
         data_path=[str(files / "text.jsonl")],
         split=DATA[1],
@@ -97,7 +96,21 @@ def assert_same(found: dict, wanted: dict, tolerance: float) -> None:
 
 
 def test_equals_transformers(single, files):
-    assert_same(stored_rows(single), teacher_by_transformers(files, single), 1e-5)
+    assert_same(stored_rows(single), teacher_by_transformers(files), 1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_teacher_with_experts_equals_transformers(replicas, files, ranks):
+    """Replicas that share experts run equally many packs, though the last shard has fewer than the others."""
+    name, size = f"experts {replicas}", ("--teacher-expert-model-parallel-size", replicas)
+    make_model(files / name, "qwen3_moe", seed=3, scale=4.0)
+    add_tokenizer(files / name)
+    cache = exported(
+        ranks, files, f"{name} cache", "--k", 16, *T2, *size, world_size=replicas, teacher_hf=name
+    )
+    shards = [pq.read_metadata(path).num_rows for path in cache.glob("train-*.parquet")]
+    assert min(shards) < max(shards)
+    assert_same(stored_rows(cache), teacher_by_transformers(files, name), 1e-5)
 
 
 LAYOUTS = {

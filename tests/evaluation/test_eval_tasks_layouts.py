@@ -70,23 +70,18 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
-    from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
+    from mkd.run.one_model import join
     from mkd.run.run_plan import plan_run
     from mkd.tokenizers.load import load_tokenizer
     from mkd.train.step import train_step
 
     config = load_config(argv).config
     plan = plan_run(config, dist.get_world_size())
-    context = ParallelContext.create(
-        detect(),
-        tensor_parallel=config.parallel.tensor_model_parallel_size,
-        pipeline_parallel=config.parallel.pipeline_model_parallel_size,
-        virtual_stages=plan.virtual_stages,
-        context_parallel=config.parallel.context_parallel_size,
-    )
+    expert_parallel = config.parallel.expert_model_parallel_size
+    context = join(config.parallel, plan.virtual_stages, detect(), expert_parallel)
     data, _ = build_data(plan, context)
     engine, _ = build_engine(plan, context)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(folder / "student"))
@@ -155,6 +150,20 @@ def test_every_layout_gives_the_numbers_of_transformers(name, reference, run):
     assert found["stopped"] == [None, None]
     change = found["after"]["eval/foxes/ce"] - found["before"]["eval/foxes/ce"]
     assert abs(change) > 1e-3, "the weights after the steps are the ones to score"
+
+
+@pytest.mark.slow
+def test_models_with_experts(files, ranks):
+    """Replicas that share experts score other packs, and equally many."""
+    for name, family in (("student", "deepseek-experts"), ("teacher", "mixtral")):
+        add_tokenizer(make_model(files / f"moe {name}", family, num_hidden_layers=2))
+    more = ("--seq-length", SEQ_LENGTH, "--pack", "none", "--expert-model-parallel-size", 2)
+    argv = flags(files, "experts", *more, student_hf="moe student", teacher_hf="moe teacher")
+    results = ranks.run(evaluate_and_train, 2, argv, files, True)
+    assert results[0] == results[1]
+    for model in ("student", "teacher"):
+        scores = reference_scores(files / f"moe {model}", tasks_in(files), SEQ_LENGTH)
+        assert results[0][model] == pytest.approx(scores, rel=1e-5), model
 
 
 @pytest.mark.parametrize("name", ["PP2 VPP2, micro-batch 2", "DP2 overlapped"])

@@ -36,6 +36,9 @@ RELEASED = {  # with fewer layers, all of them dense
     "rope_theta": 10000,
     "max_position_embeddings": 163840,
     "vocab_size": 129280,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 
 
@@ -66,6 +69,14 @@ def test_scale_and_frequencies_are_those_of_transformers(family, tmp_path):
     [
         ("routing-not-supported", {"first_k_dense_replace": 2, "norm_topk_prob": False}),
         ("routing-not-supported", {"first_k_dense_replace": 2, "num_experts_per_tok": 12}),
+        ("routing-not-supported", {"first_k_dense_replace": 2, "scoring_func": "softmax"}),
+        ("routing-not-supported", {"first_k_dense_replace": 2, "topk_method": "greedy"}),
+        ("routing-not-supported", {"first_k_dense_replace": 2, "moe_layer_freq": 2}),
+        ("model-config-value-not-valid", {"scoring_func": 1}),
+        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "n_group": 7}),
+        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "topk_group": 9}),
+        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "n_group": 128, "topk_group": 2}),
+        ("experts-of-a-token", {"first_k_dense_replace": 2, "num_experts_per_tok": 257}),
         ("model-feature-not-supported", {"attention_bias": True}),
         ("rope-not-supported", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("model-config-value-not-valid", {"kv_lora_rank": 0}),

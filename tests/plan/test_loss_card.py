@@ -47,6 +47,15 @@ def test_parts_that_do_not_exist_are_left_out():
     assert plain["loss"] == "1 CE, nats per token" and plain.keys() == {"loss", "CE", "mask", "normaliser"}
 
 
+def test_losses_of_experts():
+    found = card("--moe-aux-loss-coeff", 1e-3, "--moe-z-loss-coeff", 1e-4)
+    assert found["loss"] == "0.5 CE + 0.5 KD + balance + z, nats per token"
+    assert found["balance"].startswith("0.001 x") and found["z"].startswith("0.0001 x")
+    assert "by document" in found["same in other engines"]
+    moved = card("--moe-router-bias-update-rate", 1e-3)
+    assert "by 0.001 " in moved["expert bias"] and moved["loss"] == "0.5 CE + 0.5 KD, nats per token"
+
+
 def test_vocabularies_of_two_sizes():
     found = card(teacher=replace(TEACHER, vocab_size=152064))
     assert (

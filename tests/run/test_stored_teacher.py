@@ -71,18 +71,22 @@ def assert_same_run(found, wanted, tolerance=1e-5):
         assert (weights[name] - tensor).abs().max() <= tolerance * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize("context_parallel", [1, 2])
-def test_all_ids_give_the_run_with_the_teacher(context_parallel, files, ranks):
+@pytest.mark.parametrize("size", ["", "--context-parallel-size", "--expert-model-parallel-size"])
+def test_all_ids_give_the_run_with_the_teacher(size, files, ranks):
     """With k = the vocabulary, losses, metrics, evaluation and updated weights are those of --teacher-hf."""
-    layout = ("--context-parallel-size", context_parallel, *T2)
-    full = f"cache307 {context_parallel}"
-    exported(ranks, files, full, "--k", 307, *layout, world_size=context_parallel)
-    hf = [str(files / f"{name} {context_parallel}") for name in ("online hf", "offline hf")]
+    layout, world_size = ((size, 2, *T2), 2) if size else (T2, 1)
+    models = {}
+    if "expert" in size:
+        models = {"student_hf": "moe student", "teacher_hf": "moe teacher"}
+        for name, family in (("student", "qwen3_moe"), ("teacher", "mixtral")):
+            add_tokenizer(make_model(files / f"moe {name}", family, num_hidden_layers=2))
+    full = f"cache307 {size}"
+    exported(ranks, files, full, "--k", 307, *layout, world_size=world_size, **models)
+    hf = [str(files / f"{name} {size}") for name in ("online hf", "offline hf")]
     more = (*layout, *EVALUATED, *LINEAR, "--export-hf")
-    online = trained(ranks, files, flags(files, "online", *DATA, *more, hf[0]), context_parallel)
-    assert_same_run(
-        trained(ranks, files, offline(files, "full", full, *more, hf[1]), context_parallel), online
-    )
+    online = trained(ranks, files, flags(files, "online", *DATA, *more, hf[0], **models), world_size)
+    argv = offline(files, "full", full, *more, hf[1], **models | {"teacher_hf": None})
+    assert_same_run(trained(ranks, files, argv, world_size), online)
 
 
 LAYOUTS = {

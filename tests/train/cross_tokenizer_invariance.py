@@ -51,16 +51,19 @@ SELECT = ("--teacher-combination", "select")
 BY_ENTROPY = ("--teacher-weighting", "entropy", "--teacher-weighting-temperature", "2")
 
 
-def make_files(folder: Path, sizes: dict | None = None) -> Path:
+def make_files(
+    folder: Path, sizes: dict | None = None, families: tuple[str, str, str] = ("qwen3", "llama", "qwen2")
+) -> Path:
     """Make student, two teachers and a text, and a configuration for each loss."""
     sizes = sizes or {}
+    of_student, of_cross, of_same = families
     student = dict(num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
     make_model(
-        folder / "student", "qwen3", seed=1, vocab_size=371, tie_word_embeddings=True, **student | sizes
+        folder / "student", of_student, seed=1, vocab_size=371, tie_word_embeddings=True, **student | sizes
     )
     cross = dict(hidden_size=72, tie_word_embeddings=True)
-    make_model(folder / "cross", "llama", seed=2, vocab_size=460, **cross | sizes)
-    make_model(folder / "same", "qwen2", seed=3, vocab_size=352, **sizes)
+    make_model(folder / "cross", of_cross, seed=2, vocab_size=460, **cross | sizes)
+    make_model(folder / "same", of_same, seed=3, vocab_size=352, **sizes)
     for name in ("student", "same"):
         train_hf_tokenizer(vocab_size=350).save_pretrained(folder / name)
     train_byte_level(vocab_size=450).save_pretrained(folder / "cross")  # trained on other text
@@ -99,7 +102,8 @@ def build(layout: Layout, files: Path, loss: str):
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
-    context = join(plan.config.parallel, plan.virtual_stages, detect())
+    parallel = plan.config.parallel
+    context = join(parallel, plan.virtual_stages, detect(), parallel.expert_model_parallel_size)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     packs, _ = open_datasets(

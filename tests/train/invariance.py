@@ -151,15 +151,15 @@ def add_text(student: Path) -> Path:
     return add_tokenizer(student)
 
 
-def fixed_packs(permuted: bool) -> list:
+def fixed_packs(permuted: bool, padding: int = 0) -> list:
     """Return the global batch: documents of random lengths, padding and masks.
 
     One pack has no padding. One has no loss token, and after a few tokens only padding: the first
-    context-parallel rank holds all of them.
+    context-parallel rank holds all of them. `padding` seeds the tokens of the padding, which must not matter.
     """
     from mkd.data.batch import Pack
 
-    random, shuffle = np.random.default_rng(0), np.random.default_rng(1)
+    random, shuffle, filler = (np.random.default_rng(seed) for seed in (0, 1, 100 + padding))
     packs = []
     for index in range(NUM_PACKS):
         borders = random.choice(np.arange(SPAN_MULTIPLE, SEQ_LENGTH, SPAN_MULTIPLE), size=3, replace=False)
@@ -180,6 +180,8 @@ def fixed_packs(permuted: bool) -> list:
         spans = np.array([len(tokens) for _, (tokens, _, _) in documents])
         columns = zip(*(columns for _, columns in documents), strict=True)
         tokens, labels, mask = (np.concatenate(column) for column in columns)
+        place = np.concatenate([np.arange(span) for span in spans])
+        tokens = np.where(place < np.repeat(lengths, spans), tokens, filler.integers(0, 307, len(tokens)))
         packs.append(Pack(tokens, labels, mask.astype(np.float32), lengths, spans, index))
     return packs
 
@@ -190,7 +192,8 @@ def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
     from mkd.data.teacher_input import SharedTokens
 
     shared = (SharedTokens(),) * num_teachers
-    packs = [replace(pack, teacher_inputs=shared) for pack in fixed_packs(layout.permuted)]
+    packs = fixed_packs(layout.permuted, padding=layout.ranks)
+    packs = [replace(pack, teacher_inputs=shared) for pack in packs]
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
     mine = groups[context.dp_rank :: context.dp_size]
     return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
@@ -203,24 +206,24 @@ def run_layout(
 
     Return the sums.
     """
+    engine, state, batches = build_layout(layout, layout.argv(student, teacher))
+    return measure(engine, state, batches, student, out_dir, num_updates)
+
+
+def build_layout(layout: Layout, argv: list[str]):
+    """Return engine, training state and this rank's share of the fixed global batch."""
     from mkd.config.load import load_config
-    from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
+    from mkd.run.one_model import join
     from mkd.run.run_plan import plan_run
 
-    plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
-    context = ParallelContext.create(
-        detect(),
-        tensor_parallel=layout.tp,
-        pipeline_parallel=layout.pp,
-        virtual_stages=layout.vp,
-        context_parallel=layout.cp,
-        expert_parallel=plan.config.parallel.expert_model_parallel_size,
-    )
+    plan = plan_run(load_config(argv).config, layout.ranks)
+    parallel = plan.config.parallel
+    context = join(parallel, plan.virtual_stages, detect(), parallel.expert_model_parallel_size)
     engine, state = build_engine(plan, context)
-    batches = [batch.to(context.device) for batch in microbatches(layout, context, len(engine.teachers))]
-    return measure(engine, state, batches, student, out_dir, num_updates)
+    batches = microbatches(layout, context, len(engine.teachers))
+    return engine, state, [batch.to(context.device) for batch in batches]
 
 
 def measure(
@@ -230,31 +233,43 @@ def measure(
 
     Export gradients and updated weights to `out_dir`.
     """
-    from mkd.checkpoint.hf.hf_assets import HFAssets
-    from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.evaluation.evaluate import evaluate
-    from mkd.train.step import train_step, training_objective
-
-    export = dict(context=engine.context, assets=HFAssets.of(student))
-    chunks = [(model, model.first_layer) for model in state.models]
-    shape = state.models[0].shape
+    from mkd.train.step import train_step
 
     evaluation = evaluate(engine, [batches])
+    sums = export_gradients(engine, state, batches, student, out_dir)
+    for _ in range(num_updates):
+        result = train_step(engine, batches)
+    with engine.parameters_gathered():
+        export_student(engine, state, student, out_dir / "updated")
+    assert result.grad_norm > 0.1, "the updates must go through clipping"
+    return {
+        "sums": sums,
+        "evaluation": evaluation.token_sums(),
+        "last": {**result.sums.token_sums(), "grad_norm": result.grad_norm},
+    }
+
+
+def export_gradients(engine, state, batches: list, student: Path, out_dir: Path) -> dict[str, float]:
+    """Export the gradients of one step to `out_dir / "gradients"`; return its sums."""
+    from mkd.train.step import training_objective
+
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches)
     sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
     with gradients_as_parameters(engine, engine.context):
-        export_hf(chunks, shape, out_dir / "gradients", **export)
-    for _ in range(num_updates):
-        result = train_step(engine, batches)
-    with engine.parameters_gathered():
-        export_hf(chunks, shape, out_dir / "updated", **export)
-    assert result.grad_norm > 0.1, "the updates must go through clipping"
-    return {
-        "sums": objective.sums(sums).token_sums(),
-        "evaluation": evaluation.token_sums(),
-        "last": {**result.sums.token_sums(), "grad_norm": result.grad_norm},
-    }
+        export_student(engine, state, student, out_dir / "gradients")
+    return objective.sums(sums).token_sums()
+
+
+def export_student(engine, state, student: Path, out_dir: Path) -> None:
+    """Export the student, whose configuration is in the folder `student`."""
+    from mkd.checkpoint.hf.hf_assets import HFAssets
+    from mkd.checkpoint.hf.hf_writer import export_hf
+
+    chunks = [(model, model.first_layer) for model in state.models]
+    shape, assets = state.models[0].shape, HFAssets.of(student)
+    export_hf(chunks, shape, out_dir, context=engine.context, assets=assets)
 
 
 class gradients_as_parameters:

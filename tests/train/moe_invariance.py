@@ -19,6 +19,8 @@ TEACHER_EP1 = ("--teacher-expert-model-parallel-size", "1")
 TEACHER_EP4 = ("--teacher-expert-model-parallel-size", "4")
 RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
 BALANCE = ("--moe-aux-loss-coeff", "0.05", "--moe-z-loss-coeff", "0.01")
+MOVED = ("--moe-router-bias-update-rate", "0.01")
+ON_HOST = ("--teacher-residency", "host")
 
 LAYOUTS = (
     Layout("EP2", 2, flags=EP2),
@@ -40,8 +42,13 @@ LAYOUTS = (
     Layout("EP2 DP4, teacher over 2 peers", 4, flags=EP2 + PEERS[2]),
     Layout("micro-batch 4", micro=4),
     Layout("documents permuted", permuted=True),
+    Layout("EP2, teacher on the host", 2, flags=EP2 + ON_HOST),
 )
-
+LATENT_LAYOUTS = (
+    Layout("EP2 TP2 + SP", 2, tp=2, flags=EP2 + SP),
+    Layout("EP2 PP2 DP2, full recomputation", 4, pp=2, flags=EP2 + FULL),
+    Layout("EP2 CP2", 2, cp=2, flags=EP2),
+)
 GPT_OSS_LAYOUTS = (  # no context parallelism, which sinks do not have
     Layout("EP2", 2, flags=EP2),
     Layout("EP4, teacher EP1", 4, flags=EP4 + TEACHER_EP1),
@@ -80,19 +87,29 @@ def make_moe_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
     return add_text(student), teacher
 
 
+def make_latent_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a DeepSeek-V3 student and a Moonlight teacher, each with one dense layer."""
+    student = add_text(make_model(folder / "student", "deepseek-experts", seed=1))
+    wider = dict(hidden_size=64, vocab_size=330)
+    return student, make_model(folder / "teacher", "moonlight-experts", seed=2, **wider)
+
+
+TABLES = (
+    ("models with experts", make_moe_pair, LAYOUTS, ()),
+    ("models with experts, with balance losses", make_moe_pair, LAYOUTS, BALANCE),
+    ("GPT-OSS, with balance losses", make_gpt_oss_pair, GPT_OSS_LAYOUTS, BALANCE),
+    ("DeepSeek-V3, whose correction biases move", make_latent_pair, LATENT_LAYOUTS, MOVED),
+)
+
+
 def main() -> int:
     pool, failed = RankPool(), 0
-    tables = (
-        ("models with experts, without balance losses", (), make_moe_pair, LAYOUTS),
-        ("models with experts, with balance losses", BALANCE, make_moe_pair, LAYOUTS),
-        ("GPT-OSS, with balance losses", BALANCE, make_gpt_oss_pair, GPT_OSS_LAYOUTS),
-    )
-    for title, flags, make_pair, rows in tables:
+    for title, make_pair, layouts, flags in TABLES:
         with tempfile.TemporaryDirectory() as name:
             print(f"{title}\n")
-            layouts = [layout.with_flags(flags) for layout in rows]
-            single = Layout("one process", flags=flags)
-            failed += print_table(pool, Path(name), make_pair(Path(name)), single, layouts)
+            pair, single = make_pair(Path(name)), Layout("one process", flags=flags)
+            rows = [layout.with_flags(flags) for layout in layouts]
+            failed += print_table(pool, Path(name), pair, single, rows)
     pool.close()
     return int(failed > 0)
 

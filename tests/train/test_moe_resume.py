@@ -1,53 +1,89 @@
-"""Check stop, resume and export with experts: bitwise at one layout, the same weights at others."""
+"""Check stop, resume and export with experts: bitwise, also after saves at other expert-parallel sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.tiny_models import add_tokenizer, make_model
+from tests.train.processes import run_processes
+from tests.train.saved_state import saved_state
 from tests.train.test_resume import STEPS, argv, train_and_hash
 
-EP2, EP4 = (("--use-distributed-optimizer", "--expert-model-parallel-size", size) for size in (2, 4))
+EP1, EP2, EP4 = (
+    (size, ("--use-distributed-optimizer", "--expert-model-parallel-size", size)) for size in (1, 2, 4)
+)
 PP2 = ("--pipeline-model-parallel-size", 2)
-BALANCE = ("--moe-aux-loss-coeff", 0.01)
+ROUTING = ("--moe-aux-loss-coeff", 0.01, "--moe-router-bias-update-rate", 0.01)
+HALF = f"iter_{STEPS // 2:07d}"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Make a Qwen3-MoE student whose first layer is dense, a Mixtral teacher, and a text."""
+    """Make a DeepSeek-V3 student whose first layer is dense, a Mixtral teacher, and a text."""
     folder = tmp_path_factory.mktemp("moe_resume")
     sizes = dict(vocab_size=300, num_hidden_layers=2)
-    add_tokenizer(make_model(folder / "student", "qwen3_moe", seed=1, **sizes | {"mlp_only_layers": [0]}))
+    add_tokenizer(make_model(folder / "student", "deepseek-experts", seed=1, **sizes))
     add_tokenizer(make_model(folder / "teacher", "mixtral", seed=2, **sizes))
     lines = (f'{{"text": "document {i}: {"the quick brown fox " * (i % 7 + 1)}"}}\n' for i in range(60))
     (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
+def save_again(arguments):
+    """Load the checkpoint of a run at this world's layout, and save it without a step."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
+
+    run = build_run(plan_run(load_config(arguments).config, torch.distributed.get_world_size()), detect())
+    run.reporter.close()
+    assert run.position.iteration == STEPS // 2
+    run.saver.save(run.state, run.position, wait=True, open_interval={})
 
 
-@pytest.mark.fault(1)
-def test_resume_is_bitwise_and_other_layouts_load_it(files, ranks):
-    straight = ranks.run(train_and_hash, 2, argv(files, "whole", *EP2, *BALANCE), files / "whole hf")
-    half = argv(files, "half", *EP2, *BALANCE, "--exit-interval", STEPS // 2)
+def saved_tensors(folder):
+    """Return every tensor of a checkpoint, whole, by name."""
+    from megatron.core import dist_checkpointing
+
+    found = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+@pytest.mark.fault(1, 23)
+def test_resume_is_bitwise_after_saves_at_other_sizes(files, ranks):
+    """EP2 -> EP1 -> EP4 -> EP2: weights, moments and biases arrive, so the last part is that of one run."""
+    straight = ranks.run(train_and_hash, 2, argv(files, "whole", *EP2[1], *ROUTING))
+    half = argv(files, "half", *EP2[1], *ROUTING, "--exit-interval", STEPS // 2)
     ranks.run(train_and_hash, 2, half, files / "half hf")
-    resumed = ranks.run(train_and_hash, 2, argv(files, "half", *EP2, *BALANCE, "--load", files / "half"))
-    assert resumed == straight
-    saved = weights(files / "half hf")
-    for name, world, layout in (("EP1", 1, EP2[:1]), ("EP4", 4, EP4)):
-        more = (*layout, *BALANCE, "--load", files / "half", "--ckpt-step", STEPS // 2)
-        stop = argv(files, f"{name} stop", *more, "--train-iters", STEPS // 2)
-        ranks.run(train_and_hash, world, stop, files / f"{name} stop hf")
-        loaded = weights(files / f"{name} stop hf")
-        assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
-        ranks.run(train_and_hash, world, argv(files, name, *more), files / f"{name} hf")
-        expected = weights(files / "whole hf")
-        for tensor, found in weights(files / f"{name} hf").items():
-            assert (found - expected[tensor]).norm() <= 1e-4 * expected[tensor].norm(), (name, tensor)
+    came_from, state = "half", ranks.run(saved_tensors, 1, files / "half" / HALF)[0]
+    parts = ("exp_avg_sq", "mlp.router.expert_bias", "mlp.experts")
+    assert all(any(part in name for name in state) for part in parts), state.keys()
+    for run, (world_size, layout) in (("at EP1", EP1), ("at EP4", EP4)):
+        load = argv(files, run, *layout, *ROUTING, "--load", files / came_from)
+        ranks.run(save_again, world_size, load)
+        (found,) = ranks.run(saved_tensors, 1, files / run / HALF)
+        assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+        came_from = run
+    resumed = argv(files, "rest", *EP2[1], *ROUTING, "--load", files / came_from)
+    assert ranks.run(train_and_hash, 2, resumed) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("place", ["mid_shard:1", "before_pointer:0"])
+def test_killed_during_a_save(place, files):
+    """The next start resumes from the save before, and ends like a run without the kill, bit for bit."""
+    states = []
+    for run, faults in (("calm", [""]), (f"killed {place[:3]}", [f"kill@{place}:4", ""])):
+        save = files / run
+        more = ("--save-interval", 2, "--load", save, *EP2[1], *ROUTING)
+        for fault in faults:
+            ended = run_processes(files, argv(files, run, *more), 2, fault=fault)
+            assert [one.code == 0 for one in ended] == [not fault] * 2, ended[0].output[-1500:]
+        states.append(saved_state(save / f"iter_{STEPS:07d}"))
+    assert states[0] == states[1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny_models import make_model
-from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, make_pair, microbatches
+from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, build_layout, make_pair
+from tests.train.moe_invariance import EP2, MOVED, make_latent_pair
 
 STUDENT_WIDTH, TEACHER_WIDTH = 48, 64
 
@@ -17,21 +18,6 @@ STUDENT_WIDTH, TEACHER_WIDTH = 48, 64
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-def build(layout, student, teacher, *more):
-    """Return plan, context, engine and state of a layout, built by the code of a run."""
-    from mkd.config.load import load_config
-    from mkd.parallel.context import ParallelContext
-    from mkd.platform import detect
-    from mkd.run.build_engine import build_engine
-    from mkd.run.run_plan import plan_run
-
-    plan = plan_run(load_config([*layout.argv(student, teacher), *more]).config, layout.ranks)
-    context = ParallelContext.create(
-        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
-    )
-    return (context, *build_engine(plan, context))
 
 
 def step(engine, batches):
@@ -42,7 +28,7 @@ def step(engine, batches):
 
 def sent_elements(layout, student, teacher):
     """Return (elements sent to the next stage, to the previous one) by this rank in one step."""
-    context, engine, _ = build(layout, student, teacher)
+    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
     communicator = engine.schedule.communicator
     sent = {communicator.next_rank: 0, communicator.prev_rank: 0}
     original = dist.P2POp
@@ -55,7 +41,7 @@ def sent_elements(layout, student, teacher):
 
     dist.P2POp = Counted
     try:
-        step(engine, microbatches(layout, context, len(engine.teachers)))
+        step(engine, batches)
     finally:
         dist.P2POp = original
     return sent[communicator.next_rank], sent[communicator.prev_rank]
@@ -89,18 +75,19 @@ def teacher_traces(layout, student, teacher):
     """
     from mkd.evaluation.evaluate import evaluate
 
-    context, engine, state = build(layout, student, teacher)
+    engine, state, batches = build_layout(layout, layout.argv(student, teacher))
     teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
 
-    def weight_hash():
+    def state_hash():
         digest = hashlib.sha256()
         for model in teachers:
-            for name, parameter in model.named_parameters():
-                digest.update(name.encode() + parameter.numpy().tobytes())
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                digest.update(name.encode() + tensor.numpy().tobytes())
+            if model.router_record is not None:
+                digest.update(model.router_record.sums.numpy().tobytes())
         return digest.hexdigest()
 
-    before, rng = weight_hash(), torch.get_rng_state()
-    batches = microbatches(layout, context, len(engine.teachers))
+    before, rng = state_hash(), torch.get_rng_state()
     for _ in range(3):
         step(engine, batches)
     evaluate(engine, [batches])
@@ -108,7 +95,7 @@ def teacher_traces(layout, student, teacher):
     in_buffers = {id(p) for chunk in engine.stages for buffer in chunk.buffers for p in buffer.params}
     in_optimizer = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
     return {
-        "weights changed": weight_hash() != before,
+        "state changed": state_hash() != before,
         "rng touched": not torch.equal(torch.get_rng_state(), rng),
         "gradients": sum(
             p.grad is not None or p.requires_grad for model in teachers for p in model.parameters()
@@ -128,13 +115,20 @@ def test_the_teacher_is_a_guest(layout, pair, ranks):
         assert not any(traces.values()), traces
 
 
+def test_a_teacher_with_experts_is_a_guest(ranks, tmp_path):
+    """Its correction biases and counters stay, while the student's biases move."""
+    layout = Layout("EP2", 2, flags=EP2 + MOVED)
+    for traces in ranks.run(teacher_traces, 2, layout, *make_latent_pair(tmp_path)):
+        assert not any(traces.values()), traces
+
+
 def peak_teacher_states(layout, student, teacher):
     """Return the most final hidden states of the teacher alive at once on the last stage of a step."""
     import weakref
 
-    context, engine, _ = build(layout, student, teacher)
-    if not context.holds_last_stage:
-        step(engine, microbatches(layout, context, len(engine.teachers)))
+    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
+    if not engine.context.holds_last_stage:
+        step(engine, batches)
         return 0
     last = engine.stages[-1].module.teachers[0]
     alive, peak = weakref.WeakSet(), []
@@ -149,7 +143,7 @@ def peak_teacher_states(layout, student, teacher):
 
     type(last).forward = watched
     try:
-        step(engine, microbatches(layout, context, len(engine.teachers)))
+        step(engine, batches)
     finally:
         type(last).forward = forward
     return max(peak)
@@ -166,8 +160,8 @@ def test_one_microbatch_of_teacher_state(layout, pair, ranks):
 
 def one_step(layout, student, teacher, *more):
     """Return sums and gradients (by parameter) of one step."""
-    context, engine, _ = build(layout, student, teacher, *more)
-    result = step(engine, microbatches(layout, context, len(engine.teachers)))
+    engine, _, batches = build_layout(layout, [*layout.argv(student, teacher), *more])
+    result = step(engine, batches)
     gradients = {name: p.main_grad.clone() for name, p in engine.stages[0].named_parameters()}
     return result, gradients, not engine.stages[0].module.teachers
 

@@ -63,8 +63,8 @@ def train_and_hash(arguments, export=None):
         run.reporter.close()
     digest = hashlib.sha256()
     for chunk in run.engine.stages:
-        for name, parameter in sorted(chunk.named_parameters()):
-            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+        for name, tensor in sorted((*chunk.named_parameters(), *chunk.module.named_buffers())):
+            digest.update(name.encode() + tensor.detach().numpy().tobytes())
     for optimizer in run.engine.optimizer.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             digest.update(state["exp_avg"].numpy().tobytes() + state["exp_avg_sq"].numpy().tobytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -31,6 +33,9 @@ class DocumentRouter(TopKRouter):
         else:
             logits = F.linear(input.float(), self.weight.float())
         return logits if self.bias is None else logits + self.bias.float()
+
+    def _apply_expert_bias(self, *unused: Any, **others: Any) -> None:
+        """Count nothing, unlike Megatron: `record` has the real tokens, and ExpertMonitor moves the bias."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights [t, E] and choice, bool [t, E], of each token's experts.

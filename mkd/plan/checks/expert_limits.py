@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TrainingConfig
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.checks.no_effect import no_effect
@@ -43,15 +43,24 @@ def check_experts(config: Config, world_size: int, models: Sequence[PlannedModel
         else:
             yield from _spread(config, world_size, model, model.shape.moe.num_experts)
     student = next((model.shape for model in models if model.role == "student"), None)
-    if student is None or student.moe is not None:
-        return
-    training = config.training
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if getattr(training, name):
-            setting = f"{name.replace('_', '-')} {getattr(training, name)}"
+    if student is not None:
+        yield from _settings_of_experts(config.training, student)
+
+
+def _settings_of_experts(training: TrainingConfig, student: ModelShape) -> Iterator[UsageError]:
+    """Check that the student has what settings of its experts change."""
+    settings = {
+        f"{name.replace('_', '-')} {getattr(training, name)}": getattr(training, name)
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+    }
+    settings["recompute-modules moe"] = "moe" in training.recompute_modules
+    if student.moe is None:
+        for setting in (name for name, is_given in settings.items() if is_given):
             yield no_effect(setting, "the student has no experts", "remove it")
-    if "moe" in training.recompute_modules:
-        yield no_effect("recompute-modules moe", "the student has no experts", "remove it")
+    elif training.moe_router_bias_update_rate and not student.moe.correction_bias:
+        setting = f"moe-router-bias-update-rate {training.moe_router_bias_update_rate}"
+        why = "the routers of the student have no bias that corrects the choice of experts"
+        yield no_effect(setting, why, "remove it, or balance the load with --moe-aux-loss-coeff")
 
 
 def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:

@@ -39,7 +39,7 @@ _GROUPS = (
         "0 or more",
         lambda x: x >= 0,
         "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed profile_step_start "
-        "eval_num_fewshot max_bad_records moe_aux_loss_coeff moe_z_loss_coeff",
+        "eval_num_fewshot max_bad_records moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
     ),
     (
         "1 or more",

@@ -51,6 +51,7 @@ SELECTIVE = ("--recompute-granularity", "selective")
         (("--recompute-modules", "moe"), ["setting-without-effect"]),
         (("--recompute-modules", "moe", "core_attn", *SELECTIVE), []),
         (("--moe-aux-loss-coeff", 0.1, "--moe-z-loss-coeff", 0.1), []),
+        (("--moe-router-bias-update-rate", 0.1), ["setting-without-effect"]),
     ],
 )
 def test_models_with_experts(argv, expected):
@@ -64,11 +65,19 @@ def test_models_with_experts(argv, expected):
         ((TEACHER_EP, 4), []),
         ((EP, 2), ["expert-parallel-without-experts"]),
         (("--moe-z-loss-coeff", 0.1), ["setting-without-effect"]),
+        (("--moe-router-bias-update-rate", 0.1), ["setting-without-effect"]),
         (("--recompute-modules", "moe", *SELECTIVE), ["setting-without-effect"]),
     ],
 )
 def test_a_dense_student(argv, expected):
     assert codes(*argv, student=DENSE) == expected
+
+
+def test_a_correction_bias_of_the_student_may_move():
+    rate, sizes = ("--moe-router-bias-update-rate", 0.001), COMMON | {"first_k_dense_replace": 1}
+    student = ModelShape.from_hf_config(dict(model_type="deepseek_v3", **sizes))
+    assert codes(*rate, student=student) == []
+    assert codes(*rate, teacher=student) == ["setting-without-effect"]
 
 
 def test_a_dense_teacher():
