@@ -234,7 +234,7 @@ class _Exporter:
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
         unit = self.micro_batch_size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
-        # Replicas may share the teacher's experts, or its layers: all run as many packs as the largest shard has.
+        # Replicas may share the teacher's experts, or its layers: all run as many packs as the largest has.
         largest = max(len(self.meta.shard_samples(part, one)) for one in shards)
         packs += [dataset.empty_pack()] * (largest + -largest % unit - len(packs))
         sharded, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
