@@ -32,7 +32,7 @@ from tools.benchmarks.benchmark_report import table  # noqa: E402
 RATIOS = (0.0, 0.5, 0.9, 1.0)
 ALMOST_CE = 1e-9  # --kd-ratio of CE runs: the teacher then runs along, so that they have its figures too
 EQUAL_TIME = "CE, equal time"
-NUM_QUESTIONS, NUM_HELD_OUT = 500, 120
+NUM_QUESTIONS, NUM_HELD_OUT = 240, 120
 MIN_CHARACTERS, MAX_CHARACTERS = 400, 40_000
 TOKENS_A_STEP, CHARACTERS_A_TOKEN = 32_768, 4
 BITS = "eval/held_out/bits_per_byte"
@@ -101,7 +101,7 @@ def command(args: argparse.Namespace, log_dir: Path, ratio: float, seed: int, st
         "data-path": args.folder / "train.jsonl", "valid-data-path": args.folder / "valid.jsonl",
         "data-cache-path": args.folder / "cache", "log-dir": log_dir, "train-iters": steps, "lr": args.lr,
         "lr-decay-style": "cosine", "lr-warmup-iters": max(1, steps // 20), "seq-length": 2048,
-        "micro-batch-size": 16, "global-batch-size": 16, "eval-interval": max(1, steps // 4), "eval-iters": 4,
+        "micro-batch-size": 16, "global-batch-size": 16, "eval-interval": max(1, steps // 3), "eval-iters": 4,
         "eval-multiple-choice": args.folder / "next_line.jsonl",
         "eval-completions": args.folder / "held_out.jsonl",
     }  # fmt: skip
@@ -170,6 +170,27 @@ def cell(figures: dict, name: str, key: str) -> str:
     return f"{mean(values):.4f}" + (f" ({stdev(values):.4f})" if len(values) > 1 else "")
 
 
+def report(
+    folder: Path, runs: dict[tuple[str, int], Path], steps: dict[str, int], times: dict[float, float]
+) -> None:
+    """Print the table of the runs so far, (arm, seed) -> log folder, and write figures and picture."""
+    figures = {key: held_out(log_dir) for key, log_dir in runs.items()}
+    before = held_out(next(iter(runs.values())), iteration=0)
+    teacher = {key: value for key in FIGURES for name, value in before.items() if of_teacher(name) == key}
+    rows = [
+        [name, "", *(f"{one[key]:.4f}" if key in one else "" for key in FIGURES)]
+        for name, one in (("teacher", teacher), ("student before", before))
+    ]
+    rows += [
+        [name, str(count), *(cell(figures, name, key) for key in FIGURES)] for name, count in steps.items()
+    ]
+    title = "held out, after training: mean over seeds (standard deviation)"
+    print(table(title, ["", "steps", *FIGURES.values()], rows), flush=True)
+    results = {f"{name}, seed {seed}": values for (name, seed), values in figures.items()}
+    (folder / "figures.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draw(folder / "distillation_pays.png", runs, list(steps), times)
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,36 +215,17 @@ def main() -> None:
     print(f"a step: CE {times[0.0]:.1f} ms, distillation {times[0.9]:.1f} ms", flush=True)
     arms = {f"KD, ratio {ratio:g}" if ratio else "CE, equal tokens": (ratio, args.steps) for ratio in RATIOS}
     arms[EQUAL_TIME] = (0.0, max(2, round(args.steps * times[0.9] / times[0.0])))
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {
-            (name, seed): pool.submit(run, args, name, ratio or ALMOST_CE, seed, steps)
-            for seed in range(1, args.seeds + 1)
-            for name, (ratio, steps) in arms.items()
-        }
-        runs = {key: future.result() for key, future in futures.items()}
-    print(f"{len(runs)} runs in {time.perf_counter() - begin:.0f} s")
-    figures = {key: held_out(log_dir) for key, log_dir in runs.items()}
-    before = held_out(next(iter(runs.values())), iteration=0)
-    teacher = {key: value for key in FIGURES for name, value in before.items() if of_teacher(name) == key}
-    rows = [
-        [name, "", *(f"{one[key]:.4f}" if key in one else "" for key in FIGURES)]
-        for name, one in (("teacher", teacher), ("student before", before))
-    ]
-    rows += [
-        [name, str(steps), *(cell(figures, name, key) for key in FIGURES)]
-        for name, (_, steps) in arms.items()
-    ]
-    print(
-        table(
-            "held out, after training: mean over seeds (standard deviation)",
-            ["", "steps", *FIGURES.values()],
-            rows,
-        )
-    )
-    results = {f"{name}, seed {seed}": values for (name, seed), values in figures.items()}
-    (args.folder / "figures.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    draw(args.folder / "distillation_pays.png", runs, list(arms), times)
+    runs: dict[tuple[str, int], Path] = {}
+    for seed in range(1, args.seeds + 1):
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(args.jobs) as pool:
+            futures = {
+                (name, seed): pool.submit(run, args, name, ratio or ALMOST_CE, seed, steps)
+                for name, (ratio, steps) in arms.items()
+            }
+            runs |= {key: future.result() for key, future in futures.items()}
+        print(f"seed {seed}: {time.perf_counter() - begin:.0f} s", flush=True)
+        report(args.folder, runs, {name: steps for name, (_, steps) in arms.items()}, times)
 
 
 if __name__ == "__main__":
