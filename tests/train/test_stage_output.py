@@ -47,7 +47,8 @@ def with_extras(batches):
 
     changed = []
     for batch in batches:
-        gate = 1 + batch.tokens.float() / 1000  # a function of the token: every layout cuts it alike
+        # A function of the token, so that every layout cuts it alike; padding is in no loss.
+        gate = (1 + batch.tokens.float() / 1000) * (batch.loss_mask > 0)
         extras = {"gate": Extra(gate), "scale": Extra(torch.tensor(2.0), whole)}
         changed.append(replace(batch, extras=extras))
     return changed

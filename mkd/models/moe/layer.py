@@ -80,4 +80,5 @@ class ExpertLayer(MoELayer):
         assert bias is None, "experts add their biases themselves"
         output = exchange.token_combine(exchange.combine_preprocess(output))
         output = exchange.combine_postprocess(output)
+        exchange.probs = exchange.routing_map = None  # else the graph, and with it the model, stays in memory
         return output if shared is None else output + shared
