@@ -45,7 +45,9 @@ def token_documents(
     return torch.cat((ids, lengths.to(torch.int32)))
 
 
-def give_documents(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+def give_documents(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a decoder layer in training its documents as `padding_mask`; a forward pre-hook with kwargs."""
     if layer.training:
         kwargs["padding_mask"] = kwargs["packed_seq_params"].documents_of_tokens
