@@ -14,7 +14,7 @@ from torch import Tensor
 from mkd.models.head import LMHead
 from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.router import DocumentRouter
-from mkd.models.moe.token_documents import token_documents
+from mkd.models.moe.token_documents import give_documents, token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.released_layers import with_released_layers
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
@@ -86,15 +86,19 @@ class LanguageModel(LanguageModule):
         size = self.shape.num_layers, self.shape.num_experts + 2
         sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
         record = RouterRecord(self.shape.moe, options.balance_coeff, options.z_coeff, sums)
-        for router in self.routers:
-            router.record = record
+        for layer in self._layers_with_experts:
+            layer.mlp.router.record = record
+            layer.register_forward_pre_hook(give_documents, with_kwargs=True)
         return record
 
     @property
     def routers(self) -> list[DocumentRouter]:
         """Routers of this part's layers with experts."""
-        layers = (one for one in self.decoder.layers if not self.shape.layers[one.layer_number - 1].is_dense)
-        return [layer.mlp.router for layer in layers]
+        return [layer.mlp.router for layer in self._layers_with_experts]
+
+    @property
+    def _layers_with_experts(self) -> list[torch.nn.Module]:
+        return [one for one in self.decoder.layers if not self.shape.layers[one.layer_number - 1].is_dense]
 
     def _build_modules(self, spec: TransformerBlockSubmodules, vocab_size: int) -> None:
         """Build embedding, layers and head in Megatron's order, which random weights depend on.
@@ -159,17 +163,15 @@ class LanguageModel(LanguageModule):
         hidden = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
         if hidden is not None and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        documents = {}
         if self.router_record is not None and self.training:
-            sharded = self.config.sequence_parallel
-            ids = token_documents(packed_seq_params, tokens.size(1), self.context, sharded)
-            documents = {"padding_mask": ids}
+            packed_seq_params.documents_of_tokens = token_documents(
+                packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel
+            )
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
             packed_seq_params=packed_seq_params,
-            **documents,
         )
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's THD description, and the documents' lengths without padding (LongRoPE depends on them)."""
+    """Megatron's THD description, and what mkd's own parts of the layers need to know of the pack."""
 
-    cu_seqlens_real: Tensor | None = None  # [documents + 1] int32
+    cu_seqlens_real: Tensor | None = None  # [documents + 1] int32, without padding (for LongRoPE and routers)
+    documents_of_tokens: Tensor | None = None  # for routers; see moe/token_documents.py
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # window -> mask; see sink_attention.py
 
 

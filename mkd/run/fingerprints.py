@@ -33,7 +33,9 @@ MAX_HEADER_BYTES = 100 << 20
 LATER_OPTION = "skew_alpha"  # older runs lack it: at its default it does not change the fingerprint
 NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed, not of what it is
 # Where a teacher is stored and runs.
-NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency", "peers"})
+NOT_OF_TEACHER = frozenset(
+    {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
+)
 NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"

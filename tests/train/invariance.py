@@ -67,6 +67,7 @@ OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")
 SELECTIVE = ("--recompute-granularity", "selective")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 PEERS = {
     number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)
 }  # the teacher's layers are split over so many processes

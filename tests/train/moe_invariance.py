@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, FULL, OVERLAP, PEERS, SP, Layout, add_text, print_table
+from tests.train.invariance import BLOCK, DISTRIBUTED, FULL, OVERLAP, PEERS, SP, Layout, add_text, print_table
 
 EP2 = ("--expert-model-parallel-size", "2")
 EP4 = ("--expert-model-parallel-size", "4")
@@ -31,7 +31,7 @@ LAYOUTS = (
     Layout("TP2 + SP, EP1", 2, tp=2, flags=SP),
     Layout("EP4 TP2 DP2 + SP, distributed optimizer", 4, tp=2, flags=EP4 + SP + DISTRIBUTED),
     Layout("EP2 PP2", 4, pp=2, flags=EP2),
-    Layout("EP2 PP2 VPP2", 4, pp=2, vp=2, flags=EP2),
+    Layout("EP2 PP2 VPP2, one layer of two recomputed", 4, pp=2, vp=2, flags=EP2 + BLOCK),
     Layout("PP2 uneven, a stage without experts", 2, pp=2, flags=("--student-pipeline-layout", "2,6")),
     Layout("EP2 CP2", 2, cp=2, flags=EP2),
     Layout("EP2 CP2 DP2 + overlapped communication", 4, cp=2, micro=2, flags=EP2 + OVERLAP),

@@ -10,7 +10,7 @@ from tests.train.moe_invariance import BALANCE, LAYOUTS, make_moe_pair
 UPDATES = 2  # the table has more
 QUICK = {
     "EP2 DP4, distributed optimizer, teacher EP4",
-    "EP2 PP2 VPP2",
+    "EP2 PP2 VPP2, one layer of two recomputed",
     "EP2 TP2 PP2 + SP, experts recomputed",
     "EP2 CP2 DP2 + overlapped communication",
 }

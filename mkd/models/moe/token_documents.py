@@ -1,10 +1,13 @@
 """The document of every token, for balance losses.
 
-Megatron hands `padding_mask` from the model to the routers and saves it when it recomputes a layer. mkd sends
-the documents along this way. Kept on a module, they would be those of a later micro-batch by then.
+They travel with the description of the pack, which every layer gets, and reach the router as `padding_mask`.
+Kept on a module, they would be those of a later micro-batch when a layer is recomputed. Megatron's own way
+for `padding_mask` ends at the layers that block recomputation leaves out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +43,15 @@ def token_documents(
     if sequence_parallel:
         ids = ids.chunk(context.tp_size)[context.tp_rank]
     return torch.cat((ids, lengths.to(torch.int32)))
+
+
+def give_documents(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a decoder layer in training its documents as `padding_mask`; a forward pre-hook with kwargs."""
+    if layer.training:
+        kwargs["padding_mask"] = kwargs["packed_seq_params"].documents_of_tokens
+    return args, kwargs
 
 
 def split_documents(documents: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

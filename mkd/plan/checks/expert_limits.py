@@ -60,7 +60,7 @@ def _settings_of_experts(training: TrainingConfig, student: ModelShape) -> Itera
     elif training.moe_router_bias_update_rate and not student.moe.correction_bias:
         setting = f"moe-router-bias-update-rate {training.moe_router_bias_update_rate}"
         why = "the routers of the student have no bias that corrects the choice of experts"
-        yield no_effect(setting, why, "remove it, or balance the load with --moe-aux-loss-coeff")
+        yield no_effect(setting, why, "balance the load with --moe-aux-loss-coeff")
 
 
 def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
