@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
+from tests.train import cross_tokenizer_invariance as cross
+from tests.train.command import flags, make_files, read_metrics
 from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, make_pair, microbatches
 
 STEPS, SKIPPED = 4, 2
@@ -94,3 +98,79 @@ def test_training_is_the_same_bit_for_bit(layout, pair, ranks):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.name)
 def test_every_layout_and_number(layout, pair, ranks):
     ranks.run(train_with_each, layout.ranks, layout, *pair, (1, 2, 4, 2 * layout.pp, 16))
+
+
+def train_two_teachers(layout: Layout, files) -> None:
+    """Train with a cross-tokenizer teacher in host memory, beside one on the device, ahead and not."""
+    results = []
+    for name, number in (("partition_kl", 0), ("residency", 4)):
+        engine, state, batches, _ = cross.build(layout.with_flags(ahead(number)), files, name)
+        results.append(trained(engine, state.models, batches))
+        engine.context.close()
+    assert_same(*results)
+
+
+def test_several_teachers_go_ahead_together(ranks, tmp_path):
+    files = cross.make_files(tmp_path)
+    text = (files / "partition_kl.yaml").read_text(encoding="utf-8")
+    text = text.replace('"name": "cross"', '"name": "cross", "residency": "host"')
+    (files / "residency.yaml").write_text(text, encoding="utf-8")
+    ranks.run(train_two_teachers, 2, Layout("PP2", 2, pp=2), files)
+
+
+ITERATIONS, SIGNALLED = 7, 5
+
+
+def train_to_the_end(argv: list[str], signalled: int | None = None) -> tuple[int, list]:
+    """Run to the end or a stop; return (iteration, weights). Rank 0 has a signal in the step `signalled`."""
+    from mkd.config.load import load_config
+    from mkd.operations.phases import FORWARD_BACKWARD, Follower
+    from mkd.operations.signals import Signals
+    from mkd.platform import detect
+    from mkd.run.loop import train
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
+
+    signals = Signals()
+
+    class Scheduler(Follower):
+        def entered(self, phase: str, iteration: int) -> None:
+            if (phase, iteration) == (FORWARD_BACKWARD, signalled) and torch.distributed.get_rank() == 0:
+                signals.received = signal.SIGTERM
+
+    run = build_run(plan_run(load_config(argv).config, 2), detect(), signals)
+    run.phase.follow(Scheduler())
+    stop = train(run)
+    run.reporter.close()
+    assert (stop is not None) == (run.position.iteration == signalled)
+    prefetch = run.engine.schedule.prefetch
+    if prefetch is not None:
+        assert prefetch.num_ahead == (prefetch.gaps.done if stop else 0), "only a stop wastes forwards"
+    return run.position.iteration, [p.detach().clone() for m in run.state.models for p in m.parameters()]
+
+
+def test_a_run_evaluates_stops_and_resumes(ranks, tmp_path):
+    """It ends at an exit interval and by a signal, and resumes; every bit is that of a run without stops."""
+    files = make_files(tmp_path)
+    more = ("--train-iters", ITERATIONS, "--eval-interval", 2, "--split", "80,20,0")
+    more = (*more, "--pipeline-model-parallel-size", 2, "--pipeline-layout", "auto")
+    saved = (*more, "--save", files / "save", "--load", files / "save", "--save-interval", 2)
+    whole = ranks.run(train_to_the_end, 2, flags(files, "whole", *more))
+    first = (*ahead(4), "--exit-interval", 3)
+    parts = [
+        ranks.run(train_to_the_end, 2, flags(files, "parts", *saved, *first)),
+        ranks.run(train_to_the_end, 2, flags(files, "parts", *saved, *ahead("auto")), SIGNALLED),
+        ranks.run(train_to_the_end, 2, flags(files, "parts", *saved, *ahead(3))),
+    ]
+    assert [part[0][0] for part in parts] == [3, SIGNALLED, ITERATIONS]
+    for ours, theirs in zip(parts[-1], whole, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(ours[1], theirs[1], strict=True))
+    records = [
+        {
+            (one["iteration"], "valid" in str(one.get("split"))): one["kd_loss"]
+            for one in read_metrics(files / name)
+        }
+        for name in ("whole", "parts")
+    ]
+    common = records[0].keys() & records[1].keys()
+    assert records[0] == {key: records[1][key] for key in common} and len(common) >= ITERATIONS + 4
