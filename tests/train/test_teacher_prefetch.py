@@ -10,6 +10,8 @@ import torch
 from tests.train import cross_tokenizer_invariance as cross
 from tests.train.command import flags, make_files, read_metrics
 from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, make_pair, microbatches
+from tests.train.processes import run_processes
+from tests.train.test_teacher_peers import values
 
 STEPS, SKIPPED = 4, 2
 LAYOUTS = (
@@ -174,3 +176,25 @@ def test_a_run_evaluates_stops_and_resumes(ranks, tmp_path):
     ]
     common = records[0].keys() & records[1].keys()
     assert records[0] == {key: records[1][key] for key in common} and len(common) >= ITERATIONS + 4
+
+
+@pytest.mark.slow
+@pytest.mark.fault(17)
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_rank_that_hangs(hanging, tmp_path):
+    """The watchdog ends both ranks, wherever the other one waits, and the run resumes to the same metrics."""
+    files, limit_s = make_files(tmp_path), 4
+    more = ("--train-iters", 6, "--pipeline-model-parallel-size", 2, "--pipeline-layout", "auto")
+    limit = ("--distributed-timeout-seconds-after-init", limit_s)
+    saved = {"save": "run/save", "load": "run/save"}
+    argv = flags(files, "run", *more, *limit, *ahead(4), "--save-interval", 2, **saved)
+    results = run_processes(tmp_path, argv, 2, fault=f"hang@in_step:{hanging}:5")
+    assert [one.code for one in results] == [1, 1]
+    last_step = (files / "run" / "metrics.jsonl").stat().st_mtime
+    for rank, result in enumerate(results):
+        report = (files / "run" / "errors" / f"rank_{rank}.txt").read_text()
+        assert "in forward_backward of iteration 5 for" in report
+        assert limit_s <= result.at - last_step <= limit_s + 2
+    assert [one.code for one in run_processes(tmp_path, argv, 2)] == [0, 0]
+    assert [one.code for one in run_processes(tmp_path, flags(files, "whole", *more), 2)] == [0, 0]
+    assert values(read_metrics(files / "run")) == values(read_metrics(files / "whole"))
