@@ -90,6 +90,12 @@ class ParallelConfig:
         "gather updated parameters during the next forward. Needs --use-distributed-optimizer and "
         "--overlap-grad-reduce",
     )
+    teacher_prefetch: str = option(
+        "0",
+        "micro-batches that the teachers' forwards may be ahead of the loss: a number, or auto (twice the "
+        "pipeline ranks). The teachers then work while the student's pipeline waits, for the memory of so "
+        "many hidden states. 0 means never. Needs pipeline parallelism, without interleaving",
+    )
     distributed_timeout_minutes: float = option(
         10.0,
         "minutes without progress after which a process ends the run and reports where every rank stands. "
@@ -99,6 +105,13 @@ class ParallelConfig:
         None,
         "timeout in seconds after the first step, saves excluded (default: --distributed-timeout-minutes)",
     )
+
+    @property
+    def states_ahead(self) -> int:
+        """Number of micro-batches of --teacher-prefetch. Raises ValueError if it is none."""
+        if self.teacher_prefetch == "auto":
+            return 2 * self.pipeline_model_parallel_size
+        return int(self.teacher_prefetch)
 
 
 @dataclass(frozen=True)

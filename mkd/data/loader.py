@@ -79,15 +79,22 @@ class TrainStream:
         self._order = dataset.sample_order(seed, shuffle)
         samples = _TrainSamples(self._order, self._layout, consumed_samples)
         self._batches = _load(_MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
+        self._following: list[PackedBatch] = []
 
     def next_step(self) -> list[PackedBatch]:
         """Return this rank's micro-batches of the next optimizer step.
 
         Raises DataError for data that cannot be read.
         """
-        microbatches = list(islice(self._batches, self._layout.num_microbatches))
+        microbatches, self._following = self.following_step(), []
         self.consumed_samples += self._layout.global_batch_size
         return microbatches
+
+    def following_step(self) -> list[PackedBatch]:
+        """Return what `next_step` will, without moving the position. Raises DataError as it does."""
+        if not self._following:
+            self._following = list(islice(self._batches, self._layout.num_microbatches))
+        return self._following
 
     def last_samples(self) -> list[int]:
         """Return the packs of the last step, of all ranks."""

@@ -84,26 +84,43 @@ class DistillationStage(MegatronModule):
         """
         activation = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.student.set_input_tensor(activation)
-        teacher_hiddens = take_teacher_hidden(activation) or [None] * len(self.teachers)
-        for teacher, teacher_hidden in zip(self.teachers, teacher_hiddens, strict=True):
+        self._set_teacher_inputs(take_teacher_hidden(activation))
+
+    def _set_teacher_inputs(self, teacher_hiddens: Sequence[Tensor]) -> None:
+        for teacher, teacher_hidden in zip(
+            self.teachers, teacher_hiddens or [None] * len(self.teachers), strict=True
+        ):
             teacher.set_input_tensor(teacher_hidden)
 
-    def forward(self, student: StageInput, teachers: Sequence[StageInput] = ()) -> StageOutput:
+    def forward(self, student: StageInput, teachers: Sequence[StageInput] | None = ()) -> StageOutput:
         """Run the teachers under no_grad, then the student, on the same micro-batch.
 
-        `teachers` has one input for each teacher.
+        `teachers` has one input for each teacher. None: they run by themselves (`forward_teachers`).
         """
+        teacher_hiddens = () if teachers is None else self._run_teachers(teachers)
+        return StageOutput(_run(self.student, student), teacher_hiddens)
+
+    def forward_teachers(
+        self,
+        rows: Sequence[StageInput],  # one for each teacher
+        received: Sequence[Tensor] = (),  # hidden states of the stage before; (): this is the first stage
+    ) -> tuple[Tensor, ...]:
+        """Run the teachers alone, under no_grad, and return their hidden states, as `StageOutput` has them.
+
+        The student keeps its input.
+        """
+        self._set_teacher_inputs(received)
+        return self._run_teachers(rows)
+
+    def _run_teachers(self, rows: Sequence[StageInput]) -> tuple[Tensor, ...]:
         teacher_hiddens = []
-        timed = (
-            self.teacher_time.running(student.tokens.device)
-            if self.teachers and self.training
-            else nullcontext()
-        )
+        is_timed = self.teachers and self.training
+        timed = self.teacher_time.running(rows[0].tokens.device) if is_timed else nullcontext()
         with torch.no_grad(), timed:
-            for teacher, row in zip(self.teachers, teachers, strict=True):
+            for teacher, row in zip(self.teachers, rows, strict=True):
                 teacher_hiddens.append(_run(teacher, row))
                 teacher.set_input_tensor(None)
-        return StageOutput(_run(self.student, student), tuple(teacher_hiddens))
+        return tuple(teacher_hiddens)
 
 
 def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:

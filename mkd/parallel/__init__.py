@@ -4,6 +4,7 @@ axes.py          the axes of the process grid and the process groups that follow
 context.py       `ParallelContext`: this process's place in the grid, passed down everywhere
 agreement.py     an error of one rank is raised by all
 pipeline.py      what pipeline stages send each other: activations with the teachers' hidden states
+state_links.py   the teachers' hidden states, if they are a pipeline of their own
 zigzag.py        which rows of a pack each context-parallel rank holds
 exchange.py      rows of a tensor that the ranks of a group send each other
 """

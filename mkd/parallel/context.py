@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -34,7 +34,8 @@ class ParallelContext:
     groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
     is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
     timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
-    _peer_groups: dict[tuple[int, int], dist.ProcessGroup] = field(
+    # Groups besides the axes, by purpose and sizes.
+    _more_groups: dict[tuple[str | int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -216,13 +217,25 @@ class ParallelContext:
         at every call with the same ranks. The first call is collective.
         """
         shards = weight_shards(self.tp.size, self.ep.size if has_experts else 1)
-        key = shards, size
-        if key not in self._peer_groups:
-            ranks = peer_ranks(self.world_size, shards, size)
-            self._peer_groups[key], _ = dist.new_subgroups_by_enumeration(
-                ranks, timeout=self.timeout, group_desc="teacher_peers"
+        key = "teacher_peers", shards, size
+        return self._group(key, peer_ranks(self.world_size, shards, size))
+
+    def pipeline_group(self, number: int) -> dist.ProcessGroup:
+        """Return another group over the processes of this pipeline, for messages beside the student's.
+
+        It is the same at every call with the same `number`. The first call is collective.
+        """
+        of_stage = self.world_size // self.pp.size
+        pipelines = [list(range(first, self.world_size, of_stage)) for first in range(of_stage)]
+        return self._group(("teacher_pipeline", number), pipelines)
+
+    def _group(self, key: tuple[str | int, ...], ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return this process's group among `ranks`. The first call with a key is collective."""
+        if key not in self._more_groups:
+            self._more_groups[key], _ = dist.new_subgroups_by_enumeration(
+                ranks, timeout=self.timeout, group_desc=str(key[0])
             )
-        return self._peer_groups[key]
+        return self._more_groups[key]
 
     def seed(self, seed: int) -> None:
         """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""
@@ -231,8 +244,8 @@ class ParallelContext:
 
     def close(self) -> None:
         """Tear down the groups, so that this process can create another layout."""
-        while self._peer_groups:
-            dist.destroy_process_group(self._peer_groups.popitem()[1])
+        while self._more_groups:
+            dist.destroy_process_group(self._more_groups.popitem()[1])
         if self.is_second:
             for group in {id(group): group for group in vars(self.groups).values() if group}.values():
                 dist.destroy_process_group(group)

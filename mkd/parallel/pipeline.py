@@ -3,7 +3,8 @@
 Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
 method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor. A stage
 attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
-takes them off.
+takes them off. While the teachers run ahead as a pipeline of their own, there are none
+(`mkd/train/teacher_prefetch.py`).
 
 Elements sent per micro-batch and hop, each divided over cp, and over tp with sequence parallelism:
 
@@ -13,7 +14,7 @@ Elements sent per micro-batch and hop, each divided over cp, and over tp with se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -67,6 +68,8 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         super().__init__(pp_group, config)
         self.teacher_hidden_shapes = tuple(teacher_hidden_shapes)
         self.teacher_hidden_dtype = teacher_hidden_dtype
+        self.while_waiting: Callable[[], None] | None = None
+        """Called between posting a receive and waiting for it. If set, there are no teacher_hiddens."""
         self._sending: list[_Transfer] = []
 
     def _communicate(
@@ -82,13 +85,14 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         """Send and receive like Megatron's method. Return (activation, gradient, requests or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
+        carried = () if self.while_waiting else self.teacher_hidden_shapes
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
         teacher_hiddens_in = [
             self._empty(shape, self.teacher_hidden_dtype).requires_grad_(False)
-            for shape in self.teacher_hidden_shapes
+            for shape in carried
             if recv_prev
         ]
-        expected = 0 if tensor_send_next is None else len(self.teacher_hidden_shapes)
+        expected = 0 if tensor_send_next is None else len(carried)
         assert len(teacher_hiddens_out) == expected, (
             "a forward activation left its stage without its teacher_hiddens"
         )
@@ -104,6 +108,8 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         if received is not None:
             attach_teacher_hidden(received, teacher_hiddens_in)
         if wait_on_reqs:
+            if self.while_waiting and (recv_prev or recv_next):
+                self.while_waiting()
             for transfer in transfers.values():
                 transfer.wait()
             return received, gradient, None

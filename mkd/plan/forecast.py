@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from mkd.config.schema import Config
 from mkd.errors import ErrorList
@@ -12,7 +13,7 @@ from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH, layer_transfer_ms, pair_cost
+from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, layer_transfer_ms, pair_cost
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
 from mkd.plan.hardware import HOST_BYTES_PER_MS
@@ -22,8 +23,17 @@ from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.prefetch import PrefetchPlan, RankWork
+from mkd.plan.prefetch_replay import plan_prefetch
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
+
+
+class PlannedPrefetch(NamedTuple):
+    """The plan of teacher forwards ahead."""
+
+    plan: PrefetchPlan
+    step_ms: float  # predicted time of the pipeline's part of a step
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,35 @@ class Forecast:
 
     def stage_times(self) -> list[WorkTime]:
         """Return each stage's time, in model order, plus copies of teachers' layers that nothing hides."""
+        return self._cost().stage_times(self.student_layout, self.teacher_layouts)
+
+    def _cost(self) -> PairCost:
+        """Return the cost of a micro-batch, with copies of teachers' layers that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         teachers = zip(plan_teachers(config, self.teachers), cost.teachers, strict=True)
-        waiting = tuple(self._with_copies(teacher, times) for teacher, times in teachers)
-        return replace(cost, teachers=waiting).stage_times(self.student_layout, self.teacher_layouts)
+        return replace(cost, teachers=tuple(self._with_copies(teacher, times) for teacher, times in teachers))
+
+    def rank_work(self) -> list[RankWork]:
+        """Return the times of each pipeline rank, the teachers' apart. There are no virtual stages."""
+        cost = self._cost()
+        student = replace(cost, teachers=()).stage_times(self.student_layout, ())
+        both = cost.stage_times(self.student_layout, self.teacher_layouts)
+        return [
+            RankWork(whole.forward_ms - learned.forward_ms, learned.forward_ms, learned.backward_ms)
+            for whole, learned in zip(both, student, strict=True)
+        ]
+
+    @cached_property
+    def prefetch(self) -> PlannedPrefetch | None:
+        """Plan of the teacher forwards ahead; None without --teacher-prefetch. Takes seconds on many ranks.
+
+        Raises UsageError if no order of work gets through, which is not known to happen.
+        """
+        ahead = self.config.parallel.states_ahead
+        if not ahead or not self.teachers:
+            return None
+        return PlannedPrefetch(*plan_prefetch(self.rank_work(), self.batch.num_microbatches, ahead))
 
     def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
         """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
@@ -93,8 +127,16 @@ class Forecast:
         return 2 * max(rank.optimizer_gib for rank in ranks) * GIB / HOST_BYTES_PER_MS
 
     def step_ms(self) -> float:
-        """Predicted time of a step, without communication other than that of experts."""
+        """Predicted time of a step, without communication other than that of experts.
+
+        Teachers are not ahead: the time is for comparisons of many settings. See `planned_step_ms`.
+        """
         return self.step().step_ms + self.optimizer_copies_ms()
+
+    def planned_step_ms(self) -> float:
+        """Return `step_ms` of a run, whose teachers may be ahead."""
+        pipeline_ms = self.step().step_ms if self.prefetch is None else self.prefetch.step_ms
+        return pipeline_ms + self.optimizer_copies_ms()
 
     def exchange_ms(self) -> float:
         """Predicted time that an average rank spends in a step on the all-to-all of experts."""
@@ -136,7 +178,7 @@ class Forecast:
 
         `tflops_per_gpu` is of a predicted step, `peak_memory_gib` what torch allocates on the fullest GPU.
         """
-        step_ms, exchange_ms = self.step_ms(), self.exchange_ms()
+        step_ms, exchange_ms = self.planned_step_ms(), self.exchange_ms()
         seconds = step_ms / 1000
         tokens = self.batch.global_batch_size * self.batch.seq_length
         return {
@@ -195,10 +237,20 @@ class Forecast:
             if shape.num_query_groups % tensor
         ]
 
+    def _ahead(self) -> Iterator[str]:
+        """Yield a line about the teacher forwards ahead, if there are any."""
+        if self.prefetch is not None:
+            step_ms, held = self.prefetch.step_ms, max(self.prefetch.plan.held)
+            yield (
+                f"predicted step with teachers ahead: {step_ms:.4g} ms, "
+                f"{step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} micro-batches of their "
+                "hidden states wait for the loss"
+            )
+
     def _times(self) -> list[str]:
         step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
         copies_ms = self.optimizer_copies_ms()
-        step_ms = step.step_ms + copies_ms
+        step_ms = self.planned_step_ms()
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
         copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"
@@ -211,6 +263,7 @@ class Forecast:
             f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
+            *self._ahead(),
             *([copies] if copies_ms > 0 else []),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
             f"{self.mfu(step_ms):.3f}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",

@@ -148,6 +148,7 @@ class _Models:
         optimizer = self._optimizer_bytes(learned)
         if training.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
+        transient += self._bytes_ahead()
         return RankMemory(
             student_gib=learned.total * self.element / GIB,
             gradients_gib=learned.total * 4 / GIB,
@@ -245,11 +246,18 @@ class _Models:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
                 yield alive, head if stage == last else 0
+                if self.config.parallel.states_ahead and stage != last:  # in the gap before a backward
+                    yield alive, self._teachers_forward_bytes(stage)
             else:
                 layer = student.backward_bytes() if layout.layers[stage] else 0
                 yield alive, layer + (table if stage == last else 0)
                 alive -= kept
                 yield alive, table if stage == 0 else 0
+
+    def _bytes_ahead(self) -> int:
+        """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
+        states = min(self.config.parallel.states_ahead, 2 * self.batch.num_microbatches)
+        return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
 
     def _teachers_forward_bytes(self, stage: int) -> int:
         """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""

@@ -72,6 +72,7 @@ class RankGaps:
     inputs_kept: int  # further ones whose inputs have been received then
     before: tuple[int, ...]  # teacher forwards before each task of the student
     after: int  # and after the last one
+    at_waits: tuple[int, ...]  # those of `before`, without backwards of the last rank: nothing is received
 
     @classmethod
     def from_plan(cls, plan: PrefetchPlan, rank: int) -> RankGaps:
@@ -92,7 +93,8 @@ class RankGaps:
                 before.append(waiting)
                 waiting = 0
         stagger = plan.boundary.stagger if rank else 0
-        return cls(plan.boundary.done(rank, ranks), stagger, tuple(before), waiting)
+        waits = [gap for gap, kind in zip(before, expected, strict=True) if kind == "F" or rank < ranks - 1]
+        return cls(plan.boundary.done(rank, ranks), stagger, tuple(before), waiting, tuple(waits))
 
 
 def plan_prefetch(
@@ -138,6 +140,7 @@ class _Rank:
         """Return all actions, in order."""
         self._teach(self.gaps.done)
         self._receive_states(self.gaps.done + self.gaps.inputs_kept)
+        self._wait_for_sends()
         for step in range(STEPS):
             self._step(step * self.num_microbatches)
         return self.actions
@@ -168,9 +171,13 @@ class _Rank:
             self._exchange(self._backward_out(backward))
         self._teach(self.gaps.after)
         self._receive_states(self.teachers + self.gaps.inputs_kept)
-        # All states that have been sent are received now.
+        self._wait_for_sends()
+        self.actions.append(Meet())
+
+    def _wait_for_sends(self) -> None:
+        """Wait until all states that have been sent are received."""
         unsent = range(0 if self.is_last else self.teachers)[self.sent :]
-        self.actions += [Wait(self._state(self.rank, number)) for number in unsent] + [Meet()]
+        self.actions += [Wait(self._state(self.rank, number)) for number in unsent]
         self.sent += len(unsent)
 
     def _exchange(self, posts: Sequence[Post], gap: int = 0) -> None:

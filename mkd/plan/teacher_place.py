@@ -62,7 +62,7 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
     """Return the places that are possible on these GPUs, the simplest first."""
     planned = []
     for place in (*RUNNING, STORED):
-        start = DEVICE.apply(forecast.config) if place is STORED else forecast.config
+        start = _without_teachers(forecast.config) if place is STORED else forecast.config
         teachers = () if place is STORED else forecast.teachers
         models = forecast.num_gpus, forecast.student, teachers, forecast.document_length
         try:
@@ -73,6 +73,11 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
             need_gib = max(rank.total_gib for rank in changed.memory().ranks)
             planned.append(PlannedPlace(place, changed.step_ms(), need_gib))
     return planned
+
+
+def _without_teachers(config: Config) -> Config:
+    """Return `config` without the settings that only a running teacher has."""
+    return replace(DEVICE.apply(config), parallel=replace(config.parallel, teacher_prefetch="0"))
 
 
 def choose(planned: Sequence[PlannedPlace], usable_gib: float) -> PlannedPlace | None:

@@ -16,9 +16,11 @@ from mkd.config.schema import TeacherConfig
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages
 from mkd.models.language_model import LanguageModel
 from mkd.models.residency import LayerStream, stream_from_host, stream_from_peers
+from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
+from mkd.parallel.state_links import StateLinks
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
@@ -28,6 +30,7 @@ from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
+from mkd.train.teacher_prefetch import TeacherPrefetch
 from mkd.train.teachers.base import Teacher, divergence_settings
 from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
@@ -68,11 +71,13 @@ def build_engine(
         if own is not None and parts[-1].post_process:
             vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
         models.append(parts)
-    stages = wrap_stages(join_stages(students, models), config, context)
+    joined = join_stages(students, models)
+    schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
+    after_backward = schedule.prefetch.finish if schedule.prefetch else None
+    stages = wrap_stages(joined, config, context, after_backward)
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
-    schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
     teachers = build_teachers(plan, vocabularies)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts)
@@ -143,22 +148,29 @@ def place_beside(
 
 def build_schedule(
     plan: Plan,
-    students: list[LanguageModel],
+    stages: list[DistillationStage],
     options: ModelOptions,
     context: ParallelContext,
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
 ) -> PipelineSchedule:
-    """Return the schedule and its communicator, which carries the teachers' hidden states along."""
-    seq_length, student_config = plan.config.training.seq_length, students[0].config
+    """Return the schedule and its communicator, which carries the teachers' hidden states along.
+
+    With --teacher-prefetch, the schedule runs the teachers ahead. Collective.
+    """
+    seq_length, student_config = plan.config.training.seq_length, stages[0].config
     shards = context.sequence_shards(student_config.sequence_parallel)
     lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
     packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=True)
     shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
-    if shapes:
-        communicator = TeacherHiddenCommunicator(context.pp_group, student_config, shapes, options.dtype)
-    else:
+    if not shapes:
         communicator = P2PCommunicator(context.pp_group, student_config)
-    return PipelineSchedule(context, communicator, plan.batch.micro_batch_size * seq_length)
+        return PipelineSchedule(context, communicator, packs * seq_length)
+    communicator = TeacherHiddenCommunicator(context.pp_group, student_config, shapes, options.dtype)
+    prefetch, planned = None, plan.forecast.prefetch
+    if planned is not None:
+        links = StateLinks.build(context, shapes, options.dtype)
+        prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, links, context)
+    return PipelineSchedule(context, communicator, packs * seq_length, prefetch)
 
 
 def build_teacher_parts(

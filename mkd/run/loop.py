@@ -119,8 +119,10 @@ def one_step(run: Run) -> Stop | None:
     with run.phase(DATA, iteration):
         batches = run.data.train.next_step()
         on_device = [batch.to(run.engine.context.device) for batch in batches]
+        looks_ahead = run.engine.schedule.prefetch and not is_last(iteration, run.config.training)
+        following = run.data.train.following_step() if looks_ahead else ()
     phase = partial(run.phase, iteration=iteration)
-    result = train_step(run.engine, on_device, run.guards.stopper.exchange, phase)
+    result = train_step(run.engine, on_device, run.guards.stopper.exchange, phase, following)
     try:
         run.guards.non_finite.judge(iteration, result, batches)
     except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished

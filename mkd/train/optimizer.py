@@ -29,10 +29,14 @@ from mkd.train.optimizer_residency import OptimizerResidency
 
 
 def wrap_stages(
-    stages: Sequence[DistillationStage], config: Config, context: ParallelContext
+    stages: Sequence[DistillationStage],
+    config: Config,
+    context: ParallelContext,
+    after_backward: Callable[[], None] | None = None,
 ) -> list[DistributedDataParallel]:
     """Give every model part Megatron's gradient buffers, and set the schedule's callbacks.
 
+    `after_backward` runs after the last backward of a step, before ranks wait for each other's gradients.
     Gradients are summed, never averaged: the loss is already divided by the loss tokens of the global batch.
     """
     parallel = config.parallel
@@ -45,7 +49,7 @@ def wrap_stages(
     wrap = partial(DistributedDataParallel, ddp_config=ddp_config, pg_collection=context.groups)
     wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
     for stage in stages:
-        stage.config.finalize_model_grads_func = _finalize
+        stage.config.finalize_model_grads_func = partial(_finalize, after_backward)
         _accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
@@ -68,8 +72,10 @@ def _accumulate_inside_products(stage: DistillationStage) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _finalize(model, num_tokens, **kwargs) -> None:
+def _finalize(after_backward: Callable[[], None] | None, model, num_tokens, **kwargs) -> None:
     """Reduce gradients as Megatron does, without dividing by tokens: the objective has divided."""
+    if after_backward:
+        after_backward()
     finalize_model_grads(model, None, **kwargs)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,10 +15,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
-from mkd.data.teacher_input import TokenRow
-from mkd.models.packed import packed_documents
-from mkd.models.stage import DistillationStage, StageInput, StageOutput
+from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
+from mkd.train.stage_inputs import stage_inputs, student_input
+from mkd.train.teacher_prefetch import TeacherPrefetch
 
 
 class LossCallback(Protocol):
@@ -39,6 +40,7 @@ class PipelineSchedule:
     context: ParallelContext
     communicator: P2PCommunicator
     tokens_per_microbatch: int
+    prefetch: TeacherPrefetch | None = None  # runs the teachers in training; None: the stages do
 
     def run(
         self,
@@ -46,9 +48,11 @@ class PipelineSchedule:
         microbatches: Sequence[PackedBatch],
         objective: LossCallback,
         forward_only: bool,
+        following: Sequence[PackedBatch] = (),  # micro-batches of the next step; (): it is the last one
     ) -> Tensor:
         """Run forward (and backward) of all `microbatches`.
 
+        A prefetch makes teacher forwards of `following`, and the next training step must be about these.
         Gradients end up summed over data-parallel ranks. `stages` are the virtual stages of this rank,
         DDP-wrapped in training. Return the objective's reports added up over the whole global batch, fp64
         [objective.num_sums]. They are equal on all ranks: all-reduce SUM over data, context and pipeline
@@ -57,17 +61,19 @@ class PipelineSchedule:
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
         virtual_stages = len(stages) if interleaved else None
-        reports = get_forward_backward_func(pp_size=self.context.pp_size, vp_size=virtual_stages)(
-            forward_step_func=partial(_forward_step, objective),
-            data_iterator=iterators if interleaved else iterators[0],
-            model=list(stages) if interleaved else stages[0],
-            num_microbatches=len(microbatches),
-            seq_length=self.tokens_per_microbatch,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            p2p_communicator=self.communicator if self.context.pp_size > 1 else None,
-            pg_collection=self.context.groups if self.context.pp_size > 1 else None,
-        )
+        prefetch = None if forward_only else self.prefetch
+        with nullcontext() if prefetch is None else prefetch.step(microbatches, following):
+            reports = get_forward_backward_func(pp_size=self.context.pp_size, vp_size=virtual_stages)(
+                forward_step_func=partial(_forward_step, objective, prefetch),
+                data_iterator=iterators if interleaved else iterators[0],
+                model=list(stages) if interleaved else stages[0],
+                num_microbatches=len(microbatches),
+                seq_length=self.tokens_per_microbatch,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                p2p_communicator=self.communicator if self.context.pp_size > 1 else None,
+                pg_collection=self.context.groups if self.context.pp_size > 1 else None,
+            )
         total = torch.zeros(objective.num_sums, dtype=torch.float64, device=self.context.device)
         for report in reports:
             total += report
@@ -77,7 +83,12 @@ class PipelineSchedule:
         return total
 
 
-def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], model: nn.Module):
+def _forward_step(
+    objective: LossCallback,
+    prefetch: TeacherPrefetch | None,
+    microbatches: Iterator[PackedBatch],
+    model: nn.Module,
+):
     """Run one stage; return the tensor for the next stage and a function that makes the loss.
 
     Megatron calls the function on the last stage only. There it passes the stage's results to the objective,
@@ -85,7 +96,15 @@ def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], 
     """
     batch = next(microbatches)
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
-    output: StageOutput = model(*stage_inputs(batch, objective.context.platform.transformer_engine))
+    joins = objective.context.platform.transformer_engine
+    if prefetch is None:
+        output: StageOutput = model(*stage_inputs(batch, joins))
+    else:
+        if stage.pre_process:  # nothing is received before this forward
+            prefetch.fill_gap()
+        output = model(student_input(batch, joins), None)
+        if stage.post_process:
+            output = replace(output, teacher_hiddens=prefetch.take(batch.sample_ids))
     if not stage.post_process:
         return output.message(), _no_loss
     return output.hidden, lambda _: objective(stage, batch, output)
@@ -93,20 +112,3 @@ def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], 
 
 def _no_loss(_: Tensor):
     raise AssertionError("only the last stage has a loss")
-
-
-def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return the inputs of the student and of each teacher that runs; see `packed_documents`."""
-    extras = {name: one.values for name, one in batch.extras.items()}
-    teachers = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    return (
-        _stage_input(batch, padding_joins_document, extras),
-        [_stage_input(row, padding_joins_document, extras if row is batch else {}) for row in teachers],
-    )
-
-
-def _stage_input(row: TokenRow, padding_joins_document: bool, extras: Mapping[str, Tensor]) -> StageInput:
-    packed = packed_documents(
-        row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=padding_joins_document
-    )
-    return StageInput(row.tokens, row.position_ids, packed, extras)

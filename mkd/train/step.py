@@ -82,6 +82,7 @@ def train_step(
     microbatches: Sequence[PackedBatch],  # of this data-parallel rank, on the device
     exchange: Callable[[bool], StepAgreement] = without_peers,  # see StudentOptimizer.update
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext,  # entered for each part of the step
+    following: Sequence[PackedBatch] = (),  # of the next step, for teachers that run ahead; (): none is known
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
@@ -92,7 +93,9 @@ def train_step(
     with phase(FORWARD_BACKWARD):
         engine.optimizer.zero_grad()
         objective = training_objective(engine, microbatches)
-        report = engine.schedule.run(engine.stages, microbatches, objective, forward_only=False)
+        report = engine.schedule.run(
+            engine.stages, microbatches, objective, forward_only=False, following=following
+        )
         sums, load = objective.sums(report), {}
         if engine.experts is not None:
             routed = engine.experts.finish_step()

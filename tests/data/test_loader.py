@@ -100,6 +100,16 @@ def test_consumed_samples_counts_steps_taken_not_read_ahead(dataset):
     assert stream.consumed_samples == 24
 
 
+def test_a_look_at_the_following_step_moves_nothing(dataset):
+    stream, other = (TrainStream(dataset, micro_batch_size=2, global_batch_size=8) for _ in range(2))
+    for step in range(3):
+        expected = [batch.sample_ids for batch in other.next_step()]
+        assert [batch.sample_ids for batch in stream.following_step()] == expected
+        assert stream.consumed_samples == 8 * step
+        assert [batch.sample_ids for batch in stream.next_step()] == expected
+        assert stream.last_samples() == other.last_samples()
+
+
 def test_batches_do_not_depend_on_workers(dataset):
     options = dict(micro_batch_size=2, global_batch_size=8, seed=1)
     alone, ahead = TrainStream(dataset, **options), TrainStream(dataset, num_workers=2, **options)

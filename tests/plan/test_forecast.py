@@ -9,6 +9,7 @@ from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.parameters import active_parameters
+from mkd.plan.prefetch import ideal_ms
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several
 
 PP4 = ("--pipeline-model-parallel-size", 4)
@@ -135,3 +136,18 @@ def test_a_pair_with_experts():
     assert f"share {figures['all_to_all_share']:.3f}" in text
     assert figures["teacher_active_parameters"] == [active_parameters(MOE_TEACHER)]
     assert "all-to-all" not in forecast().describe()
+
+
+def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
+    """The step is shorter, the comparisons with other settings are not, and N states need memory."""
+    flags = (*PP4, "--pipeline-layout", "auto")
+    stock, ahead = (forecast(*flags, *more, pipeline=4) for more in ((), ("--teacher-prefetch", 8)))
+    assert stock.prefetch is None
+    assert ahead.figures()["step_time_ms"] < 0.9 * stock.figures()["step_time_ms"]
+    assert ahead.figures()["step_time_ms"] >= 0.9999 * ideal_ms(ahead.rank_work(), 8)
+    assert ahead.step_ms() == stock.step_ms()
+    last, plain = ahead.memory().ranks[-1], stock.memory().ranks[-1]
+    assert last.transient_gib - plain.transient_gib == pytest.approx(8 * 2 * SEQ_LENGTH * 4096 / 2**30)
+    for work, stage in zip(ahead.rank_work(), ahead.stage_times(), strict=True):
+        assert work.teacher_ms + work.forward_ms == pytest.approx(stage.forward_ms)
+        assert work.backward_ms == stage.backward_ms and work.teacher_ms > 0

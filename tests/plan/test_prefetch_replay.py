@@ -77,5 +77,5 @@ def test_one_communicator_would_wait_for_ever():
 
 def test_the_gaps_of_a_rank():
     plan = plan_of("FTFBTB", "TFBTFB", stagger=1)
-    assert RankGaps.from_plan(plan, 0) == RankGaps(done=1, inputs_kept=0, before=(0, 1, 0, 1), after=0)
-    assert RankGaps.from_plan(plan, 1) == RankGaps(done=0, inputs_kept=1, before=(1, 0, 1, 0), after=0)
+    assert RankGaps.from_plan(plan, 0) == RankGaps(1, 0, (0, 1, 0, 1), after=0, at_waits=(0, 1, 0, 1))
+    assert RankGaps.from_plan(plan, 1) == RankGaps(0, 1, (1, 0, 1, 0), after=0, at_waits=(1, 1))

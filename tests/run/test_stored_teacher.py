@@ -150,7 +150,7 @@ def losses_by_sample(argv):
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
     from mkd.run.run_plan import plan_run
-    from mkd.train.schedule import stage_inputs
+    from mkd.train.stage_inputs import stage_inputs
 
     plan = plan_run(load_config(argv).config, dist.get_world_size())
     context = ParallelContext.create(detect())

@@ -71,6 +71,7 @@ BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--re
 PEERS = {
     number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)
 }  # the teacher's layers are split over so many processes
+AHEAD = "--teacher-prefetch", "auto"
 SINGLE = Layout("one process")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
@@ -115,6 +116,10 @@ LAYOUTS = (
     Layout("PP2 DP2, teacher over 2 peers", 4, pp=2, flags=PEERS[2]),
     Layout("PP2 VPP2 DP2, teacher over 2 peers", 4, pp=2, vp=2, flags=PEERS[2]),
     Layout("CP2, teacher over 2 peers", 2, cp=2, flags=PEERS[2]),
+    Layout("PP2, teacher 2 micro-batches ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
+    Layout("PP4, teacher ahead", 4, pp=4, flags=AHEAD),
+    Layout("TP2 PP2 DP2 + SP, distributed, teacher ahead", 8, tp=2, pp=2, flags=SP + DISTRIBUTED + AHEAD),
+    Layout("PP2 DP2, teacher ahead and over 2 peers", 4, pp=2, flags=PEERS[2] + AHEAD),
 )
 
 
@@ -240,7 +245,7 @@ def measure(
     evaluation = evaluate(engine, [batches])
     sums = export_gradients(engine, state, batches, student, out_dir)
     for _ in range(num_updates):
-        result = train_step(engine, batches)
+        result = train_step(engine, batches, following=batches)
     with engine.parameters_gathered():
         export_student(engine, state, student, out_dir / "updated")
     assert result.grad_norm > 0.1, "the updates must go through clipping"

@@ -115,7 +115,7 @@ def auxiliary_gradient(student, teacher, coefficient):
 
     The latter comes from autograd.
     """
-    from mkd.train.schedule import stage_inputs
+    from mkd.train.stage_inputs import stage_inputs
     from mkd.train.step import training_objective
 
     context, engine = build(Layout("one"), student, teacher, coefficient)

@@ -25,6 +25,7 @@ from mkd.plan.checks.parallel import (
 )
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
+from mkd.plan.checks.teacher_prefetch import check_prefetch
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
@@ -38,6 +39,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_models: (),
     check_objective: (),
     check_peers: (),
+    check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
     check_folders: (),
     check_tasks: (),

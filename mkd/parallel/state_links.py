@@ -1,0 +1,83 @@
+"""Pass the teachers' hidden states from rank to rank of a pipeline, beside the student's messages.
+
+Two communicators take turns from link to link, so that a rank receives over one and sends over the other.
+With a single one, a send that waits for its receiver would hold up the next receive.
+
+Elements of a message: T_i * h_i for each teacher, divided over cp, and over tp with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.parallel.context import ParallelContext
+from mkd.plan.prefetch_replay import COMMUNICATORS
+
+
+@dataclass(frozen=True)
+class _Link:
+    """The way to a neighbour in the pipeline."""
+
+    peer: int  # rank of the pipeline
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class StateLinks:
+    """The links of this process: from the rank before, and to the next one."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of each teacher's state, [t_i / cp (/ tp), 1, h_i]
+    dtype: torch.dtype
+    device: torch.device
+    before: _Link | None  # None: this is the first rank
+    behind: _Link | None  # None: this is the last rank
+    _sending: list[tuple[list[dist.Work], Sequence[Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls, context: ParallelContext, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> StateLinks:
+        """Make the communicators, and use each once. Collective.
+
+        Used first in a step, a communicator would make its rank wait for the other one at another place.
+        """
+        groups = [context.pipeline_group(number) for number in range(COMMUNICATORS)]
+        rank, last = context.pp_rank, context.pp_size - 1
+        before = _Link(rank - 1, groups[(rank - 1) % COMMUNICATORS]) if rank else None
+        behind = _Link(rank + 1, groups[rank % COMMUNICATORS]) if rank < last else None
+        links = cls(tuple(shapes), dtype, context.device, before, behind)
+        if before:
+            links.receive()
+        if behind:
+            links.send([torch.zeros(shape, dtype=dtype, device=context.device) for shape in shapes])
+        links.wait_for_sends()
+        return links
+
+    def receive(self) -> tuple[Tensor, ...]:
+        """Return the next states of the rank before: the device waits for them. No part of any backward."""
+        assert self.before is not None, "the first rank receives no states"
+        states = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes]
+        link = self.before
+        for request in [dist.irecv(state, group=link.group, group_src=link.peer) for state in states]:
+            request.wait()
+        return tuple(states)
+
+    def send(self, states: Sequence[Tensor]) -> None:
+        """Send states to the next rank, without waiting."""
+        assert self.behind is not None, "the last rank sends no states"
+        link = self.behind
+        self._sending[:] = [one for one in self._sending if not all(work.is_completed() for work in one[0])]
+        requests = [dist.isend(state, group=link.group, group_dst=link.peer) for state in states]
+        self._sending.append((requests, states))
+
+    def wait_for_sends(self) -> None:
+        """Let the device wait until the next rank has received all states."""
+        for requests, _ in self._sending:
+            for request in requests:
+                request.wait()
+        self._sending.clear()
