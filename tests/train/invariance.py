@@ -68,9 +68,7 @@ UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6
 SELECTIVE = ("--recompute-granularity", "selective")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
-PEERS = {
-    number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)
-}  # the teacher's layers are split over so many processes
+PEERS = {number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)}
 AHEAD = "--teacher-prefetch", "auto"
 SINGLE = Layout("one process")
 LAYOUTS = (
@@ -383,10 +381,8 @@ def print_table(
         ok = all(errors[column] <= TOLERANCE for column in columns)
         failed += not ok
         values = "".join(f"{errors[column]:12.1e}" for column in columns)
-        print(
-            f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}",
-            flush=True,
-        )
+        verdict = "" if ok else "  FAILED " + errors["where"]
+        print(f"{layout.name:52}{layout.ranks:6}{values}{verdict}", flush=True)
     print(f"\n{len(layouts) - failed} of {len(layouts)} layouts within {TOLERANCE:.0e}")
     return failed
 

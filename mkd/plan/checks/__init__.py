@@ -6,7 +6,7 @@ training.py      length, learning-rate schedule, recomputation
 locations.py     data, held-out data and tasks, folders of checkpoints, W&B and profiles
 teachers.py      student and teachers, and settings of the loss
 teacher_peers.py processes that split a teacher among them
-teacher_prefetch.py  teacher forwards ahead of the student
+prefetch_limits.py  teacher forwards ahead of the student
 parallel.py      parallel layout, batch, packs, and the models' shapes
 expert_limits.py expert parallelism and settings of experts
 model_alone.py   problems of a model that runs alone, without training

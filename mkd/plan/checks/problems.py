@@ -23,9 +23,9 @@ from mkd.plan.checks.parallel import (
     check_parallel,
     check_sequences,
 )
+from mkd.plan.checks.prefetch_limits import check_prefetch
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
-from mkd.plan.checks.teacher_prefetch import check_prefetch
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
