@@ -81,6 +81,9 @@ def _replace_tensor_functions() -> None:
             setattr(owner, name, _on_cpu(getattr(owner, name)))
     Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     Tensor.type = _typed_as_cuda(Tensor.type)
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    ShardedTensor.init_data.__defaults__ = (torch.empty,)  # it has kept the function from before
 
 
 def _on_cpu(function: Callable) -> Callable:

@@ -16,8 +16,13 @@ from tests.ranks import REPOSITORY
 def tensor_calls():
     """Return (device, or result) of each way to ask for a CUDA tensor."""
     detect()
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    shard = ShardedTensor("x", None, torch.float32, (2,), (2,), (0,), (1,))
+    shard.init_data("cuda")
     x = torch.arange(4.0)
     made = {
+        "of a checkpoint": shard.data,
         "factory": torch.empty(2, device="cuda"),
         "factory with index": torch.zeros(2, device="cuda:0"),
         "factory with device": torch.ones(2, device=torch.device("cuda", 0)),
