@@ -114,8 +114,10 @@ LAYOUTS = (
     Layout("PP2 DP2, teacher over 2 peers", 4, pp=2, flags=PEERS[2]),
     Layout("PP2 VPP2 DP2, teacher over 2 peers", 4, pp=2, vp=2, flags=PEERS[2]),
     Layout("CP2, teacher over 2 peers", 2, cp=2, flags=PEERS[2]),
-    Layout("TP2 PP2 DP2 + SP, distributed, teacher ahead", 8, tp=2, pp=2, flags=SP + DISTRIBUTED + AHEAD),
+    Layout("PP2, teacher 2 micro-batches ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
     Layout("PP4, teacher ahead", 4, pp=4, flags=AHEAD),
+    Layout("TP2 PP2 DP2 + SP, distributed, teacher ahead", 8, tp=2, pp=2, flags=SP + DISTRIBUTED + AHEAD),
+    Layout("PP2 DP2, teacher ahead and over 2 peers", 4, pp=2, flags=PEERS[2] + AHEAD),
 )
 
 
