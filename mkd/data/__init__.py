@@ -12,6 +12,7 @@ packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
 loader.py               the micro-batches of one rank for training and for evaluation
+prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 pack_view.py            packs as text for people
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks

@@ -70,11 +70,11 @@ class Document:
     kind: str  # form of its record
 
 
-def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int, Row]]:
+def read_rows(path: str | Path, keep_blank: bool = False, whole: bool = False) -> Iterator[tuple[int, Row]]:
     """Yield (line or row number from 1, raw record) for every record of a file.
 
-    Skip blank lines; keep those of a `.txt` file if `keep_blank`. Raises DataError if the file cannot be
-    read.
+    Skip blank lines; keep those of a `.txt` file if `keep_blank`. Of a table, only the columns of
+    documents are read, unless it is read `whole`. Raises DataError if the file cannot be read.
     """
     path = Path(path)
     if path.suffix not in RAW_SUFFIXES:
@@ -89,7 +89,7 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
         elif path.suffix == TEXT_SUFFIX:
             yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n", keep_blank))
         else:
-            yield from enumerate(_table_rows(path), 1)
+            yield from enumerate(_table_rows(path, whole), 1)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read",
@@ -105,9 +105,7 @@ def parse_row(row: Row) -> Record:
     A text may have any length; see `encoding.cut_texts`. Raises DataError for anything else; the caller adds
     file and line to it.
     """
-    if isinstance(row, DataError):
-        raise row
-    fields = _json_object(row) if isinstance(row, bytes) else row
+    fields = raw_fields(row)
     named = [name for name, kind in KINDS.items() if all(fields.get(key) is not None for key in kind.keys)]
     if len(named) != 1:
         raise _wrong_keys(fields, named)
@@ -158,7 +156,7 @@ def _lines(
                 yield number, content
 
 
-def _table_rows(path: Path) -> Iterator[Row]:
+def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -169,13 +167,13 @@ def _table_rows(path: Path) -> Iterator[Row]:
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
-                columns = _known_columns(file.schema_arrow.names, path)
+                columns = None if whole else _known_columns(file.schema_arrow.names, path)
                 for batch in file.iter_batches(TABLE_ROWS_PER_READ, columns=columns):
                     yield from _batch_rows(batch)
         else:
             with pa.memory_map(str(path)) as source:
                 for batch in _arrow_batches(pa, source):
-                    batch = batch.select(_known_columns(batch.schema.names, path))
+                    batch = batch if whole else batch.select(_known_columns(batch.schema.names, path))
                     for start in range(0, batch.num_rows, TABLE_ROWS_PER_READ):
                         yield from _batch_rows(batch.slice(start, TABLE_ROWS_PER_READ))
     except pa.ArrowException as error:
@@ -229,8 +227,13 @@ def _known_columns(names: list[str], path: Path) -> list[str]:
     return known
 
 
-def _json_object(line: bytes) -> Mapping:
-    text = _utf8(line)
+def raw_fields(row: Row) -> Mapping:
+    """Return the keys and values of a raw record. Raises DataError if it has none."""
+    if isinstance(row, DataError):
+        raise row
+    if not isinstance(row, bytes):
+        return row
+    text = _utf8(row)
     try:
         value = JSON.decode(text)
     except (ValueError, RecursionError) as error:
@@ -373,8 +376,7 @@ def _check_size(kind: str, values: tuple) -> None:
     if size > MAX_CHARACTERS:
         raise DataError(
             f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} "
-            f"of {size} characters, more than "
-            f"{MAX_CHARACTERS}",
+            f"of {size} characters, more than {MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
             code="record-too-long",

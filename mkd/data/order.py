@@ -70,11 +70,11 @@ class ComputedPermutation:
         mask = (np.uint64(1) << self._half) - np.uint64(1)
         left, right = numbers >> self._half, numbers & mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right + key) & mask)
+            left, right = right, left ^ (mixed(right + key) & mask)
         return left << self._half | right
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def mixed(numbers: np.ndarray) -> np.ndarray:
     """Return numbers whose bits depend on all bits of `numbers`, uint64: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17.

@@ -15,6 +15,7 @@ class PackedDocuments(PackedSeqParams):
 
     cu_seqlens_real: Tensor | None = None  # [documents + 1] int32, without padding (for LongRoPE and routers)
     documents_of_tokens: Tensor | None = None  # for routers; see moe/token_documents.py
+    token_positions: Tensor | None = None  # [t] int64, of single tokens; None: from 0 in documents
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # window -> mask; see sink_attention.py
 
 

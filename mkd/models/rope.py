@@ -81,8 +81,11 @@ class RotaryEmbedding(nn.Module):
 
         n is the longest padded document, positions counted from 0; Megatron restarts them at every document.
         With LongRoPE the frequencies depend on the document's length, so n is the whole pack and each token
-        has its own angles. From either form Megatron picks the rows that a context-parallel rank holds.
+        has its own angles. From either form Megatron picks the rows that a context-parallel rank holds. So
+        does a row of single tokens, whose positions are given; they are within the original length.
         """
+        if packed.token_positions is not None:
+            return self._angles(packed.token_positions, self.short)
         if self.long is None:
             return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)
         lengths = packed.cu_seqlens_real.diff().tolist()

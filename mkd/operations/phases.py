@@ -14,6 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 INIT, DATA, FORWARD_BACKWARD, OPTIMIZER = "init", "data", "forward_backward", "optimizer"
+ROLLOUT = "rollout"  # part of fetching the data of a step
 EVAL, TASK_EVALUATION, SAVE, END = "eval", "task evaluation", "save", "end"
 
 

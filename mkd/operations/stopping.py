@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Follower
+from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, Follower
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 
@@ -85,8 +85,8 @@ class Stopper(Follower):
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
     def entered(self, phase: str, iteration: int) -> None:
-        """Start the clock of a step."""
-        if phase == FORWARD_BACKWARD:
+        """Start the clock of a step, when its completions are sampled or else when it begins to train."""
+        if phase in (ROLLOUT, FORWARD_BACKWARD) and self._step_begun is None:
             self._step_begun = time.monotonic()
 
     def left(self, phase: str, iteration: int) -> None:

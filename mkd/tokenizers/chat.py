@@ -84,6 +84,14 @@ def encode_turns(
     return EncodedChat(encoded, data, tuple(Turn(message, *place) for message, place in named))
 
 
+def encode_generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
+    backend = hf.backend_tokenizer
+    text = _render(hf, messages, add_generation_prompt=True)
+    backend.encode_special_tokens = False  # control tokens in the template become control tokens
+    return backend.encode(text, add_special_tokens=False).ids
+
+
 def end_of_turn(hf: Any) -> str | None:
     """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mkd.errors import UsageError
-from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_turns, end_of_turn
+from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_generation_prompt, encode_turns, end_of_turn
 from mkd.tokenizers.pieces import (
     BYTE_TOKEN,
     METASPACE,
@@ -96,6 +96,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         return encode_chat(self._with_template, messages)
+
+    def generation_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return encode_generation_prompt(self._with_template, messages)
 
     def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
         return encode_turns(self._with_template, messages, self._pieces)

@@ -55,6 +55,13 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
+    def generation_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a conversation up to the beginning of the assistant's next turn.
+
+        Raises DataError for a conversation that the chat template refuses.
+        """
+        raise no_chat_template()
+
     def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
         """Render and encode the conversation, and locate each assistant turn.
 

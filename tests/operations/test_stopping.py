@@ -169,7 +169,7 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
 
 def agreements(finite: list[bool], received: int):
     """Return what this rank is told if each rank knows if it is finite, and rank 1 has a signal."""
-    from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Phases
+    from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, Phases
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
@@ -178,6 +178,9 @@ def agreements(finite: list[bool], received: int):
     context = ParallelContext.create(detect())
     stopper = Stopper(context, Signals(received if context.rank == 1 else 0))
     phases = Phases(stopper)
+    for _ in range(2):
+        phases.enter(ROLLOUT, 1)
+        time.sleep(0.05)
     with phases(FORWARD_BACKWARD, 1):
         time.sleep(0.05)
     with phases(OPTIMIZER, 1):
@@ -185,7 +188,7 @@ def agreements(finite: list[bool], received: int):
     step_s = stopper.step_s
     time.sleep(0.1)
     stopper.agreed()  # between steps the clock of a step stands still
-    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.05, stopper.step_s == step_s
+    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.15, stopper.step_s == step_s
 
 
 @pytest.mark.parametrize("finite", [[True, True], [True, False], [False, True]])

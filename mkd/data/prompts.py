@@ -1,0 +1,134 @@
+"""Prompts for the student to complete, from files of records, in the student's tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mkd.data.documents import Row, parse_row, raw_fields, read_rows
+from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord
+from mkd.errors import DataError, ErrorList
+from mkd.tokenizers.tokenizer import Tokenizer
+
+KEYS = ("prompt", "messages")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    ids: np.ndarray  # [p] int64, at least one
+    path: str  # its file
+    line: int  # its line or row there, from 1
+    fields: Mapping[str, Any]  # all other keys of its record
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of the files, in their order."""
+
+    prompts: Sequence[Prompt]
+    num_bad_records: int
+    fingerprint: str  # SHA-256 of the tokens of all prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def describe(self) -> str:
+        """Return a line with the sizes."""
+        lengths = [len(one.ids) for one in self.prompts]
+        bad = f", {self.num_bad_records} bad records skipped" if self.num_bad_records else ""
+        return f"{len(self)} prompts of {min(lengths)} to {max(lengths)} tokens{bad}"
+
+
+def read_prompts(
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    longest: int,  # tokens that a prompt may have
+    vocab_size: int,  # ids known to all models of the run
+    max_bad_records: int = 0,
+) -> PromptSet:
+    """Read and tokenise all prompts. Raises DataError, or ErrorList with the first ten bad records."""
+    prompts: list[Prompt] = []
+    bad: list[BadRecord] = []
+    for path in paths:
+        for number, row in read_rows(path, whole=True):
+            try:
+                ids, fields = encode_prompt(row, tokenizer)
+                _check_ids(ids, longest, vocab_size)
+            except DataError as error:
+                bad.append(BadRecord.from_row(path, number, row, error))
+                continue
+            prompts.append(Prompt(ids, path, number, fields))
+    if len(bad) > max_bad_records:
+        raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
+    if not prompts:
+        what = f"--prompt-data-path {' '.join(paths)} has no prompt"
+        raise DataError(what, "there is nothing to complete", "check how it was made", code="prompts-empty")
+    digest = hashlib.sha256()
+    for one in prompts:
+        digest.update(len(one.ids).to_bytes(8, "little") + one.ids.tobytes())
+    return PromptSet(prompts, len(bad), "sha256:" + digest.hexdigest())
+
+
+def encode_prompt(row: Row, tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return (tokens int64 [p], the other fields) of a raw record with a prompt or messages.
+
+    A prompt gets the tokenizer's BOS if its configuration adds one, and no EOS. Messages become the chat
+    template's ids up to the beginning of the next assistant turn; assistant messages at the end are left out.
+    Raises DataError.
+    """
+    fields = raw_fields(row)
+    given = [key for key in KEYS if fields.get(key) is not None]
+    if len(given) != 1:
+        what = f"the record has {' and '.join(given) or 'neither of'} {'' if given else ' and '.join(KEYS)}"
+        why = "one of them is the text to complete"
+        raise DataError(what.strip(), why, "keep exactly one of them", code="prompt-missing")
+    others = {key: value for key, value in fields.items() if key not in given}
+    if given == ["prompt"]:
+        (prompt, _) = parse_row({"prompt": fields["prompt"], "completion": ""}).values
+        ids = tokenizer.encode(prompt)
+        ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
+        return np.asarray(ids, dtype=np.int64), others
+    (messages,) = parse_row({"messages": fields["messages"]}).values
+    last = max((i for i, one in enumerate(messages) if one["role"] != "assistant"), default=-1)
+    if last < 0:
+        what = "all messages are the assistant's"
+        raise DataError(what, "there is nothing to answer", "give a user's message", code="prompt-missing")
+    return np.asarray(tokenizer.generation_prompt(messages[: last + 1]), dtype=np.int64), others
+
+
+def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
+    if not len(ids):
+        raise DataError(
+            "the prompt is empty", "there is nothing to complete", "remove it", code="prompt-empty"
+        )
+    if len(ids) > longest:
+        what = f"the prompt has {len(ids)} tokens, more than {longest}"
+        why = "a prompt and --max-new-tokens must fit --seq-length"
+        do = "shorten or remove it, raise --seq-length or lower --max-new-tokens"
+        raise DataError(what, why, do, code="prompt-too-long")
+    if ids.max() >= vocab_size:
+        what = f"the prompt has id {ids.max()}, the models know {vocab_size}"
+        do = "use the tokenizer of the models (--tokenizer-model)"
+        raise DataError(what, "some model has no embedding for it", do, code="prompt-beyond-vocabulary")
+
+
+def first_prompts(path: str, tokenizer: Tokenizer, count: int) -> Iterator[DataError]:
+    """Yield the problem of a file, if none of its first `count` records is a prompt."""
+    refused = None
+    for place, (number, row) in enumerate(read_rows(path, whole=True)):
+        try:
+            encode_prompt(row, tokenizer)
+            return
+        except DataError as error:
+            refused = refused or error.located(f"--prompt-data-path {path}:{number}")
+        if place + 1 >= count:
+            break
+    what = f"--prompt-data-path {Path(path)} is empty"
+    yield refused or DataError(what, "", "check how it was made", code="prompts-empty")

@@ -1,0 +1,273 @@
+"""Sample completions with the training model: sequences in slots, token by token, over the pipeline.
+
+A group of slots runs through the pipeline as one row: the prompts that have just come, and one new token of
+every other sequence. The last stage samples, and all stages get the ids. There are as many groups as pipeline
+stages, so that each stage works on another one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from mkd.losses.fused_linear import head_logits
+from mkd.losses.softmax import compute_dtype
+from mkd.models.language_model import LanguageModel
+from mkd.models.packed import PackedDocuments, packed_documents
+from mkd.parallel.context import ParallelContext
+from mkd.rollout.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
+from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
+from mkd.rollout.sampling import sample_tokens, uniforms
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A completion that is being sampled."""
+
+    place: int  # of its request in the list that was asked for
+    request: Request
+    slot: int
+    tokens: list[tuple[float, float, float]] = field(default_factory=list)  # (id, ln p, entropy)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the completion so far."""
+        return len(self.request.ids) + len(self.tokens)
+
+    def finish(self, sampling: Sampling) -> Rollout | None:
+        """Return the rollout if it is complete."""
+        is_stopped = int(self.tokens[-1][0]) in sampling.stop_ids
+        if not is_stopped and len(self.tokens) < sampling.max_new_tokens:
+            return None
+        ids, logp, entropy = np.array(self.tokens).T
+        logp, entropy = logp.astype(np.float32), entropy.astype(np.float32)
+        return Rollout(self.request, ids.astype(np.int64), logp, entropy, STOP if is_stopped else LENGTH)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Slots whose sequences run through the pipeline together."""
+
+    slots: range
+    active: list[_Sequence] = field(default_factory=list)  # sequence i has slot slots[i], unless it is new
+    newcomers: list[_Sequence] = field(default_factory=list)  # their prompts have not run
+    waiting: list[_Sequence] = field(default_factory=list)  # whose next token is being sampled, in order
+    values: Tensor | None = None  # [3, n] fp64: ids, ln p and entropies for `waiting`; None: not here yet
+    arrival: dist.Work | None = None  # of `values`
+
+
+@torch.no_grad()
+def sample_completions(
+    parts: Sequence[LanguageModel],  # the student on this rank, by virtual stage
+    context: ParallelContext,
+    requests: Sequence[Request],  # of this data-parallel replica, equal on its ranks
+    sampling: Sampling,
+    iteration: int,
+    progress: Callable[[int], None] = lambda done: (
+        None
+    ),  # called for every row of tokens, with the finished completions
+) -> list[Rollout]:
+    """Return a completion for every request, equal on all ranks of the replica.
+
+    Slots of finished completions take the next request. The cache exists inside this call only.
+    Communication inside the replica: see `sample_tokens` for tensor parallelism; over the pipeline, a hidden
+    state from stage to stage, and a broadcast of [3, n] fp64 from the last one, for every row.
+    """
+    if not requests:
+        return []
+    longest = max(len(one.ids) for one in requests) + sampling.max_new_tokens
+    slots = min(sampling.slots, len(requests))
+    decoder = _Decoder(parts, context, KVCache(slots, longest), sampling, iteration)
+    decoder.queue.extend(enumerate(requests))
+    num_groups = min(slots, context.pp_size if len(parts) == 1 else 1)
+    groups = [_Group(part) for part in _shares(slots, num_groups)]
+    with cached_attention(parts, decoder.cache):
+        while decoder.queue or any(group.active or group.waiting for group in groups):
+            for group in groups:
+                decoder.receive(group)
+                decoder.admit(group)
+                decoder.send(group)
+            progress(len(decoder.done))
+        decoder.hidden_sends.wait()
+    return [decoder.done[place] for place in range(len(requests))]
+
+
+def _shares(slots: int, groups: int) -> Iterator[range]:
+    """Yield the slots of each group."""
+    borders = [slots * index // groups for index in range(groups + 1)]
+    yield from (range(*pair) for pair in zip(borders, borders[1:], strict=False))
+
+
+class _Sends:
+    """Messages on their way, which must not be freed."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[dist.Work, Tensor]] = []
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        self._open = [one for one in self._open if not one[0].is_completed()]
+        self._open.append((work, tensor))
+
+    def wait(self) -> None:
+        for work, _ in self._open:
+            work.wait()
+
+
+@dataclass
+class _Decoder:
+    """The state of one call of `sample_completions`."""
+
+    parts: Sequence[LanguageModel]
+    context: ParallelContext
+    cache: KVCache
+    sampling: Sampling
+    iteration: int
+    queue: deque[tuple[int, Request]] = field(default_factory=deque)
+    done: dict[int, Rollout] = field(default_factory=dict)  # by place of the request
+    hidden_sends: _Sends = field(default_factory=_Sends)
+
+    def receive(self, group: _Group) -> None:
+        """Add the sampled tokens to the sequences of `group`, and free the slots of those that end."""
+        if not group.waiting:
+            return
+        if group.values is None:
+            size = 3, len(group.waiting)
+            group.values = torch.empty(size, dtype=torch.float64, device=self.context.device)
+            dist.broadcast(group.values, self._last_rank, group=self.context.pp_group)
+        elif group.arrival is not None:
+            group.arrival.wait()
+        for one, values in zip(group.waiting, group.values.t().tolist(), strict=True):
+            one.tokens.append(tuple(values))
+            rollout = one.finish(self.sampling)
+            if rollout is not None:
+                self.done[one.place] = rollout
+                group.active.remove(one)
+        group.waiting, group.values, group.arrival = [], None, None
+
+    def admit(self, group: _Group) -> None:
+        """Give free slots to the next requests; then close gaps, so that the cache is read in one piece."""
+        free = sorted(set(group.slots) - {one.slot for one in group.active})
+        while free and self.queue:
+            place, request = self.queue.popleft()
+            group.newcomers.append(_Sequence(place, request, free.pop(0)))
+        begin, count = group.slots.start, len(group.active) + len(group.newcomers)
+        for one in group.active:
+            if one.slot >= begin + count:
+                slot = free.pop(0)
+                self.cache.copy(one.slot, slot, one.length - 1)
+                one.slot = slot
+        group.active.sort(key=lambda one: one.slot)
+
+    def send(self, group: _Group) -> None:
+        """Run the next tokens of `group` through the model, and sample on the last stage."""
+        hidden = [self._run(*self._token_row(group.active))] if group.active else []
+        hidden += [self._run(*self._prompt_row(prompts)) for prompts in self._bundles(group.newcomers)]
+        group.waiting = group.active + group.newcomers
+        group.active, group.newcomers = list(group.waiting), []
+        if not group.waiting or hidden[0] is None:
+            return
+        group.values = self._sample(torch.cat(hidden), group.waiting)
+        if self.context.pp_size > 1:
+            group.arrival = dist.broadcast(
+                group.values, self._last_rank, group=self.context.pp_group, async_op=True
+            )
+
+    def _bundles(self, newcomers: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+        """Yield the sequences in rows of at most `prefill_tokens`, or of one longer prompt."""
+        row: list[_Sequence] = []
+        for one in newcomers:
+            if row and sum(len(each.request.ids) for each in (*row, one)) > self.sampling.prefill_tokens:
+                yield row
+                row = []
+            row.append(one)
+        if row:
+            yield row
+
+    def _prompt_row(self, sequences: Sequence[_Sequence]) -> tuple[Tensor, PackedDocuments, list[int]]:
+        """Return (tokens [t], their description, the rows of the last tokens) of whole prompts."""
+        lengths = [len(one.request.ids) for one in sequences]
+        spans = [*lengths[:-1], lengths[-1] + self._missing(sum(lengths))]
+        self.cache.row = PromptRow([one.slot for one in sequences], lengths, spans)
+        tokens = np.concatenate([one.request.ids for one in sequences])
+        tokens = np.pad(tokens, (0, spans[-1] - lengths[-1]))
+        real = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.context.device)
+        padded = torch.tensor(np.cumsum([0, *spans]), dtype=torch.int32, device=self.context.device)
+        packed = packed_documents(real, padded, max(spans), self.context.platform.transformer_engine)
+        return self._on_device(tokens), packed, (np.cumsum(lengths) - 1).tolist()
+
+    def _token_row(self, sequences: Sequence[_Sequence]) -> tuple[Tensor, PackedDocuments, list[int]]:
+        """Return the same for the last token of each sequence: one document, with a position for each."""
+        slots = [one.slot for one in sequences]
+        positions = [one.length - 1 for one in sequences]
+        n, missing = len(slots), self._missing(len(slots))
+        first = slots[0] if slots == list(range(slots[0], slots[0] + n)) else None
+        places = self._on_device(np.array(positions + missing * [0]))
+        self.cache.row = TokenRow(self._on_device(np.array(slots)), places[:n], max(positions) + 1, first)
+        border = torch.tensor([0, n + missing], dtype=torch.int32, device=self.context.device)
+        packed = packed_documents(border, border, n + missing)
+        packed.token_positions = places
+        tokens = np.array([int(one.tokens[-1][0]) for one in sequences] + missing * [0])
+        return self._on_device(tokens), packed, list(range(n))
+
+    def _run(self, tokens: Tensor, packed: PackedDocuments, rows: list[int]) -> Tensor | None:
+        """Run a row through all stages; return the final hidden states [n, h] of `rows`, or None elsewhere.
+
+        Ranks of the last stage have the result. `rows` count the row's tokens.
+        """
+        context = self.context
+        config = self.parts[0].config
+        shards = context.tp_size if config.sequence_parallel else 1
+        for part in self.parts:
+            if not part.pre_process:
+                size = tokens.numel() // shards, 1, config.hidden_size
+                received = torch.empty(size, dtype=config.params_dtype, device=context.device)
+                dist.recv(received, self._rank_of(context.pp_rank - 1), group=context.pp_group)
+                part.set_input_tensor(received)
+            hidden = part(tokens[None], tokens[None], packed_seq_params=packed)
+            part.set_input_tensor(None)
+            if not part.post_process:
+                target = self._rank_of(context.pp_rank + 1)
+                hidden = hidden.contiguous()
+                self.hidden_sends.add(dist.isend(hidden, target, group=context.pp_group), hidden)
+        if not self.parts[-1].post_process:
+            return None
+        if config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
+        return hidden[rows, 0]
+
+    def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
+        """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""
+        logits = head_logits(hidden, self.parts[-1].head_weight(), compute_dtype(hidden))
+        prompts = np.array([one.request.prompt for one in sequences])
+        samples = np.array([one.request.sample for one in sequences])
+        positions = np.array([len(one.tokens) for one in sequences])
+        numbers = uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
+        sampled = sample_tokens(
+            logits,
+            self._on_device(numbers),
+            temperature=self.sampling.temperature,
+            vocab_size=self.sampling.vocab_size,
+            tp_group=self.context.tp_group,
+        )
+        return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])
+
+    def _missing(self, tokens: int) -> int:
+        """Return the padding of a row: sequence parallelism divides it over the tensor-parallel ranks."""
+        return -tokens % (self.context.tp_size if self.parts[0].config.sequence_parallel else 1)
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self.context.pp_group, stage % self.context.pp_size)
+
+    @property
+    def _last_rank(self) -> int:
+        return self._rank_of(-1)
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.context.device)

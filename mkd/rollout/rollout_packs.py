@@ -1,0 +1,78 @@
+"""Completions as packs for training. Their ids are those that were sampled: no text is encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mkd.data.batch import Pack, empty_pack
+from mkd.data.packing.best_fit import pack_pieces
+from mkd.data.teacher_input import SharedTokens
+from mkd.rollout.rollouts import Rollout
+
+QUARTERS = 4  # parts of a completion in which the divergence is measured
+
+
+@dataclass(frozen=True)
+class RolloutRows:
+    """Quarter and sampled ln p of the loss rows of a pack or micro-batch, in their order."""
+
+    quarter: np.ndarray  # [n] int64, part of the completion from 0 to 3; -1 for stored text
+    logp: np.ndarray  # [n] float32, ln p of the label as the sampler computed it; 0 for stored text
+
+    @classmethod
+    def stored(cls, count: int) -> RolloutRows:
+        return cls(np.full(count, -1), np.zeros(count, dtype=np.float32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[RolloutRows]) -> RolloutRows:
+        """Return the rows of several packs, one after the other."""
+        empty = cls.stored(0)
+        columns = zip(*((one.quarter, one.logp) for one in (empty, *parts)), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
+@dataclass(frozen=True)
+class RolloutPacks:
+    """The packs of the completions of a step, equal on all ranks; each is built when it is asked for."""
+
+    packs: Sequence[Sequence[Rollout]]  # documents of each
+    seq_length: int
+    pad_id: int
+    num_teachers: int
+
+    @classmethod
+    def fill(cls, rollouts: Sequence[Rollout], seq_length: int, pad_id: int, teachers: int) -> RolloutPacks:
+        """Put the completions into packs: best fit decreasing."""
+        lengths = np.array([len(one.request.ids) + len(one.ids) for one in rollouts], dtype=np.int64)
+        filled = pack_pieces(lengths, seq_length, "bfd")
+        packs = [[rollouts[i] for i in filled.pieces_of(number)] for number in range(len(filled))]
+        return cls(packs, seq_length, pad_id, teachers)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def build(self, number: int, sample_id: int) -> tuple[Pack, RolloutRows]:
+        """Return a pack: loss on the sampled tokens, each predicted by the token before it."""
+        pack, parts, start = self.empty(), [], 0
+        for one in self.packs[number]:
+            ids, count = np.concatenate([one.request.ids, one.ids]), len(one.ids)
+            end, first = start + len(ids), start + len(one.request.ids) - 1
+            pack.tokens[start:end] = ids
+            pack.labels[start : end - 1] = ids[1:]
+            pack.loss_mask[first : end - 1] = 1
+            parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp))
+            start = end
+        lengths = np.array([len(one.request.ids) + len(one.ids) for one in self.packs[number]])
+        spans = lengths.copy()
+        spans[-1] += self.seq_length - start
+        pack = replace(pack, lengths=lengths, spans=spans, sample_id=sample_id)
+        return pack, RolloutRows.joined(parts)
+
+    def empty(self) -> Pack:
+        """Return a pack of padding, for the teachers of the run."""
+        shared: tuple[Any, ...] = (SharedTokens(),) * self.num_teachers
+        return replace(empty_pack(self.seq_length, self.pad_id), teacher_inputs=shared)

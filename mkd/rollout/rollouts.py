@@ -1,0 +1,47 @@
+"""A prompt to complete, its sampled completion, and the settings of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+STOP, LENGTH = "stop", "length"
+"""Reasons why a completion ends: it has a stop token, or it was cut off at its longest length."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    prompt: int  # number of the prompt in its data set
+    sample: int  # number of the completion among those of the prompt
+    ids: np.ndarray  # [p] int64, tokens of the prompt, at least one
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion. The last token is a stop token if `finish` is STOP."""
+
+    request: Request
+    ids: np.ndarray  # [c] int64, sampled tokens, at least one
+    logp: np.ndarray  # [c] float32, ln p of each token at T = 1, as the sampler computed it, nats
+    entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats
+    finish: str  # STOP or LENGTH
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish == LENGTH
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of sampling."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    vocab_size: int  # ids from here on are never sampled: some model of the run lacks them
+    temperature: float = 1.0  # 0: the most probable token, always
+    slots: int = 32  # completions that are sampled at the same time on a data-parallel replica
+    prefill_tokens: int = 8192  # prompt tokens that run through the model together, unless one is longer
+    seed: int = 0

@@ -1,0 +1,93 @@
+"""Check prompts from records: both kinds, other keys, tables, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.data.prompts import read_prompts
+from mkd.errors import DataError, ErrorList
+from mkd.tokenizers.load import open_tokenizer
+from tests.reported import refused
+from tests.tiny_models import add_tokenizer
+from tests.train.command import write_records
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = add_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return open_tokenizer(str(folder))
+
+
+def read(path, tokenizer, **settings):
+    return read_prompts([str(path)], tokenizer, **dict(longest=50, vocab_size=300) | settings)
+
+
+def test_both_kinds_keep_their_other_keys(tokenizer, tmp_path):
+    question = [{"role": "user", "content": "a fox?"}]
+    path = write_records(
+        tmp_path / "p.jsonl",
+        {"prompt": "the fox", "answer": 4},
+        {"messages": question, "level": "hard"},
+        {"messages": [*question, {"role": "assistant", "content": "yes"}]},
+        {"prompt": "the fox", "completion": " jumps"},
+    )
+    found = read(path, tokenizer)
+    texts = [tokenizer.decode(one.ids.tolist()) for one in found.prompts]
+    chat = "<user>a fox?<|endoftext|><assistant>"
+    assert texts == ["the fox", chat, chat, "the fox"]
+    assert [dict(one.fields) for one in found.prompts] == [
+        {"answer": 4},
+        {"level": "hard"},
+        {},
+        {"completion": " jumps"},
+    ]
+    assert [one.line for one in found.prompts] == [1, 2, 3, 4]
+
+
+def test_a_table_has_the_same_prompts(tokenizer, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"prompt": ["the fox", "dog"], "answer": [1, 2]}), tmp_path / "p.parquet")
+    lines = write_records(
+        tmp_path / "p.jsonl", {"prompt": "the fox", "answer": 1}, {"prompt": "dog", "answer": 2}
+    )
+    table, text = read(tmp_path / "p.parquet", tokenizer), read(lines, tokenizer)
+    assert table.fingerprint == text.fingerprint
+    assert [dict(one.fields) for one in table.prompts] == [dict(one.fields) for one in text.prompts]
+
+
+@pytest.mark.parametrize(
+    "record, settings, code",
+    [
+        ({"text": "the fox"}, {}, "prompt-missing"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {}, "prompt-missing"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, {}, "prompt-missing"),
+        ({"prompt": ""}, {}, "prompt-empty"),
+        ({"prompt": "the quick brown fox"}, {"longest": 2}, "prompt-too-long"),
+        ({"prompt": "zz"}, {"vocab_size": 1}, "prompt-beyond-vocabulary"),
+        ({"prompt": 3}, {}, "record-field-not-text"),
+        ("not json", {}, "record-not-json"),
+    ],
+)
+def test_bad_records_are_named_or_skipped(record, settings, code, tokenizer, tmp_path):
+    path = write_records(tmp_path / "p.jsonl", {"prompt": "a"}, record)
+    if code == "prompt-beyond-vocabulary":
+        path = write_records(path, record)
+    with refused(code, DataError) as caught:
+        read(path, tokenizer, **settings)
+    assert f"{path}:" in caught.value.what
+    if code != "prompt-beyond-vocabulary":
+        found = read(path, tokenizer, max_bad_records=1, **settings)
+        assert (len(found), found.num_bad_records) == (1, 1)
+
+
+def test_many_bad_records_are_one_list(tokenizer, tmp_path):
+    path = write_records(tmp_path / "p.jsonl", *({"text": str(i)} for i in range(20)))
+    with pytest.raises(ErrorList) as caught:
+        read(path, tokenizer, max_bad_records=3)
+    assert len(caught.value.errors) == 10
