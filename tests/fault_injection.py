@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, Follower, Phases
+from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, Follower, Phases
 
 VARIABLE = "MKD_FAULT"
 SITE = Path(__file__).resolve().parent / "fault_site"
-POINTS = {DATA: "in_data", FORWARD_BACKWARD: "in_step", OPTIMIZER: "in_optimizer"}
+POINTS = {DATA: "in_data", ROLLOUT: "in_rollout", FORWARD_BACKWARD: "in_step", OPTIMIZER: "in_optimizer"}
 GATHER = "in_gather"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ERRNOS = {"enospc": errno.ENOSPC, "eio": errno.EIO}

@@ -39,6 +39,7 @@ class TrainingPosition:
     consumed_samples: int = 0
     consumed_tokens: int = 0  # tokens of these packs, whose length may change between runs
     skipped_iterations: int = 0
+    consumed_prompts: int = 0  # completed by the student, in runs with rollouts
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,10 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
 def position_of(state: Mapping) -> TrainingPosition:
     """Return the position in a state of `read_state`.
 
-    Checkpoints of 2026-11-22 and before have no count of tokens; all their packs have one length.
+    Checkpoints of 2026-11-22 and before have no count of tokens; all their packs have one length. Later ones
+    may lack that of prompts, of which they had none.
     """
+    state = {"consumed_prompts": 0, **state}
     if "consumed_tokens" not in state:
         seq_length = state.get("fingerprints", {}).get("data.seq_length", 0)
         state = {**state, "consumed_tokens": state["consumed_samples"] * seq_length}
@@ -269,7 +272,7 @@ def read_state(folder: Path) -> dict:
     path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        needed = first.keys() - {"consumed_tokens"}
+        needed = first.keys() - {"consumed_tokens", "consumed_prompts"}
         if not isinstance(state, dict) or not needed <= state.keys():
             raise ValueError(f"it is not an object with {', '.join(sorted(needed))}")
     except FileNotFoundError:

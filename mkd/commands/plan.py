@@ -63,10 +63,12 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
 
     Raises ErrorList with everything that is wrong.
     """
+    prompts = ("-",) if config.rollout.is_on else ()
     config = replace(
         config,
         training=replace(config.training, train_iters=config.training.train_iters or 1),
         data=replace(config.data, data_path=config.data.data_path or ("-",)),
+        rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
     problems: list[MkdError] = []
     student = find_shape(problems, "--student-hf", config.student)

@@ -6,6 +6,7 @@ In reading order:
     schema.py            all settings of a run, a dataclass per section
     models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
     divergence.py        the divergences: names, parameters, formulas
+    on_policy.py         completions that the student samples
     run_files.py         data, checkpoints, reports
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text

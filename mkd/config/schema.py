@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mkd.config.divergence import KDDivergence
 from mkd.config.field import option
 from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
+from mkd.config.on_policy import RolloutConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LogConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RolloutConfig",
     "StudentConfig",
     "TeacherConfig",
     "TrainingConfig",
@@ -316,6 +318,7 @@ class Config:
     kd: KDConfig = KDConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

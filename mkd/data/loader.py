@@ -63,6 +63,8 @@ class TrainStream:
     no result.
     """
 
+    consumed_prompts = 0  # it has none
+
     def __init__(
         self,
         dataset: PackedDataset | BlendedDataset,
@@ -95,6 +97,11 @@ class TrainStream:
         if not self._following:
             self._following = list(islice(self._batches, self._layout.num_microbatches))
         return self._following
+
+    @property
+    def step_packs(self) -> int:
+        """Packs of one step, on all ranks."""
+        return self._layout.global_batch_size
 
     def last_samples(self) -> list[int]:
         """Return the packs of the last step, of all ranks."""

@@ -104,6 +104,45 @@ METRICS = (
         "fraction of the initial held-out kd_loss removed so far. Absent if the loss, the teachers or the "
         "held-out set have changed since",
     ),
+    Metric("consumed_prompts", "prompts", LAST, "prompts that the student has completed so far", int),
+    Metric(
+        "rollout/length",
+        "tokens",
+        STEP_MEAN,
+        "mean length of a completion. Absent without rollouts, as all of these",
+    ),
+    Metric("rollout/truncated", "proportion", STEP_MEAN, "fraction of completions without a stop token"),
+    Metric(
+        "rollout/repetition",
+        "proportion",
+        STEP_MEAN,
+        "fraction of the sequences of 4 tokens that occurred before in their completion",
+    ),
+    Metric("rollout/entropy", "nats/token", STEP_MEAN, "entropy of the student where it sampled, at T = 1"),
+    Metric(
+        "rollout/teacher_nll",
+        "nats/token",
+        STEP_MEAN,
+        "cross entropy of the teacher with the completions; weighted mean of several teachers",
+    ),
+    *(
+        Metric(
+            f"rollout/kl_quarter_{number}",
+            "nats/token",
+            STEP_MEAN,
+            f"ln p - ln q of the sampled tokens in quarter {number} of the completions, student p and "
+            "teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1",
+        )
+        for number in (1, 2, 3, 4)
+    ),
+    Metric(
+        "rollout/logp_gap",
+        "nats/token",
+        STEP_MEAN,
+        "mean difference of ln p of the sampled tokens between training and sampling, without sign. It is "
+        "rounding; more means that both do not run the same model",
+    ),
+    Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
     Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )
 
@@ -136,7 +175,7 @@ _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 def find_metric(key: str) -> Metric:
     """Return the registry entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
-    return _BY_NAME[key.partition("/")[0]]
+    return _BY_NAME.get(key) or _BY_NAME[key.partition("/")[0]]
 
 
 class IntervalAverager:

@@ -37,6 +37,10 @@ def progress_line(
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # the only reason to skip one
+        *_optional(record, "rollout length", "rollout/length", ".1f"),
+        *_optional(record, "rollouts truncated", "rollout/truncated", ".3f"),
+        *_optional(record, "rollout teacher nll", "rollout/teacher_nll", ".4f"),
+        *_optional(record, "rollout time (ms)", "rollout/time_ms", ".1f"),
         *_optional(record, "loss spikes", "loss_spikes", "d"),
         *_optional(record, "teacher share", "teacher_share", ".3f"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),

@@ -19,6 +19,7 @@ It starts without torch. In reading order:
     prefetch.py          teacher forwards ahead of the student
     prefetch_replay.py   the replay of such a plan, message by message
     activations.py       the memory of a micro-batch
+    rollout_plan.py      a step with completions of the student, and the memory of their keys and values
     head.py              rows of a block of the fused head
     memory.py            the peak memory of every pipeline rank
     checks/              validation: every problem of a configuration

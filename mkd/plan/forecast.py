@@ -25,6 +25,7 @@ from mkd.plan.parameters import active_parameters, model_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 from mkd.plan.prefetch import PrefetchPlan, RankWork
 from mkd.plan.prefetch_replay import plan_prefetch
+from mkd.plan.rollout_plan import RolloutBatch
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
@@ -206,6 +207,9 @@ class Forecast:
         for teacher, layout in zip(teachers, self.teacher_layouts, strict=True):
             packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
             lines.append(f"{teacher.role} layers by stage: {layout.layers}{packs}")
+        if self.config.rollout.is_on:
+            steps = RolloutBatch.from_config(self.config, self.batch.global_batch_size)
+            lines.append(steps.describe(self.config))
         lines += [*self._parameters(), *self._padded_attention(), *self._times()]
         return "\n".join([*lines, self.memory().describe()])
 

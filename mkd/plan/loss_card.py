@@ -87,9 +87,22 @@ def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     if ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
     yield "mask", _MASK
+    yield from _rollouts(config)
     of_chunks = "; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else ""
     yield "normaliser", _NORMALISER + of_chunks
     yield from _experts(config)
+
+
+def _rollouts(config: Config) -> Iterator[Row]:
+    rollout = config.rollout
+    if rollout.is_on:
+        sampled = "p_s" if rollout.rollout_temperature == 1 else f"p_s at T = {rollout.rollout_temperature:g}"
+        dropped = "; truncated ones have no loss" if rollout.rollout_truncated == "drop" else ""
+        yield (
+            "rollouts",
+            f"completions sampled from {sampled} in every step, up to {rollout.max_new_tokens} tokens"
+            f"{dropped}; loss on their sampled tokens, stop token included, no gradient through the sampling",
+        )
 
 
 def _balance_losses(config: Config) -> dict[str, float]:
@@ -155,10 +168,12 @@ def _elsewhere(config: Config, student: ModelShape, teachers: Sequence[ModelShap
     if reason:
         yield "same in other engines", f"nothing: {reason}"
         return
-    settings = (
+    settings: tuple[str, ...] = (
         "kd_loss_alpha: {:.6g}, logit_kl_temperature: {:g}",
         "kd_ratio: {:.6g}, KDLoss temperature: {:g}",
     )
+    if config.rollout.is_on:  # these two train on stored text
+        settings = ()
     for name, scale, text in zip(names, (1.0, term.temperature**2), settings, strict=False):
         if divergence.name == "forward_kl":
             share, factor = rescaled(ratio, term.scale, scale)
@@ -174,7 +189,8 @@ def _elsewhere(config: Config, student: ModelShape, teachers: Sequence[ModelShap
     elif term.temperature != 1:
         text = "nothing: its loss is at T = 1"
     else:
-        text = f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
+        lmbda = f"lmbda={config.rollout.on_policy_fraction:g}"  # the share of batches that it samples
+        text = f"GKDConfig({lmbda}, beta={beta:g}), which divides by the tokens of each micro-batch"
     yield f"same in {names[2]}", text
 
 

@@ -22,6 +22,7 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
 from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 
 GIB = 2**30
 # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
@@ -42,7 +43,8 @@ class RankMemory:
     # fp32 master weights (bf16 runs) and two moments. Kept on the host: only what an update adds to the peak.
     optimizer_gib: float
     teacher_gib: float  # weights of all teachers
-    activations_gib: float  # the student's, for all micro-batches that are alive at the peak
+    # The student's, for all micro-batches alive at the peak, or its keys and values while it samples.
+    activations_gib: float
     # A teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces.
     transient_gib: float
     device_gib: float  # CUDA context and NCCL: seen by nvidia-smi, not by torch
@@ -236,6 +238,11 @@ class _Models:
         table = self.vocab_rows * self.student.hidden_size * self.element
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
+        if self.config.rollout.is_on:  # the cache exists while the student samples
+            yield (
+                self._cache_bytes(rank),
+                student.forward_bytes() + sampling_bytes(self.config, self.vocab_rows),
+            )
         alive, pipeline = 0, layout.pipeline_parallel
         # These fill the pipeline; later micro-batches repeat the same moments.
         microbatches = min(self.batch.num_microbatches, 4 * pipeline)
@@ -258,6 +265,12 @@ class _Models:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
         states = min(self.config.parallel.states_ahead, 2 * self.batch.num_microbatches)
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
+
+    def _cache_bytes(self, rank: int) -> int:
+        """Return the bytes of the keys and values of the student's layers on a pipeline rank."""
+        stages = range(rank, len(self.student_layout.layers), self.student_layout.pipeline_parallel)
+        layers = [one for stage in stages for one in _stage_layers(self.student, self.student_layout, stage)]
+        return cache_bytes(self.config, self.student, layers, self.element)
 
     def _teachers_forward_bytes(self, stage: int) -> int:
         """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""

@@ -152,6 +152,10 @@ def changes(
     while size:
         yield _set("batch", f"--micro-batch-size {size}", "training", micro_batch_size=size)
         size //= 2
+    slots = config.rollout.rollout_slots // 2 if config.rollout.is_on else 0
+    while slots:
+        yield _set("slots", f"--rollout-slots {slots}", "rollout", rollout_slots=slots)
+        slots //= 2
     for factor in (2, 4, 8):
         yield from _more_expert_parallel(config, factor, has_experts)
     if has_experts[0] and training.recompute_granularity is None:

@@ -13,7 +13,7 @@ import numpy as np
 from mkd.log.records import TRAIN, split_of
 
 AXES = ("iteration", "consumed_tokens")
-NOT_DRAWN = frozenset({*AXES, "split", "consumed_samples"})
+NOT_DRAWN = frozenset({*AXES, "split", "consumed_samples", "consumed_prompts"})
 DIGITS = 6  # significant digits of a plotted value
 
 

@@ -44,6 +44,17 @@ GROUPS = (  # name, keys, and those of them that are shown at first
         ("top1_agreement", "gap_closed", "teacher_ce", "teacher_entropy"),
         ("top1_agreement", "gap_closed"),
     ),
+    (
+        "The student's own text",
+        (
+            "rollout/length",
+            "rollout/truncated",
+            "rollout/teacher_nll",
+            "rollout/entropy",
+            "rollout/repetition",
+        ),
+        ("rollout/length", "rollout/truncated", "rollout/teacher_nll"),
+    ),
     ("Optimizer", ("grad_norm", "learning_rate"), ("grad_norm", "learning_rate")),
     (
         "Speed and memory",
@@ -187,8 +198,8 @@ def _place(key: str) -> tuple[str, str]:
     if key.startswith("eval/"):
         return TASKS, unit
     name, has_teacher, _ = key.partition("/")
-    group = next((group for group, keys, _ in GROUPS if name in keys), OTHER)
-    return EACH_TEACHER if has_teacher and name != "auxiliary_loss" else group, unit
+    group = next((group for group, keys, _ in GROUPS if name in keys or key in keys), OTHER)
+    return EACH_TEACHER if has_teacher and name not in ("auxiliary_loss", "rollout") else group, unit
 
 
 def _is_shown(key: str) -> bool:

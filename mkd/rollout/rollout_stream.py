@@ -110,6 +110,10 @@ class RolloutStream:
             self.rows.append(RolloutRows.joined(rows))
         return batches
 
+    def following_step(self) -> list[PackedBatch]:
+        """Return nothing: the next completions depend on the update of this step."""
+        return []
+
     def _progress(self, start: float) -> Callable[[int], None]:
         """Return what the sampler calls for every token: it announces, and logs a line now and then."""
         shown = [start]

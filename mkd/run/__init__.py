@@ -6,10 +6,12 @@ Read in this order:
     run_plan.py               models, batch and layouts of a run, from files and flags alone
     model_source.py           the files of one model
     preflight.py              problems of tokenizers, data and exports, found before the start
+    rollout_preflight.py      problems of prompts and stop tokens
     setup.py                  from a plan to a run: who gets which part
     build_data.py             the data sets
     cross_tokenizer_setup.py  what teachers with another tokenizer need
     stored_teacher.py         whether a stored teacher fits the run
+    rollouts_setup.py         prompts, and the stream of batches with completions
     build_engine.py           models with weights, schedule and optimizer
     fingerprints.py           what identifies a run, compared when it resumes
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves

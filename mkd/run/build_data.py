@@ -65,12 +65,17 @@ def open_data(
     build: SharedBuild,
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for each teacher
 ):
-    """Return (training set, held-out set or None) of the data flags. Collective."""
+    """Return (training set, held-out set or None) of the data flags. Collective.
+
+    Without --data-path, which rollouts replace, the training set is None.
+    """
     data, context = config.data, build.context
-    return open_datasets(
-        data_path=data.data_path,
-        valid_data_path=data.valid_data_path,
-        split=data.split,
+    if not data.data_path and not (data.valid_data_path and config.training.evaluates):
+        return None, None
+    found = open_datasets(
+        data_path=data.data_path or data.valid_data_path,
+        valid_data_path=data.valid_data_path if data.data_path else (),
+        split=data.split if data.data_path else None,
         tokenizer=tokenizer,
         seq_length=config.training.seq_length,
         document_multiple=context.document_multiple,
@@ -88,3 +93,4 @@ def open_data(
         progress=build.progress,
         workers=min(MAX_WORKERS, usable_cores()),
     )
+    return found if data.data_path else (None, found[0])

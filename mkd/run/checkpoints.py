@@ -26,6 +26,7 @@ from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
 from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
+from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError
 from mkd.operations.console import LOG
 from mkd.operations.event_log import SAVE
@@ -44,12 +45,17 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
 
 
 def take_identity(
-    plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
+    plan: Plan,
+    tokenizer: Tokenizer,
+    train_set,
+    valid_set,
+    context: ParallelContext,
+    prompts: PromptSet | None = None,
 ) -> dict[str, object]:
     """Return what `identify_run` does, {} for a run that neither saves nor loads. Collective."""
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
-    identify = partial(identify_run, plan, tokenizer, train_set, valid_set)
+    identify = partial(identify_run, plan, tokenizer, train_set, valid_set, prompts)
     return context.broadcast_object(on_rank_0(identify, _unreadable))
 
 

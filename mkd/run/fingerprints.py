@@ -18,6 +18,7 @@ from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
 from mkd.data.dataset import later_orders
 from mkd.data.known_files import KnownFiles
+from mkd.data.prompts import PromptSet
 from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
@@ -36,21 +37,26 @@ NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed,
 NOT_OF_TEACHER = frozenset(
     {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
 )
+NOT_OF_ROLLOUT = frozenset({"prompt_data_path", "rollout_slots"})  # the prompts have a fingerprint
 NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 
 
-def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
+def identify_run(
+    plan: Plan, tokenizer: Tokenizer, train_set, valid_set, prompts: PromptSet | None = None
+) -> dict[str, object]:
     """Return the checkpoint entries (JSON) `fingerprints`, `settings` and `evaluation`."""
-    known = fingerprints(plan, tokenizer, train_set)
+    known = fingerprints(plan, tokenizer, train_set, prompts)
     evaluation = evaluation_print(plan, known, valid_set)
     return {"fingerprints": known, "settings": run_settings(plan), "evaluation": evaluation}
 
 
-def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
+def fingerprints(
+    plan: Plan, tokenizer: Tokenizer, train_set, prompts: PromptSet | None = None
+) -> dict[str, object]:
     """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
-    stores = [member.store for member in train_set.members]
+    stores = [member.store for member in train_set.members] if train_set is not None else []
     teachers = zip(plan.teacher_names, plan.teachers, strict=False)
     found = {TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers}
     if plan.stored_teacher is not None:
@@ -63,9 +69,14 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
         found[CONTENT] = _sha256(
             [corpus_sample(StoreFiles(store.prefix), known) for store in stores if not store.meta]
         )
-    found |= {f"data.{name}": value for name, value in later_orders(train_set).items()}
+    if train_set is not None:
+        found |= {f"data.{name}": value for name, value in later_orders(train_set).items()}
+    if prompts is not None:
+        found["rollout.prompts"] = prompts.fingerprint
     # The values as a checkpoint returns them.
-    return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))
+    return json.loads(
+        json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)) | dict(_rollout(plan.config)))
+    )
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
@@ -215,11 +226,19 @@ def _corpus(store: TokenStore) -> dict:
 def _data(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the order of samples."""
     values = {"seq_length": config.training.seq_length, "seed": config.training.seed}
-    values["weights"] = parse_blend(config.data.data_path).weights
+    values["weights"] = parse_blend(config.data.data_path).weights if config.data.data_path else None
     for name in ("split", "pack", "overlong", "append_eod", "shuffle"):
         values[name] = getattr(config.data, name)
     for name, value in values.items():
         yield f"data.{name}", value
+
+
+def _rollout(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield the settings that decide the completions, and which of them have loss."""
+    for option, value in settings(config):
+        is_read = config.rollout.is_on and option.field not in NOT_OF_ROLLOUT
+        if is_read and option.path.startswith("rollout."):
+            yield option.path, value
 
 
 def _loss(config: Config) -> Iterator[tuple[str, object]]:

@@ -16,10 +16,12 @@ from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
+from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.checkpoints import Saver
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
+from mkd.train.rollout_meter import RolloutMeter
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine, train_step
 
@@ -28,7 +30,7 @@ from mkd.train.step import Engine, train_step
 class DataStreams:
     """The batches of this rank for training and for evaluations."""
 
-    train: TrainStream
+    train: TrainStream | RolloutStream
     valid: EvalStream | None  # held-out text; None: there is none
     tasks: TaskEvaluator | None  # held-out tasks; None: there are none
 
@@ -69,6 +71,7 @@ class Run:
     guards: Guards
     reporter: Reporter
     saver: Saver | None  # None without --save
+    meter: RolloutMeter | None  # None: the run has no rollouts
     phase: Phases  # announces what the run is doing: `with run.phase("data", iteration)`
 
     @property
@@ -122,7 +125,10 @@ def one_step(run: Run) -> Stop | None:
         looks_ahead = run.engine.schedule.prefetch and not is_last(iteration, run.config.training)
         following = run.data.train.following_step() if looks_ahead else ()
     phase = partial(run.phase, iteration=iteration)
-    result = train_step(run.engine, on_device, run.guards.stopper.exchange, phase, following)
+    if run.meter is not None:
+        run.meter.start()
+    exchange = run.guards.stopper.exchange
+    result = train_step(run.engine, on_device, exchange, phase, following, run.meter)
     try:
         run.guards.non_finite.judge(iteration, result, batches)
     except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished
@@ -130,18 +136,20 @@ def one_step(run: Run) -> Stop | None:
         raise
     run.progress.position = advance(run, is_applied=result.is_applied)
     is_spike = run.guards.spikes.is_spike(iteration, result, run.data.train.last_samples)
-    run.reporter.train(run.position, result, batches, is_spike)
+    figures = run.meter.finish() if run.meter is not None else {}
+    run.reporter.train(run.position, result, batches, is_spike, run.data.train.step_packs, figures)
     return result.stop
 
 
 def advance(run: Run, is_applied: bool) -> TrainingPosition:
     """Return the position after one more step, with or without its update."""
-    samples = run.plan.batch.global_batch_size
+    stream = run.data.train
     return TrainingPosition(
         iteration=run.position.iteration + 1,
-        consumed_samples=run.position.consumed_samples + samples,
-        consumed_tokens=run.position.consumed_tokens + samples * run.config.training.seq_length,
+        consumed_samples=stream.consumed_samples,
+        consumed_tokens=run.position.consumed_tokens + stream.step_packs * run.config.training.seq_length,
         skipped_iterations=run.position.skipped_iterations + (not is_applied),
+        consumed_prompts=stream.consumed_prompts,
     )
 
 

@@ -27,6 +27,7 @@ from mkd.plan.verdict import describe
 from mkd.platform import processes_of_machine
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
+from mkd.run.rollout_preflight import rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
 
 
@@ -103,6 +104,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     tokenizers = open_tokenizers(problems, config, student, sources)
     paths = data_paths(problems, config)
     problems += data_problems(paths, tokenizers, config)
+    problems += rollout_problems(config, tokenizers, student, sources)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)

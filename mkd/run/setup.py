@@ -33,12 +33,14 @@ from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.platform import Platform
+from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identity
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
+from mkd.run.rollouts_setup import build_prompts, build_rollouts
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
@@ -66,9 +68,12 @@ def build_run(
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     tasks = build_tasks(config, tokenizer, vocab_size, context)
-    run_identity = take_identity(plan, tokenizer, train_set, valid_set, context)
+    prompts = build_prompts(plan)
+    run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    engine, state = build_engine(plan, context, cross_tokenizer, train_set.teacher_seq_lengths)
+    engine, state = build_engine(
+        plan, context, cross_tokenizer, train_set.teacher_seq_lengths if train_set is not None else ()
+    )
     position = load_start(start_folder, engine, state)
     start = read_state(start_folder) if start_folder else {}
     # The fingerprint of the evaluation before the first step.
@@ -77,10 +82,13 @@ def build_run(
     reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
-    for line in describe_data(train_set, valid_set, tasks):
+    for line in describe_data(train_set, valid_set, tasks) + ([prompts.describe()] if prompts else []):
         LOG.info(line)
-    streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples)
-    guards = build_guards(plan, engine, train_set, signals)
+    rollouts = meter = None
+    if prompts is not None:
+        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases)
+    streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
+    guards = build_guards(plan, engine, rollouts or train_set, signals)
     phases.follow(guards.stopper)
     run = Run(
         plan=plan,
@@ -91,6 +99,7 @@ def build_run(
         guards=guards,
         reporter=reporter,
         saver=build_saver(plan, context, run_identity | first, phases),
+        meter=meter,
         phase=phases,
     )
     run.progress.due = still_due(run)
@@ -120,9 +129,17 @@ def load_start(folder: Path | None, engine: Engine, state: TrainingState) -> Tra
 
 
 def build_streams(
-    plan: Plan, context: ParallelContext, train_set, valid_set, consumed_samples: int
-) -> tuple[TrainStream, EvalStream | None]:
-    """Build this rank's batches for training, after `consumed_samples`, and of the held-out set."""
+    plan: Plan,
+    context: ParallelContext,
+    train_set,
+    valid_set,
+    consumed_samples: int,
+    rollouts: RolloutStream | None = None,
+) -> tuple[TrainStream | RolloutStream, EvalStream | None]:
+    """Build this rank's batches for training, after `consumed_samples`, and of the held-out set.
+
+    `rollouts` take the place of the former.
+    """
     data, training = plan.config.data, plan.config.training
     sizes = dict(
         micro_batch_size=plan.batch.micro_batch_size,
@@ -138,17 +155,17 @@ def build_streams(
     held_out = None
     if valid_set is not None and training.eval_iters:
         held_out = EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
-    return TrainStream(train_set, **order, **sizes), held_out
+    return rollouts or TrainStream(train_set, **order, **sizes), held_out
 
 
-def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Guards:
-    """Build the checks that run after every step."""
+def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:
+    """Build the checks that run after every step. `samples` has the `documents_of` a sample."""
     config, context = plan.config, engine.context
     size = checkpoint_bytes(plan.student.shape, config.training.bf16) if config.checkpoint.save else 0
     stopper = Stopper(context, signals, config.training.exit_duration_in_mins, first_save_bytes=size)
     spikes = log_folder(config) / "loss_spikes.jsonl" if context.rank == 0 else None
-    non_finite = NonFinitePolicy.from_config(config, engine, train_set)
-    return Guards(stopper, non_finite, SpikeWatch(train_set, spikes))
+    non_finite = NonFinitePolicy.from_config(config, engine, samples)
+    return Guards(stopper, non_finite, SpikeWatch(samples, spikes))
 
 
 def still_due(run: Run) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +48,7 @@ class Objective:
     terms: tuple[Term, ...]
     inverse_counts: Tensor  # [1 + terms] fp32
     auxiliary_names: tuple[str, ...] = ()  # see `DistillationStage`
+    observe: Callable[[LossInput], None] | None = None  # called for every micro-batch, after its loss
     reports: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
     """Sample ids and report of every micro-batch so far."""
 
@@ -77,6 +78,8 @@ class Objective:
         addends += [output.auxiliary_losses[name] * per_token for name in self.auxiliary_names]
         report = self.layout.to_vector(given.num_loss_tokens, sums, output.auxiliary_losses)
         self.reports.append((batch.sample_ids, report))
+        if self.observe is not None:
+            self.observe(given)
         return sum(addends), torch.zeros((), dtype=torch.int), report
 
     def _loss_input(self, stage: DistillationStage, batch: PackedBatch, output: StageOutput) -> LossInput:

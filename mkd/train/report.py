@@ -26,6 +26,7 @@ from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 
 _TEACHER_KEYS = ("teacher_ce", "teacher_entropy", "top1_agreement")
+NO_FIGURES: Mapping[str, float] = {}
 _LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {name: name for name in _TEACHER_KEYS}
 """Sum (see `LossSums.token_sums`) -> metric key."""
 
@@ -57,13 +58,15 @@ class Reporter:
         result: StepResult,
         microbatches: Sequence[PackedBatch],
         is_spike: bool = False,
+        step_packs: int | None = None,  # default: `global_batch_size`
+        figures: Mapping[str, float] = NO_FIGURES,  # more metrics of the step
     ) -> None:
         """Add one step. At the end of a log interval, write its record and print its line.
 
         `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
         A step without an update adds only its time and its position.
         """
-        seconds, tokens = result.step_time_ms / 1000, self.global_batch_size * self.seq_length
+        seconds, packs = result.step_time_ms / 1000, step_packs or self.global_batch_size
         ranks_per_replica = self.context.world_size // self.context.dp_size
         if result.is_applied:
             earlier = self._losses and self._losses.named_as(result.sums)
@@ -76,10 +79,10 @@ class Reporter:
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             step_time_ms=result.step_time_ms,
-            tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
+            tokens_per_s_per_gpu=packs * self.seq_length / seconds / self.context.world_size,
             tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
             skipped_iterations=int(not result.is_applied),
-            **{**result.expert_load, **({"loss_spikes": 1} if is_spike else {})},
+            **{**result.expert_load, **({"loss_spikes": 1} if is_spike else {}), **figures},
         )
         self._steps += 1
         if position.iteration % self.log_interval == 0:

@@ -29,7 +29,7 @@ from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
-from mkd.train.teachers.base import Teacher, Term
+from mkd.train.teachers.base import LossInput, Teacher, Term
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def train_step(
     exchange: Callable[[bool], StepAgreement] = without_peers,  # see StudentOptimizer.update
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext,  # entered for each part of the step
     following: Sequence[PackedBatch] = (),  # of the next step, for teachers that run ahead; (): none is known
+    observe: Callable[[LossInput], None] | None = None,  # called on the last stage for every micro-batch
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
@@ -92,7 +93,7 @@ def train_step(
     start = time.perf_counter()
     with phase(FORWARD_BACKWARD):
         engine.optimizer.zero_grad()
-        objective = training_objective(engine, microbatches)
+        objective = training_objective(engine, microbatches, observe)
         report = engine.schedule.run(
             engine.stages, microbatches, objective, forward_only=False, following=following
         )
@@ -111,14 +112,16 @@ def train_step(
     return StepResult(sums, grad_norm, learning_rate, step_time_ms, *outcome)
 
 
-def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
+def training_objective(
+    engine: Engine, microbatches: Sequence[PackedBatch], observe: Callable[[LossInput], None] | None = None
+) -> Objective:
     """Return the objective of one step, with the row counts of its global batch. Collective."""
     if engine.experts is not None:
         engine.experts.start_step(microbatches)
     terms = loss_terms(engine.kd, engine.teachers)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.clamp(min=1).float()
-    return Objective(engine.kd, engine.context, terms, inverse_counts, engine.auxiliary_names)
+    return Objective(engine.kd, engine.context, terms, inverse_counts, engine.auxiliary_names, observe)
 
 
 def count_rows(

@@ -129,3 +129,15 @@ def test_every_loss_between_tokenizers_has_words(loss):
     found = card("--xtoken-loss", loss)
     assert "per aligned chunk of text" in found["KD"] or loss == "uld"
     assert found["KD"].endswith("T = 1 (T^2)")
+
+
+def test_rollouts():
+    on = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--kd-ratio", 1)
+    found = card(*on, "--kd-divergence", "reverse_kl", "--rollout-truncated", "drop")
+    assert found["rollouts"].startswith(
+        "completions sampled from p_s in every step, up to 256 tokens; truncated"
+    )
+    assert found["same in TRL GKD"].startswith("GKDConfig(lmbda=1, beta=1)")
+    assert "same in ModelOpt" not in found
+    assert "p_s at T = 0.8" in card(*on, "--rollout-temperature", 0.8)["rollouts"]
+    assert "rollouts" not in card()

@@ -7,6 +7,7 @@ locations.py     data, held-out data and tasks, folders of checkpoints, W&B and 
 teachers.py      student and teachers, and settings of the loss
 teacher_peers.py processes that split a teacher among them
 prefetch_limits.py  teacher forwards ahead of the student
+rollout_limits.py settings of rollouts, and students that can sample
 parallel.py      parallel layout, batch, packs, and the models' shapes
 expert_limits.py expert parallelism and settings of experts
 model_alone.py   problems of a model that runs alone, without training

@@ -19,14 +19,15 @@ _NEED_PROFILE = ("profile_step_start", "profile_step_end", "profile_ranks")
 def check_data(config: Config) -> Iterator[MkdError]:
     """Check that there is training data, and held-out data if evaluations are due."""
     data, training = config.data, config.training
-    if not data.data_path:
+    if not data.data_path and config.rollout.on_policy_fraction < 1:
         yield UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
     problems: list[MkdError] = []
     split = collect_error(problems, lambda: parse_split(data.split))
     yield from problems
     if split is None or not training.evaluates:
         return
-    if not (data.valid_data_path or split.validation or _eval_tasks(config)):
+    of_split = split.validation and data.data_path
+    if not (data.valid_data_path or of_split or _eval_tasks(config)):
         what = f"eval-interval {training.eval_interval} has no held-out data"
         why = f"split {data.split} leaves none for validation, and there is no valid-data-path"
         do = f"give --valid-data-path PATH, or --split {EXAMPLE_SPLIT}"

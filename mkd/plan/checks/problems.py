@@ -25,6 +25,7 @@ from mkd.plan.checks.parallel import (
 )
 from mkd.plan.checks.prefetch_limits import check_prefetch
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.rollout_limits import check_rollout_model, check_rollouts
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
@@ -41,6 +42,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_peers: (),
     check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
+    check_rollouts: ("on_policy_fraction", "max_new_tokens", "seq_length"),
     check_folders: (),
     check_tasks: (),
     check_schedule: (),
@@ -57,6 +59,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_ffn: ("tensor_model_parallel_size",),
     check_heads: SHARDS,
     check_layouts: STAGES,
+    check_rollout_model: ("on_policy_fraction", "seq_length"),
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
     check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
 }

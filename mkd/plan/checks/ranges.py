@@ -28,7 +28,8 @@ _GROUPS = (
         lambda x: 0.01 <= x <= 100,
         "kd_temperature teacher_temperature teacher_weighting_temperature",
     ),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
+    ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
     ("from 0 to below 1", lambda x: 0 <= x < 1, "lr_warmup_fraction adam_beta1 adam_beta2"),
     ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps"),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
@@ -47,7 +48,7 @@ _GROUPS = (
         " ".join((*SHARDS, *STAGES, *EXPERTS, *BATCH, *PACKS))
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
-        "xtoken_top_k",
+        "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots",
     ),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),

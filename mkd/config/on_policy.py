@@ -1,0 +1,51 @@
+"""The settings of training on the student's own text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.config.field import option
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Completions that the student samples in every step, and that the teachers then judge."""
+
+    on_policy_fraction: float = option(
+        0.0,
+        "fraction of --global-batch-size that the student's own completions replace, 0 to 1. At 1 a step "
+        "reads prompts only, and --data-path is not needed. Needs --kd-ratio 1",
+    )
+    prompt_data_path: tuple[str, ...] = option(
+        (),
+        "files of prompts: .jsonl, .json, .parquet or .arrow records with prompt or messages. A last "
+        "assistant message is left out (required with --on-policy-fraction)",
+    )
+    rollout_prompts: int | None = option(
+        None,
+        "prompts of one step (default: --on-policy-fraction x --global-batch-size / --samples-per-prompt, "
+        "rounded)",
+    )
+    samples_per_prompt: int = option(1, "completions that are sampled for every prompt")
+    max_new_tokens: int = option(
+        256, "tokens of a completion, at most. A prompt must leave that many of --seq-length"
+    )
+    rollout_temperature: float = option(
+        1.0, "temperature of sampling. Other values than 1 sample another text than the loss is exact for"
+    )
+    rollout_slots: int = option(
+        32,
+        "completions that a data-parallel replica samples at the same time. Raise it while memory for keys "
+        "and values allows",
+    )
+    rollout_truncated: str = option(
+        "keep",
+        "treatment of completions that reach --max-new-tokens without a stop token: keep them in the loss, "
+        "or drop them",
+        choices=("keep", "drop"),
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if the student's own text takes part in training."""
+        return self.on_policy_fraction > 0

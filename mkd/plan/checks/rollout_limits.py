@@ -1,0 +1,100 @@
+"""Check the settings of rollouts, and that the student can sample in this layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from mkd.config.on_policy import RolloutConfig
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.plan.auto_layout import PlannedModel
+from mkd.plan.checks.no_effect import no_effect
+
+OFF = "or train on stored text: --on-policy-fraction 0"
+
+
+def check_rollouts(config: Config) -> Iterator[UsageError]:
+    """Check that rollouts have what they need, and that nothing else has their settings."""
+    rollout, default = config.rollout, RolloutConfig()
+    if not rollout.is_on:
+        for one in fields(rollout):
+            if getattr(rollout, one.name) != getattr(default, one.name):
+                setting = one.name.replace("_", "-")
+                yield no_effect(setting, "on-policy-fraction is 0", "add --on-policy-fraction 1")
+        return
+    if not rollout.prompt_data_path:
+        what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
+        do = "give --prompt-data-path FILE"
+        yield UsageError(what, "the student completes prompts", do, code="prompt-data-path-missing")
+    if config.kd.kd_ratio != 1:
+        yield UsageError(
+            f"on-policy-fraction is {rollout.on_policy_fraction}, but kd-ratio is {config.kd.kd_ratio}",
+            "the cross entropy with the student's own samples has a mean gradient of 0: it is only noise",
+            f"use --kd-ratio 1, {OFF}",
+            code="rollout-with-cross-entropy",
+        )
+    if rollout.max_new_tokens >= config.training.seq_length:
+        yield UsageError(
+            f"max-new-tokens {rollout.max_new_tokens} leaves no room for a prompt in seq-length "
+            f"{config.training.seq_length}",
+            "a prompt and its completion are one document of a pack",
+            "lower --max-new-tokens, or raise --seq-length",
+            code="max-new-tokens-too-many",
+        )
+    yield from _teachers(config)
+    yield from _layout(config)
+
+
+def _teachers(config: Config) -> Iterator[UsageError]:
+    if any(one.topk for one in config.teachers):
+        what = "rollouts cannot have a stored teacher"
+        why = "its predictions are of stored text, and the student's own text is new in every step"
+        yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollout-with-stored-teacher")
+    if any(one.xtoken for one in config.teachers):
+        what = "rollouts cannot have a cross-tokenizer teacher yet"
+        why = "sampled ids are not aligned with another tokenizer's"
+        do = f"use teachers with the student's tokenizer, {OFF}"
+        yield UsageError(what, why, do, code="rollout-with-cross-tokenizer-teacher")
+
+
+def _layout(config: Config) -> Iterator[UsageError]:
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1:
+        what = f"rollouts cannot have context-parallel-size {parallel.context_parallel_size}"
+        why = "the keys and values of a sequence must be on one process while it grows"
+        yield UsageError(
+            what, why, f"use --context-parallel-size 1, {OFF}", code="rollout-with-context-parallel"
+        )
+    if parallel.teacher_prefetch != "0":
+        what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
+        why = "the next completions, and the number of their micro-batches, depend on the update of this step"
+        yield UsageError(what, why, f"remove --teacher-prefetch, {OFF}", code="rollout-with-teacher-prefetch")
+    if parallel.expert_model_parallel_size > 1:
+        what = f"rollouts cannot have expert-model-parallel-size {parallel.expert_model_parallel_size}"
+        why = "data-parallel replicas sample different numbers of tokens, and shared experts need all of them"
+        yield UsageError(
+            what, why, f"use --expert-model-parallel-size 1, {OFF}", code="rollout-with-expert-parallel"
+        )
+
+
+def check_rollout_model(
+    config: Config, world_size: int, models: Sequence[PlannedModel]
+) -> Iterator[UsageError]:
+    """Check that the student's attention can sample with a cache."""
+    student = next((one.shape for one in models if one.teacher is None), None)
+    if not config.rollout.is_on or student is None:
+        return
+    length, reason = config.training.seq_length, None
+    if any(layer.mla for layer in student.layers):
+        reason = "latent attention"
+    elif any(layer.attention_sinks for layer in student.layers):
+        reason = "attention sinks"
+    elif any(
+        rope.kind == "longrope" and length > rope.original_max_position_embeddings for rope in student.ropes
+    ):
+        reason = "positions that depend on the length of the text (LongRoPE beyond its original length)"
+    if reason is not None:
+        what = f"the student has {reason}, with which mkd cannot sample yet"
+        why = "keys and values of earlier tokens are cached as they are"
+        yield UsageError(what, why, f"use another student, {OFF}", code="rollout-architecture")

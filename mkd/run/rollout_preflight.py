@@ -1,0 +1,63 @@
+"""Find problems of rollouts before processes meet: prompts, chat template, stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from mkd.config.models import teacher_roles
+from mkd.config.schema import Config
+from mkd.data.build import require_file
+from mkd.data.prompts import first_prompts
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.rollout.stop_ids import stop_ids
+from mkd.run.model_source import ModelSource
+from mkd.run.preflight import LOOKED_AT, Tokenizers
+
+
+def rollout_problems(
+    config: Config,
+    tokenizers: Tokenizers | None,
+    student: ModelSource | None,  # None: reported before
+    teachers: Sequence[ModelSource | None],
+) -> list[MkdError]:
+    """Return the problems of the prompts' first records, and of the tokens that end a completion."""
+    problems: list[MkdError] = []
+    if not config.rollout.is_on:
+        return problems
+    looked_at = max(LOOKED_AT, config.data.max_bad_records + 1)
+    for path in config.rollout.prompt_data_path:
+        collect_error(problems, partial(require_file, path, "--prompt-data-path"))
+        if not problems and tokenizers is not None:
+            problems += first_prompts(path, tokenizers.student, looked_at)
+    if student is not None and tokenizers is not None:
+        problems += _stop_problems(config, tokenizers, student, teachers)
+    return problems
+
+
+def _stop_problems(
+    config: Config, tokenizers: Tokenizers, student: ModelSource, teachers: Sequence[ModelSource | None]
+) -> Iterator[UsageError]:
+    """Yield problems of stop tokens: a teacher that ends texts otherwise teaches endless completions."""
+    mine = stop_ids(student.assets, tokenizers.student)
+    if not mine:
+        what = f"nothing says which token ends a text of the student ({student.assets})"
+        why = "completions end at this token"
+        do = "write eos_token_id into its generation_config.json"
+        yield UsageError(what, why, do, code="stop-ids-missing")
+        return
+    for role, source in zip(teacher_roles(config.teachers), teachers, strict=False):
+        theirs = stop_ids(source.assets) if source is not None else frozenset()
+        if theirs and theirs != mine:
+            yield UsageError(
+                f"the {role} ends texts with {_named(theirs, tokenizers)}, the student with "
+                f"{_named(mine, tokenizers)}",
+                "the student would never learn to stop from it, and its texts would grow without end",
+                "give both the same eos_token_id in generation_config.json: the tokens that end the texts of "
+                "your prompts",
+                code="stop-ids-differ",
+            )
+
+
+def _named(ids: frozenset[int], tokenizers: Tokenizers) -> str:
+    return " or ".join(f"{i} {tokenizers.student.decode([i])!r}" for i in sorted(ids))

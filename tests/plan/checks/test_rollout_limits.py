@@ -1,0 +1,68 @@
+"""Check what rollouts refuse before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.checks.problems import find_problems
+from tests.plan.checks.test_problems import BASE, codes, shape
+from tests.tiny_models import config_of
+
+ON = (
+    "--on-policy-fraction",
+    "1",
+    "--prompt-data-path",
+    "p.jsonl",
+    "--kd-ratio",
+    "1",
+    "--max-new-tokens",
+    "8",
+)
+
+
+def test_a_sound_run_needs_no_stored_text():
+    assert codes(*ON, student=shape(), teacher=shape()) == []
+    assert find_problems(load_config([*BASE[:4], *BASE[6:], *ON]).config, 1) == []
+    assert [one.code for one in find_problems(load_config([*BASE[:4], *BASE[6:]]).config, 1)] == [
+        "data-path-missing"
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (("--kd-ratio", "0.5"), "rollout-with-cross-entropy"),
+        (("--max-new-tokens", "64"), "max-new-tokens-too-many"),
+        (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollout-with-stored-teacher"),
+        (("--xtoken-loss", "uld"), "rollout-with-cross-tokenizer-teacher"),
+        (("--context-parallel-size", "2"), "rollout-with-context-parallel"),
+        (("--teacher-prefetch", "auto"), "rollout-with-teacher-prefetch"),
+        (("--rollout-temperature", "-1"), "value-out-of-range"),
+        (("--on-policy-fraction", "1.5"), "value-out-of-range"),
+        (("--samples-per-prompt", "0"), "value-out-of-range"),
+        (("--on-policy-fraction", "0"), "setting-without-effect"),
+    ],
+)
+def test_refused_settings(flags, code):
+    assert code in codes(*ON, *flags, world_size=2)
+
+
+def test_experts_over_processes_are_refused():
+    moe = shape(**{k: v for k, v in config_of("qwen3_moe").items() if k not in ("num_hidden_layers",)})
+    found = codes(*ON, "--expert-model-parallel-size", "2", world_size=2, student=moe, teacher=moe)
+    assert found == ["rollout-with-expert-parallel"]
+
+
+def test_prompts_are_required():
+    assert codes(*ON[:2], *ON[4:]) == ["prompt-data-path-missing"]
+
+
+@pytest.mark.parametrize("family", ["deepseek", "gpt_oss", "phi4-long"])
+def test_students_that_cannot_sample(family):
+    from mkd.plan.model_shape import ModelShape
+
+    student = ModelShape.from_hf_config(json.loads(json.dumps(config_of(family))))
+    assert codes(*ON, student=student, teacher=student) == ["rollout-architecture"]

@@ -1,0 +1,53 @@
+"""Check the composition of a step with rollouts, and the memory of keys and values."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.plan.batch import BatchPlan
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.memory import predict_memory
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.rollout_plan import RolloutBatch, cache_bytes
+from tests.plan.shapes import STUDENT, TEACHER, config
+
+ON = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--kd-ratio", 1)
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ((), (8, 1, 0)),
+        (("--samples-per-prompt", 4), (2, 4, 0)),
+        (("--on-policy-fraction", 0.25), (2, 1, 6)),
+        (("--on-policy-fraction", 0.01), (1, 1, 8)),
+        (("--on-policy-fraction", 0.5, "--rollout-prompts", 3, "--samples-per-prompt", 2), (3, 2, 4)),
+    ],
+)
+def test_rollouts_replace_packs(flags, expected):
+    assert RolloutBatch.from_config(config(*ON, *flags), 8) == RolloutBatch(*expected)
+
+
+def test_keys_and_values_of_a_token():
+    """Qwen2.5-1.5B has 28 layers with 2 key/value heads of 128 channels: 28 KiB a token in bf16."""
+    sizes = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12, num_key_value_heads=2)
+    shape = ModelShape.from_hf_config(
+        dict(model_type="qwen2", num_hidden_layers=28, vocab_size=151936, **sizes)
+    )
+    one = config(*ON, "--rollout-slots", 1, "--seq-length", 1024, "--max-new-tokens", 8)
+    assert cache_bytes(one, shape, shape.layers, 2) == 1024 * 28 * KIB
+    split = config(*ON, "--rollout-slots", 1, "--seq-length", 1024, "--tensor-model-parallel-size", 2)
+    assert cache_bytes(split, shape, shape.layers[:14], 2) == 1024 * 28 * KIB / 4
+
+
+def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
+    def peak(*flags) -> float:
+        settings = config(*ON, "--bf16", *flags)
+        layouts = PipelineLayout((28,), 1), [PipelineLayout((36,), 1)]
+        batch = BatchPlan.from_config(settings, 1)
+        return predict_memory(settings, STUDENT, [TEACHER], *layouts, batch).ranks[0].total_gib
+
+    few, many, more = (peak("--rollout-slots", slots) for slots in (1, 256, 257))
+    assert few < many
+    assert more - many == pytest.approx(8192 * 2 * 28 * 8 * 128 * 2 / 2**30, rel=0.01)
