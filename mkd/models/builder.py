@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
+from mkd.models.vision.vision_model import VisionLanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -23,10 +24,9 @@ def build_model_parts(
 
     Collective: all ranks build in the same order.
     """
+    part = LanguageModel if shape.vision is None else VisionLanguageModel
     return [
-        LanguageModel(
-            shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size
-        )
+        part(shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size)
         for stage in range(context.virtual_stages)
     ]
 

@@ -135,4 +135,5 @@ def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
 
 
 def _run(model: LanguageModel, row: StageInput) -> Tensor:
-    return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params)
+    images = {} if row.images is None else {"images": row.images}
+    return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params, **images)
