@@ -150,24 +150,33 @@ class Row:
     def starts(self) -> list[int]:
         return self.spans[:-1].tolist()
 
-    def kept(self, cp_rank: int, cp: int) -> Tensor:
-        return context_parallel_rows(self.spans, cp_rank, cp)
-
     def packed(self):
         return packed_documents(self.lengths, self.spans, int(self.spans.diff().max()))
 
-    def images(self, *, cp_rank=0, cp=1, tp_rank=0, tp=1, sequence_parallel=False) -> ImageRow:
+    def images(self, **place) -> ImageRow:
         """Return the images for one rank of tp x cp."""
-        kept = self.kept(cp_rank, cp)
-        kept = held_rows(kept, tp_rank, tp) if sequence_parallel else kept
-        grids = [grid for one in self.documents for grid in one.grids]
-        pixels = [image for one in self.documents for image in one.pixels]
-        owners, rank = deal_images(grids, tp * cp), cp_rank * tp + tp_rank
-        own = [image for image, owner in zip(pixels, owners, strict=True) if owner == rank]
-        none = torch.zeros(0, *self.shape.pixel_unit)
-        places = (self.tokens == IMAGE).nonzero().flatten().numpy()
-        options = dict(rank=rank, ranks=tp * cp, kept=kept, positions=self.positions)
-        return image_row(torch.cat([none, *own]), grids, owners, places, self.shape.merge, **options)
+        return row_images([self], **place)
+
+
+def row_images(
+    rows: list[Row], *, cp_rank: int = 0, cp: int = 1, tp_rank: int = 0, tp: int = 1, sequence_parallel=False
+) -> ImageRow:
+    """Return the images of several packs in one row, for one rank of tp x cp."""
+    total, shape = len(rows[0].tokens), rows[0].shape
+    spans = torch.cat([row.spans[:-1] + number * total for number, row in enumerate(rows)])
+    spans = torch.cat([spans, torch.tensor([len(rows) * total])])
+    kept = context_parallel_rows(spans, cp_rank, cp)
+    kept = held_rows(kept, tp_rank, tp) if sequence_parallel else kept
+    own_grids = [[grid for one in row.documents for grid in one.grids] for row in rows]
+    owners = [owner for grids in own_grids for owner in deal_images(grids, tp * cp)]
+    pixels = [image for row in rows for one in row.documents for image in one.pixels]
+    rank, none = cp_rank * tp + tp_rank, torch.zeros(0, *shape.pixel_unit)
+    own = [image for image, owner in zip(pixels, owners, strict=True) if owner == rank]
+    places = (torch.cat([row.tokens for row in rows]) == IMAGE).nonzero().flatten().numpy()
+    positions = None if rows[0].positions is None else torch.cat([row.positions for row in rows], dim=1)
+    options = dict(rank=rank, ranks=tp * cp, kept=kept, positions=positions)
+    grids = [grid for grids in own_grids for grid in grids]
+    return image_row(torch.cat([none, *own]), grids, owners, places, shape.merge, **options)
 
 
 def make_row(shape: VisionShape, documents: list[Document], multiple: int, total: int) -> Row:

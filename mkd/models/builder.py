@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
@@ -29,6 +29,13 @@ def build_model_parts(
         part(shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size)
         for stage in range(context.virtual_stages)
     ]
+
+
+def train_parts(parts: Sequence[LanguageModel], names: Collection[str]) -> None:
+    """Let the named parts of a model with images learn; `tower` and `projector` are frozen otherwise."""
+    for part in parts:
+        if isinstance(part, VisionLanguageModel) and part.tower is not None:
+            part.tower.train_parts(names)
 
 
 def join_stages(
