@@ -58,8 +58,8 @@ def stage_parameters(
 ) -> Parameters:
     """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
 
-    Vision towers do not count.     Attention groups are padded to a multiple of `tensor_parallel`. Each embedding or head holds `vocab_rows`
-    rows.
+    Vision towers do not count. Attention groups are padded to a multiple of `tensor_parallel`. Each embedding
+    or head holds `vocab_rows` rows.
     """
     is_first, is_last = ends
     tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)

@@ -128,6 +128,13 @@ def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) ->
             "cut a dense model",
             code="experts-cut-not-supported",
         )
+    if teacher.vision is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.vision.family} model",
+            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
+            "cut its text model saved on its own",
+            code="images-cut-not-supported",
+        )
     if request.out.exists() and request.out.samefile(folder):
         raise UsageError(
             f"--out {request.out} is the teacher's folder",

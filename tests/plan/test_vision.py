@@ -36,7 +36,7 @@ def test_parameters_are_those_of_the_files(family, tmp_path):
 
 @pytest.mark.parametrize("shape, gflop", [(QWEN, 5.5), (SMOLVLM, 3.3)])
 def test_work_of_an_image_token(shape, gflop):
-    """The figures come from the sizes of the towers by hand; the assumed image moves them by a few percent."""
+    """The figures come from the sizes of the towers by hand, with images of slightly other sizes."""
     assert tower_flops(shape, 1) / 1e9 == pytest.approx(gflop, rel=0.05)
     assert tower_flops(replace(shape, vision=None), 1) == 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.train.invariance import (
     DISTRIBUTED,
     NUM_PACKS,
     OVERLAP,
+    PEERS,
     SP,
     Layout,
     add_text,
@@ -28,11 +30,11 @@ from tests.train.invariance import (
 )
 
 SEQ_LENGTH = 96
+BUCKET_SIZE = 5000  # parameters
 LENGTH = ("--seq-length", str(SEQ_LENGTH))
 ALL_PARTS = (*LENGTH, "--student-train-parts", "text", "projector", "tower")
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
-SINGLE = Layout("one process", flags=ALL_PARTS)
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
     Layout("TP2 + SP", 2, tp=2, flags=SP),
@@ -55,6 +57,11 @@ LAYOUTS = (
     Layout("PP2 CP2 micro-batch 2", 4, pp=2, cp=2, micro=2),
     Layout("micro-batch 4", micro=4),
 )
+WINDOW_LAYOUTS = (
+    Layout("PP2, teacher on the host", 2, pp=2, flags=("--teacher-residency", "host")),
+    Layout("TP2 CP2 DP2 + SP, distributed optimizer", 8, tp=2, cp=2, flags=SP + DISTRIBUTED),
+    Layout("DP2, teacher over 2 peers", 2, flags=PEERS[2]),
+)
 TILE_LAYOUTS = (
     Layout("TP2 + SP", 2, tp=2, flags=SP),
     Layout("TP2 CP2, units of 2 layers recomputed", 4, tp=2, cp=2, flags=(*RECOMPUTED, "2")),
@@ -75,6 +82,13 @@ def make_qwen_pair(folder: Path) -> tuple[Path, Path]:
         vision=dict(hidden_size=48),
     )
     return add_text(student), teacher
+
+
+def make_window_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen2.5-VL student, and a Qwen3-VL teacher whose layers take features of its tower."""
+    student = make_vision_model(folder / "student", "qwen2_5_vl", seed=1)
+    deep = dict(text=dict(num_hidden_layers=8), vision=dict(hidden_size=48))
+    return add_text(student), make_vision_model(folder / "teacher", "qwen3_vl", seed=2, **deep)
 
 
 def make_tile_pair(folder: Path) -> tuple[Path, Path]:
@@ -133,14 +147,26 @@ def vision_batches(layout: Layout, context, vision) -> list:
 def run_vision_layout(
     layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = 2
 ) -> dict:
-    """Run one step, an evaluation and some updates on this rank, as `run_layout` does."""
-    engine, state, _ = build_layout(layout, layout.argv(student, teacher))
+    """Run one step, an evaluation and some updates on this rank, as `run_layout` does.
+
+    Gradients are reduced, and parameters gathered, in many buckets: one would hide a tower that leaves some
+    of them out on a rank without images.
+    """
+    from mkd.train import optimizer
+
+    original = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = partial(original, bucket_size=BUCKET_SIZE)
+    try:
+        engine, state, _ = build_layout(layout, layout.argv(student, teacher))
+    finally:
+        optimizer.DistributedDataParallelConfig = original
     batches = vision_batches(layout, engine.context, state.models[0].shape.vision)
     return measure(engine, state, batches, student, out_dir, num_updates)
 
 
 TABLES = (
     ("Qwen3-VL learns from Qwen2.5-VL, tower trained", make_qwen_pair, LAYOUTS, ALL_PARTS),
+    ("Qwen2.5-VL learns from Qwen3-VL, tower trained", make_window_pair, WINDOW_LAYOUTS, ALL_PARTS),
     ("SmolVLM learns from Idefics3, tower frozen", make_tile_pair, TILE_LAYOUTS, LENGTH),
 )
 

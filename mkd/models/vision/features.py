@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from torch import Tensor, nn
+from torch import Tensor
 
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import ImageRow
 
 
-class _ZeroGradients(torch.autograd.Function):
-    """Identity of the first argument; the others get gradients of zero."""
+class _TowerPass(torch.autograd.Function):
+    """A pass of the tower that hands out the gradients of all its parameters at once.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(torch.zeros_like(one) for one in ctx.parameters)
-
-
-def with_zero_gradients(x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return `x`, whose backward pass gives every one of `parameters` a gradient of zero.
-
-    A micro-batch without images needs it: overlapped reduction of gradients starts when all have one.
+    On a rank whose images, or none, make another graph, they would come in another order or never. Data-
+    parallel ranks reduce gradients in buckets, in the order in which these are complete: it must be the same
+    everywhere. Without images the gradients are zero.
     """
-    return _ZeroGradients.apply(x, *parameters) if parameters and torch.is_grad_enabled() else x
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Tensor], *parameters: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.features = run()
+        ctx.parameters = parameters
+        return ctx.features.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        features, ctx.features = ctx.features, None
+        found: Sequence[Tensor | None] = [None] * len(ctx.parameters)
+        if features.requires_grad:
+            found = torch.autograd.grad(features, ctx.parameters, gradient, allow_unused=True)
+        pairs = zip(found, ctx.parameters, strict=True)
+        return None, *(torch.zeros_like(own) if one is None else one for one, own in pairs)
+
+
+def _finish_gathers(tower: VisionTower) -> None:
+    """Wait for the tower's parameters, module by module, where an overlapped gather still brings them.
+
+    Megatron's DDP waits, and asks for the next parameters, in forward pre-hooks. They run here in the order
+    of the parameters, because the tower's pass has another order on some ranks, or calls no module.
+    """
+    for module in tower.modules():
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+
+
+def own_features(tower: VisionTower, images: ImageRow | None, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the features of this rank's images, [n, 1 + deepstack, width]; n is 0 without images."""
+
+    def run() -> Tensor:
+        if images is not None and images.grids:
+            return tower(images.normalised(dtype), images.grids)
+        return torch.zeros(0, 1 + tower.shape.deepstack, width, dtype=dtype, device=tower.device)
+
+    trained = tower.trained if torch.is_grad_enabled() else []
+    if not trained:
+        return run()
+    _finish_gathers(tower)
+    return _TowerPass.apply(run, *reversed(trained))
 
 
 def row_features(
-    tower: VisionTower, images: ImageRow, width: int, dtype: torch.dtype, context: ParallelContext
+    tower: VisionTower, images: ImageRow | None, width: int, dtype: torch.dtype, context: ParallelContext
 ) -> Tensor:
     """Return the features that this rank's rows take, [n, 1 + deepstack, width], in the order of its rows.
 
@@ -46,16 +76,13 @@ def row_features(
     is the gradient. Without it each tensor-parallel rank has the whole gradient, and the sum is tp times it:
     `mark_tower` makes Megatron average the tower's gradients over the group instead of adding them.
     """
-    levels = 1 + tower.shape.deepstack
-    if images.grids:
-        own = tower(images.normalised(dtype), images.grids)
-    else:
-        own = torch.zeros(0, levels, width, dtype=dtype, device=images.pixels.device)
-        own = with_zero_gradients(own, tower.trained)
+    own = own_features(tower, images, width, dtype)
+    if images is None or not images.slots:
+        return own
     if context.tp_size * context.cp_size > 1:
         padded = F.pad(own.flatten(1), (0, 0, 0, images.slots - len(own)))
         gathered = gather_from_sequence_parallel_region(padded, group=context.groups.tp_cp)
-        own = gathered.unflatten(1, (levels, width))
+        own = gathered.unflatten(1, own.shape[1:])
     return own[images.features]
 
 

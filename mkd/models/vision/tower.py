@@ -49,6 +49,11 @@ class VisionTower(nn.Module):
         """Parameters that take a gradient."""
         return [one for one in self.parameters() if one.requires_grad]
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
     def train(self, mode: bool = True) -> VisionTower:
         """Set the mode; a frozen tower stays in evaluation."""
         return super().train(mode and bool(self.trained))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
-from mkd.models.vision.features import mark_tower, row_features, with_zero_gradients
+from mkd.models.vision.features import mark_tower, row_features
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.image_row import ImageRow
 
@@ -43,19 +44,14 @@ class VisionLanguageModel(LanguageModel):
         if images is not None:
             fields = dict(positions=images.positions, image_rows=images.rows)
             packed_seq_params = replace(packed_seq_params, **fields)
-        hidden, further = self._embedded(tokens, position_ids), None
-        if hidden is not None:
-            hidden, further = self._with_images(hidden, images)
-        return self._decoded(hidden, tokens, packed_seq_params, further)
-
-    def _with_images(self, hidden: Tensor, images: ImageRow | None) -> tuple[Tensor, Tensor | None]:
-        """Return the embedding with features in their rows, and further features [n, deepstack, h].
-
-        The latter are None without images or deepstack.
-        """
-        assert self.tower is not None, "the first part has the tower"
-        if images is None or not images.slots:
-            return with_zero_gradients(hidden, self.tower.trained), None
-        features = row_features(self.tower, images, hidden.size(-1), hidden.dtype, self.context)
-        hidden = hidden.index_put((images.rows,), features[:, :1])
-        return hidden, features[:, 1:] if self.tower.shape.deepstack else None
+        if self.tower is None:
+            return self._decoded(None, tokens, packed_seq_params)
+        size = self.config.hidden_size, self.config.params_dtype
+        # Before the embedding, as the parameters: DDP gathers and reduces them in this order.
+        features = row_features(self.tower, images, *size, self.context)
+        hidden = self._embedded(tokens, position_ids)
+        if features.requires_grad or len(features):
+            rows = torch.zeros(0, dtype=torch.int64, device=tokens.device) if images is None else images.rows
+            hidden = hidden.index_put((rows,), features[:, :1])
+        has_further = self.tower.shape.deepstack and images is not None and images.slots
+        return self._decoded(hidden, tokens, packed_seq_params, features[:, 1:] if has_further else None)
