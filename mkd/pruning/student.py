@@ -59,6 +59,7 @@ def make_student(
     """
     folder = resolve_hf(request.teacher)
     teacher = ModelShape.from_hf_dir(folder)
+    refuse_images(teacher)
     alternatives = possible_sizes(request, teacher)
     check_request(request, folder, teacher)
     say(f"teacher  {describe(teacher)}")
@@ -119,6 +120,17 @@ def _needs_text(subject: str) -> UsageError:
     )
 
 
+def refuse_images(teacher: ModelShape) -> None:
+    """Raise `UsageError` for a model with images."""
+    if teacher.vision is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.vision.family} model",
+            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
+            "cut its text model saved on its own",
+            code="images-cut-not-supported",
+        )
+
+
 def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) -> None:
     """Raise what is wrong with the folders, or with the family, before a weight is read."""
     if teacher.moe is not None:
@@ -127,13 +139,6 @@ def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) ->
             "which layers have experts is counted by position, and a cut would move them",
             "cut a dense model",
             code="experts-cut-not-supported",
-        )
-    if teacher.vision is not None:
-        raise UsageError(
-            f"mkd cannot cut a {teacher.vision.family} model",
-            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
-            "cut its text model saved on its own",
-            code="images-cut-not-supported",
         )
     if request.out.exists() and request.out.samefile(folder):
         raise UsageError(

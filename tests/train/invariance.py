@@ -41,14 +41,8 @@ class Layout:
     permuted: bool = False
 
     def argv(self, student: Path, teacher: Path) -> list[str]:
-        argv = [
-            "--student-hf",
-            str(student),
-            "--teacher-hf",
-            str(teacher),
-            "--data-path",
-            str(student / "text.txt"),
-        ]
+        argv = ["--student-hf", str(student), "--teacher-hf", str(teacher)]
+        argv += ["--data-path", str(student / "text.txt")]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,28 +16,46 @@ from mkd.parallel.image_row import ImageRow
 
 
 class _TowerPass(torch.autograd.Function):
-    """A pass of the tower that hands out the gradients of all its parameters at once.
+    """A pass of the tower whose backward computes the gradients of all parameters and leaves them in `found`.
 
-    On a rank whose images, or none, make another graph, they would come in another order or never. Data-
-    parallel ranks reduce gradients in buckets, in the order in which these are complete: it must be the same
-    everywhere. Without images the gradients are zero.
+    A rank with other images, or none, has another graph: gradients would come in another order, or never.
+    Data-parallel ranks reduce gradients in buckets, in the order in which these are complete: it must be the
+    same everywhere. `_HandOut` gives the parameters their gradients one by one.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, last: Tensor, run: Callable[[], Tensor], parameters: list, found: list) -> Tensor:
         with torch.enable_grad():
             ctx.features = run()
-        ctx.parameters = parameters
+        ctx.parameters, ctx.found = parameters, found
+        ctx.save_for_backward(last)
         return ctx.features.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         features, ctx.features = ctx.features, None
-        found: Sequence[Tensor | None] = [None] * len(ctx.parameters)
         if features.requires_grad:
-            found = torch.autograd.grad(features, ctx.parameters, gradient, allow_unused=True)
-        pairs = zip(found, ctx.parameters, strict=True)
-        return None, *(torch.zeros_like(own) if one is None else one for one, own in pairs)
+            ctx.found += torch.autograd.grad(features, ctx.parameters, gradient, allow_unused=True)
+        else:
+            ctx.found += [None] * len(ctx.parameters)
+        return torch.zeros_like(ctx.saved_tensors[0]), None, None, None
+
+
+class _HandOut(torch.autograd.Function):
+    """Identity of `x`; its backward gives `parameter` the last of the gradients in `found`, None being zero.
+
+    autograd adds a gradient to its parameter before it goes on with the chain.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, found: list) -> Tensor:
+        ctx.parameter, ctx.found = parameter, found
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        own = ctx.found.pop()
+        return gradient, torch.zeros_like(ctx.parameter) if own is None else own, None
 
 
 def _finish_gathers(tower: VisionTower) -> None:
@@ -63,7 +81,11 @@ def own_features(tower: VisionTower, images: ImageRow | None, width: int, dtype:
     if not trained:
         return run()
     _finish_gathers(tower)
-    return _TowerPass.apply(run, *reversed(trained))
+    found: list[Tensor | None] = []
+    link = torch.zeros((), device=tower.device)
+    for parameter in trained:
+        link = _HandOut.apply(link, parameter, found)
+    return _TowerPass.apply(link, run, trained, found)
 
 
 def row_features(
