@@ -16,7 +16,7 @@ from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
 from mkd.plan.vision import tower_flops, tower_parameters
-from tests.families.test_vision import HUB_QWEN, HUB_SMOLVLM
+from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 
 QWEN, SMOLVLM = ModelShape.from_hf_config(HUB_QWEN), ModelShape.from_hf_config(HUB_SMOLVLM)
