@@ -45,6 +45,7 @@ quickstart: $(READY)  ## set up, then distil a real small model on this machine'
 invariance: $(READY)  ## print how far losses and gradients of every parallel layout are from one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.invariance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.moe_invariance
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.vision_invariance
 
 lint: $(READY)  ## ruff and the import contracts
 	$(BIN)/ruff check .

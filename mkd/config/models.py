@@ -36,6 +36,11 @@ class StudentConfig:
         "To resume a run of mkd use --load instead (default: the weights of --student-hf)",
     )
     pipeline_layout: str | None = option(None, _LAYOUT)
+    train_parts: tuple[str, ...] = option(
+        ("text", "projector"),
+        "parts of a student with images that learn: text (always), projector, tower. The tower is the vision "
+        "encoder, the projector makes its features as wide as the text. Frozen parts are exported unchanged",
+    )
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,6 @@ No torch. In reading order:
     qwen3_moe.py, mixtral.py         families with experts
     deepseek_v3.py, gpt_oss.py
     registry.py                      model_type -> family
+    vision_shape.py                  a vision tower, and what a family with images must say
+    vision.py                        the families with images
 """

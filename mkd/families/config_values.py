@@ -11,6 +11,7 @@ from mkd.errors import CheckpointError
 
 # The last two: a rope for each layer type.
 ROPE_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+PART_OBJECTS = ("text_config", "vision_config")  # the parts of a model with images
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "head_dim max_position_embeddings original_max_position_embeddings sliding_window "
         "sliding_window_pattern num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
         "decoder_sparse_step q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-        "n_routed_experts n_group topk_group",
+        "n_routed_experts n_group topk_group "
+        "depth num_heads num_channels in_channels image_size patch_size temporal_patch_size "
+        "spatial_merge_size window_size scale_factor num_position_embeddings out_hidden_size",
     ),
     (
         Kind("a finite number above 0", _is_number),
@@ -66,13 +69,17 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a text", _is_text),
         "model_type hidden_act hidden_activation rope_type type scoring_func topk_method",
     ),
-    (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join(ROPE_OBJECTS)),
+    (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join((*ROPE_OBJECTS, *PART_OBJECTS))),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types"),
-    (Kind("a list of whole numbers of 0 or more", _list_of(_is_count)), "mlp_only_layers"),
+    (
+        Kind("a list of whole numbers of 0 or more", _list_of(_is_count)),
+        "mlp_only_layers fullatt_block_indexes deepstack_visual_indexes mrope_section",
+    ),
     (Kind("a finite number of 0 or more", _is_amount), "router_jitter_noise mscale mscale_all_dim"),
     (
         Kind("a whole number of 0 or more", _is_count),
-        "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts",
+        "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts "
+        "image_token_id",
     ),
 )
 KINDS = {name: kind for kind, names in _KINDS for name in names.split()}

@@ -25,6 +25,8 @@ class RopeShape:
     beta_fast: float = 32.0  # full turns within the original context above which YaRN keeps a frequency
     beta_slow: float = 1.0  # full turns below which YaRN divides a frequency by `factor`
     truncate: bool = True  # YaRN rounds its bounds outwards to whole channel pairs
+    sections: tuple[int, ...] = ()  # channel pairs that turn by time, height and width; (): one position
+    interleaved_sections: bool = False  # they alternate from the first pair on
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ latent_attention.py              multi-head latent attention of DeepSeek-V3
 specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
 head.py, language_model.py       one model part: embedding, layers, LM head
+vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
 stage.py                         student and teachers on one pipeline stage
 released_layers.py               layers that give up their memory when they are built

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
+from mkd.models.vision.vision_model import VisionLanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -23,12 +24,18 @@ def build_model_parts(
 
     Collective: all ranks build in the same order.
     """
+    part = LanguageModel if shape.vision is None else VisionLanguageModel
     return [
-        LanguageModel(
-            shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size
-        )
+        part(shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size)
         for stage in range(context.virtual_stages)
     ]
+
+
+def train_parts(parts: Sequence[LanguageModel], names: Collection[str]) -> None:
+    """Let the named parts of a model with images learn; `tower` and `projector` are frozen otherwise."""
+    for part in parts:
+        if isinstance(part, VisionLanguageModel) and part.tower is not None:
+            part.tower.train_parts(names)
 
 
 def join_stages(

@@ -17,9 +17,10 @@ from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import give_documents, token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.released_layers import with_released_layers
-from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
+from mkd.models.rope import rotary_embedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
+from mkd.models.vision.deepstack import with_deepstack
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -59,24 +60,21 @@ class LanguageModel(LanguageModule):
         layers = shape.layers[first_layer : first_layer + num_layers]
         has_te = context.platform.transformer_engine
         spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups)
+        if shape.vision is not None and shape.vision.deepstack > first_layer:
+            spec = with_deepstack(spec, shape.vision.deepstack - first_layer)
         spec = with_released_layers(spec) if options.releases_layers else spec
         super().__init__(config, context.groups)
-        self.shape = shape
+        self.shape, self.context = shape, context
         self.first_layer = first_layer
         self.vp_stage = virtual_stage if context.virtual_stages > 1 else None
         self.pre_process = context.is_first_stage(virtual_stage)
         self.post_process = context.is_last_stage(virtual_stage)
         self.share_embeddings_and_output_weights = shape.tie_word_embeddings
         self._build_modules(spec, padded_vocab_size or shape.padded_vocab_size(context.tp_size))
-        self.rotary_pos_emb = (
-            RotaryEmbedding(shape.ropes[0], context.device)
-            if len(shape.ropes) == 1
-            else LayerRotaryEmbeddings(shape.ropes, context.device)
-        )
+        self.rotary_pos_emb = rotary_embedding(shape.ropes, context.device)
         # Rounded to the dtype of the embeddings, as in transformers.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
-        self.context = context
         self.router_record = self._record_routers(options)
 
     def _record_routers(self, options: ModelOptions) -> RouterRecord | None:
@@ -160,9 +158,23 @@ class LanguageModel(LanguageModule):
         It is the final one, after the last norm, on the last stage. Other stages than the first ignore
         `tokens`; no position embedding is learned, so all ignore `position_ids`.
         """
-        hidden = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
-        if hidden is not None and self.embedding_scale != 1.0:
-            hidden = hidden * self.embedding_scale
+        return self._decoded(self._embedded(tokens, position_ids), tokens, packed_seq_params)
+
+    def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor | None:
+        """Return the embedding of the tokens, [t(/tp), 1, h]; None unless this is the first part."""
+        if not self.pre_process:
+            return None
+        hidden = self.embedding(input_ids=tokens, position_ids=position_ids)
+        return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
+
+    def _decoded(
+        self,
+        hidden: Tensor | None,  # [t(/tp), 1, h]; None: the previous part's
+        tokens: Tensor,
+        packed_seq_params: PackedDocuments,
+        layer_inputs: Tensor | None = None,  # handed to every layer as Megatron's `context`
+    ) -> Tensor:
+        """Run the layers."""
         if self.router_record is not None and self.training:
             packed_seq_params.documents_of_tokens = token_documents(
                 packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel
@@ -170,6 +182,7 @@ class LanguageModel(LanguageModule):
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
+            context=layer_inputs,
             rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
             packed_seq_params=packed_seq_params,
         )

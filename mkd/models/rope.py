@@ -102,6 +102,33 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
+class SectionedRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding whose channel pairs turn by one of three positions each: time, height or width.
+
+    Source: Qwen2-VL (2024), section 2.1. Qwen3-VL's sections alternate over a head instead of following each
+    other. Without positions in the pack, as for text alone, all three count the tokens of a document.
+    """
+
+    def __init__(self, rope: RopeShape, device: torch.device):
+        super().__init__(rope, device)
+        pairs = torch.arange(rope.rotary_dim // 2, device=device)
+        if rope.interleaved_sections:
+            turns = pairs % 3
+            lengths = torch.tensor(rope.sections, device=device)
+            self.turns_by = torch.where(pairs < 3 * lengths[turns], turns, 0)
+        else:
+            self.turns_by = torch.arange(3, device=device).repeat_interleave(
+                torch.tensor(rope.sections, device=device)
+            )
+
+    def forward(self, packed: PackedDocuments) -> Tensor:
+        """Return angles in radians, fp32 [t, 1, 1, rotary_dim], one for every token of the whole row."""
+        if packed.positions is None:
+            return super().forward(packed)
+        half = packed.positions[self.turns_by].T.float() * self.short
+        return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+
 class LayerRotaryEmbeddings(nn.Module):
     """The rotary embeddings of a model whose layers have different ones, for `LayerRopeAttention`."""
 
@@ -116,3 +143,10 @@ class LayerRotaryEmbeddings(nn.Module):
         n is the length of the longest padded document.
         """
         return torch.stack([embedding(packed) for embedding in self.embeddings])
+
+
+def rotary_embedding(ropes: Sequence[RopeShape], device: torch.device) -> nn.Module:
+    """Return the rotary embedding of a model whose layers have these distinct ropes."""
+    if len(ropes) > 1:
+        return LayerRotaryEmbeddings(ropes, device)
+    return (SectionedRotaryEmbedding if ropes[0].sections else RotaryEmbedding)(ropes[0], device)

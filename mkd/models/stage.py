@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
 from mkd.models.stopwatch import Stopwatch
+from mkd.parallel.image_row import ImageRow
 from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
 
 
@@ -25,6 +26,7 @@ class StageInput:
     tokens: Tensor  # [1, t] int64
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
+    images: ImageRow | None = None  # None: a row of text alone
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs other than token ids, by name
 
 
@@ -133,4 +135,5 @@ def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
 
 
 def _run(model: LanguageModel, row: StageInput) -> Tensor:
-    return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params)
+    images = {} if row.images is None else {"images": row.images}
+    return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params, **images)

@@ -97,7 +97,9 @@ def transformer_config(
 
 def _can_fuse_rope(shape: ModelShape) -> bool:
     """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
-    return all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
+    return all(
+        rope.kind != "longrope" and not rope.sections and rope.attention_factor == 1.0 for rope in shape.ropes
+    )
 
 
 def _gate_switches(shape: ModelShape, is_cuda: bool) -> dict[str, Any]:

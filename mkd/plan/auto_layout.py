@@ -156,7 +156,10 @@ def auto_layouts(
             code="layers-fewer-than-stages",
         )
     bins = [
-        Bin(min_layers=int(0 < stage < stages - 1), fixed_ms=cost.head_ms if stage == stages - 1 else 0.0)
+        Bin(
+            min_layers=int(0 < stage < stages - 1),
+            fixed_ms=cost.head_ms * (stage == stages - 1) + cost.towers.total_ms * (stage == 0),
+        )
         for stage in range(stages)
     ]
     times = [[layer.total_ms for layer in layers] for layers in cost.models]

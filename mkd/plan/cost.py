@@ -21,6 +21,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import layer_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.vision import towers_time
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
@@ -33,6 +34,7 @@ class PairCost:
     student: tuple[WorkTime, ...]  # of each layer, in model order
     teachers: tuple[tuple[WorkTime, ...], ...]  # of each layer of each teacher; no backward
     head_ms: float  # all heads and the loss, on the last stage
+    towers: WorkTime = WorkTime(0.0, 0.0)  # vision towers of all models, on the first stage
 
     @property
     def models(self) -> tuple[tuple[WorkTime, ...], ...]:
@@ -46,6 +48,7 @@ class PairCost:
             of_layers = iter(layers)
             for stage, count in enumerate(layout.layers):
                 times[stage] = sum(islice(of_layers, count), start=times[stage])
+        times[0] += self.towers
         times[-1] += WorkTime(self.head_ms, 0.0)
         return times
 
@@ -78,7 +81,8 @@ def pair_cost(
     )
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
-    return PairCost(learning, frozen, milliseconds(head_flops, rates.head))
+    towers = towers_time(config, student, teachers, rates)
+    return PairCost(learning, frozen, milliseconds(head_flops, rates.head), towers)
 
 
 def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:

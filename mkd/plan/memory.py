@@ -23,6 +23,7 @@ from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
+from mkd.plan.vision import tower_activation_bytes, tower_parameters
 
 GIB = 2**30
 # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
@@ -146,13 +147,19 @@ class _Models:
         learned = self._parameters(self.student, self.student_layout, rank, *sizes)
         teachers = zip(self.teachers, self.teacher_layouts, strict=True)
         frozen = sum(self._teacher_parameters(teacher, layout, rank) for teacher, layout in teachers)
+        own_frozen = 0
+        if rank == 0:  # the vision towers
+            tower, parts = tower_parameters(self.student), self.config.student.train_parts
+            learned += Parameters(tower.trained(parts))
+            own_frozen = tower.total - tower.trained(parts)
+            frozen += sum(tower_parameters(teacher.shape).total for teacher in self.teachers)
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
         if training.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
         transient += self._bytes_ahead()
         return RankMemory(
-            student_gib=learned.total * self.element / GIB,
+            student_gib=(learned.total + own_frozen) * self.element / GIB,
             gradients_gib=learned.total * 4 / GIB,
             optimizer_gib=optimizer / GIB,
             teacher_gib=frozen * self.element / GIB,
@@ -233,6 +240,7 @@ class _Models:
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
+        tower_kept, tower_peak = tower_activation_bytes(self.config, self.student, self.element)
         student, head = self._student_activations, self._head_bytes()
         # The gradient of embedding or head that autograd returns.
         table = self.vocab_rows * self.student.hidden_size * self.element
@@ -249,6 +257,7 @@ class _Models:
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
             kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
+            kept += tower_kept * (stage == 0)
             if task.is_forward:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
@@ -257,6 +266,7 @@ class _Models:
                     yield alive, self._teachers_forward_bytes(stage)
             else:
                 layer = student.backward_bytes() if layout.layers[stage] else 0
+                layer = max(layer, tower_peak * (stage == 0))
                 yield alive, layer + (table if stage == last else 0)
                 alive -= kept
                 yield alive, table if stage == 0 else 0

@@ -17,6 +17,8 @@ from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
 from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.registry import FAMILIES
+from mkd.families.vision import VISION_FAMILIES, refuse_known, text_config, with_sections
+from mkd.families.vision_shape import VisionFamily, VisionShape
 
 AGAIN = "download or write it again"
 
@@ -38,6 +40,7 @@ class ModelShape:
     zero_centered_norms: bool = False  # every norm multiplies by 1 + weight
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to their dtype
     attention_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)
+    vision: VisionShape | None = None  # tower in front of the decoder; None: text alone
     initializer_range: float = field(default=0.02, compare=False)
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -136,6 +139,9 @@ class ModelShape:
         is missing or has a value of a wrong kind, and if the key/value heads do not divide the heads.
         """
         model_type = config.get("model_type")
+        refuse_known(model_type, source)
+        if isinstance(model_type, str) and model_type in VISION_FAMILIES:
+            return cls._read_with_images(VISION_FAMILIES[model_type], config, source)
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         given = without_nulls({**(family.defaults if family else {}), **config})
         check_kinds(given, source)
@@ -152,6 +158,24 @@ class ModelShape:
         except KeyError as error:
             what = f"{source}: key {error} is missing or null"
             why = f"a {model_type} model needs it"
+            raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
+        except MkdError as error:
+            raise error.located(source) from None
+
+    @classmethod
+    def _read_with_images(cls, family: VisionFamily, config: Mapping[str, Any], source: str) -> ModelShape:
+        """Read the text model as one of its own, and the tower beside it."""
+        given = without_nulls(config)
+        check_kinds(given | {"vision_config": given.get("vision_config")}, source)
+        check_kinds(given["vision_config"], f"{source}: vision_config")
+        shape = cls.from_hf_config(text_config(family, given), source)
+        try:
+            vision = family.read_vision(given)
+            layers = (replace(one, rope=with_sections(family, one.rope, given)) for one in shape.layers)
+            return replace(shape, layers=tuple(layers), vision=vision, hf_config=dict(config))
+        except KeyError as error:
+            what = f"{source}: key {error} is missing or null"
+            why = f"a {family.model_type} model needs it"
             raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
         except MkdError as error:
             raise error.located(source) from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.plan.flops import projection_parameters
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.vision import tower_parameters
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,12 @@ class Parameters:
 
 
 def model_parameters(shape: ModelShape) -> Parameters:
-    """Count the parameters of a model; a head that is tied to the embedding counts once."""
-    return stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
+    """Count the parameters of a model, its vision tower included.
+
+    A head that is tied to the embedding counts once.
+    """
+    text = stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
+    return text + Parameters(tower_parameters(shape).total)
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -53,8 +58,8 @@ def stage_parameters(
 ) -> Parameters:
     """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
 
-    Attention groups are padded to a multiple of `tensor_parallel`. Each embedding or head holds `vocab_rows`
-    rows.
+    Vision towers do not count. Attention groups are padded to a multiple of `tensor_parallel`. Each embedding
+    or head holds `vocab_rows` rows.
     """
     is_first, is_last = ends
     tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)

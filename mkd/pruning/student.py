@@ -59,6 +59,7 @@ def make_student(
     """
     folder = resolve_hf(request.teacher)
     teacher = ModelShape.from_hf_dir(folder)
+    refuse_images(teacher)
     alternatives = possible_sizes(request, teacher)
     check_request(request, folder, teacher)
     say(f"teacher  {describe(teacher)}")
@@ -117,6 +118,17 @@ def _needs_text(subject: str) -> UsageError:
         "give --data-path FILE",
         code="cut-needs-text",
     )
+
+
+def refuse_images(teacher: ModelShape) -> None:
+    """Raise `UsageError` for a model with images."""
+    if teacher.vision is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.vision.family} model",
+            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
+            "cut its text model saved on its own",
+            code="images-cut-not-supported",
+        )
 
 
 def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) -> None:

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
 from mkd.config.schema import TeacherConfig
-from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages
+from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.residency import LayerStream, stream_from_host, stream_from_peers
 from mkd.models.stage import DistillationStage
@@ -62,6 +62,7 @@ def build_engine(
     vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
     students = build_model_parts(plan.student.shape, plan.student_layout, options, context, vocab)
     load_weights(students, plan.student, context)
+    train_parts(students, config.student.train_parts)
     models, vocabularies = [], {}
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):

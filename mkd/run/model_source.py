@@ -26,7 +26,7 @@ class ModelSource:
         if self.hf is None:
             files = sorted(path for path in self.load.glob(pattern) if path.is_file())
         else:
-            names = {header.file for header in self.hf.headers.values()}
+            names = {header.file for header in (*self.hf.headers.values(), *self.hf.tower.values())}
             files = [self.hf.directory / name for name in sorted(names)]
         return [self.assets / "config.json", *files]
 

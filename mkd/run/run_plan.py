@@ -20,6 +20,7 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
@@ -117,6 +118,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     stages = virtual_stages(config, student.shape)
     student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
     require_expert_layers(config, student.shape, student_layout)
+    require_deepstack_layers(config, (student.shape, *shapes), (student_layout, *teacher_layouts))
     return Plan(
         config=config,
         student=student,

@@ -22,6 +22,7 @@ from mkd.tokenizers.load import load_tokenizer
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.pruning.masked_reference import masked_teacher
 from tests.tiny_models import add_tokenizer, make_model
+from tests.tiny_vision_models import make_vision_model
 
 SEQ_LENGTH, NUM_TOKENS = 24, 600
 DEPTH = Sizes(num_layers=2)
@@ -280,6 +281,7 @@ BAD = {
     "data-file-unreadable": dict(text="missing.jsonl"),
     "model-type-not-supported": dict(teacher="mamba"),
     "experts-cut-not-supported": dict(teacher="mixtral"),
+    "images-cut-not-supported": dict(teacher="smolvlm"),
     "hf-weights-missing": dict(teacher="no-weights"),
 }
 EXIT_CODES = {"measured-text-too-short": EXIT_DATA, "data-file-unreadable": EXIT_DATA} | {
@@ -293,7 +295,10 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
     (tmp_path / "short.jsonl").write_text('{"text": "the fox"}\n')
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
-    make_model(tmp_path / "mixtral", "mixtral")
+    if BAD[code].get("teacher") == "mixtral":
+        make_model(tmp_path / "mixtral", "mixtral")
+    elif BAD[code].get("teacher") == "smolvlm":
+        make_vision_model(tmp_path / "smolvlm", "smolvlm")
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights" / "config.json").write_text((teacher / "config.json").read_text())
     bad = BAD[code]

@@ -6,7 +6,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL_ASSETS = ("config.json", "generation_config.json")
+MODEL_ASSETS = (
+    *("config.json", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
 SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (
     *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_ASSET, "special_tokens_map.json"),

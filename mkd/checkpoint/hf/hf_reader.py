@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
+from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames, load_tower
 from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
@@ -75,8 +76,10 @@ class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
     Opening it reads headers only; `bytes_read` counts the data read from disk since. Quantised tensors appear
-    under the names and shapes that they have when dequantised. Raises `CheckpointError`s for a folder that is
-    incomplete, damaged, not to be trusted, or quantised in a format that mkd does not read.
+    under the names and shapes that they have when dequantised, those of a vision tower in `tower`, and the
+    text tensors beside it under the names of a model of text alone (see `hf_tower.py`). Raises
+    `CheckpointError`s for a folder that is incomplete, damaged, not to be trusted, or quantised in a format
+    that mkd does not read.
     """
 
     def __init__(self, directory: str | Path):
@@ -86,16 +89,21 @@ class HFCheckpoint:
         self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
         self._stored = self._read_headers(weight_map)
         self._quantised = find_quantised(self.directory, self._stored)
-        self.headers = logical_headers(self._stored, self._quantised)
+        self.names = DiskNames.of_folder(self.directory)
+        headers = logical_headers(self._stored, self._quantised)
+        renamed = {self.names.ours(name): header for name, header in headers.items()}
+        self.headers = {name: one for name, one in renamed.items() if not name.startswith(TOWER)}
+        self.tower = {name: one for name, one in renamed.items() if name.startswith(TOWER)}
 
     def read(self, tensor: str, cut: Cut) -> Tensor:
         """Return a part of a tensor, on the CPU.
 
         It has the dtype on disk; FP8 values become fp32, MXFP4 values bf16.
         """
-        if tensor in self._quantised:
-            return self._quantised[tensor].read(self._read_stored, cut)
-        return self._read_stored(tensor, cut)
+        stored = self.names.on_disk(tensor)
+        if stored in self._quantised:
+            return self._quantised[stored].read(self._read_stored, cut)
+        return self._read_stored(stored, cut)
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
         part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
@@ -264,12 +272,17 @@ def load_hf_weights(
             is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
             if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+    load_tower(model_part, checkpoint)
 
 
 def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model part that a checkpoint holds: parameters, and biases of expert choice."""
+    """Return the tensors of a model part that tables describe: parameters, and biases of expert choice.
+
+    The tower has no table, see `tower_of`.
+    """
+    parameters = {name: one for name, one in model_part.named_parameters() if not name.startswith(TOWER)}
     biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
-    return dict(model_part.named_parameters()) | biases
+    return parameters | biases
 
 
 def _by_layer(

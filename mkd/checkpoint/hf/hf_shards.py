@@ -11,21 +11,24 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
+from mkd.checkpoint.hf.hf_tower import DiskNames
 from mkd.errors import UsageError
 from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.plan.model_shape import ModelShape
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PARTIAL_SUFFIX = ".partial"
+NO_TOWER: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class ExportPlan:
     """The files of an export and their tensors; the same for every parallel layout."""
 
     dtype: torch.dtype
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # with our names
+    on_disk: Callable[[str], str]  # our name of a tensor -> its name in the files
 
     @property
     def total_bytes(self) -> int:
@@ -59,21 +63,27 @@ class ExportPlan:
 
     def index(self) -> str:
         """Return the text of the index file."""
-        weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
+        weight_map = {name: shard.file for shard in self.shards for name in map(self.on_disk, shard.tensors)}
         metadata = {"total_size": self.total_bytes}
         content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         return json.dumps(content, indent=2) + "\n"
 
 
-def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_000_000_000) -> ExportPlan:
+def export_plan(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5_000_000_000,
+    tower: Mapping[str, tuple[int, ...]] = NO_TOWER,  # our name -> shape, behind the text tensors
+) -> ExportPlan:
     """Cut the tensors, in order, into files of at most `max_shard_bytes`; a larger one has its own file."""
     if dtype not in DTYPE_NAMES:
         do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         why = "Hugging Face weights are floating point"
         raise UsageError(f"cannot export {dtype}", why, do, code="export-dtype-not-supported")
+    on_disk = DiskNames.of_shape(shape).on_disk
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
-    for name, full in hf_tensor_shapes(shape).items():
+    for name, full in (hf_tensor_shapes(shape) | dict(tower)).items():
         size = _num_bytes(name, full, dtype)
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
@@ -81,9 +91,10 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
         groups[-1][name] = full
         filled += size
     if len(groups) == 1:
-        return ExportPlan(dtype, (Shard(SINGLE_FILE, groups[0]),))
+        return ExportPlan(dtype, (Shard(SINGLE_FILE, groups[0]),), on_disk)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    return ExportPlan(dtype, tuple(Shard(name, group) for name, group in zip(names, groups, strict=True)))
+    shards = tuple(Shard(name, group) for name, group in zip(names, groups, strict=True))
+    return ExportPlan(dtype, shards, on_disk)
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
@@ -91,7 +102,7 @@ def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> N
     stream = iter(tensors)
     for shard in plan.shards:
         with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:
-            file.write(_header(shard, plan.dtype))
+            file.write(_header(shard, plan))
             for name, full in shard.tensors.items():
                 tensor = next(stream)
                 assert tuple(tensor.shape) == full and tensor.dtype == stored_dtype(name, plan.dtype), name
@@ -100,14 +111,14 @@ def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> N
             os.fsync(file.fileno())
 
 
-def _header(shard: Shard, dtype: torch.dtype) -> bytes:
+def _header(shard: Shard, plan: ExportPlan) -> bytes:
     """Return header length and header, padded with spaces so that the data is aligned to 8 bytes."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, full in shard.tensors.items():
-        end = offset + _num_bytes(name, full, dtype)
-        stored = DTYPE_NAMES[stored_dtype(name, dtype)]
-        header[name] = {"dtype": stored, "shape": list(full), "data_offsets": [offset, end]}
+        end = offset + _num_bytes(name, full, plan.dtype)
+        stored = DTYPE_NAMES[stored_dtype(name, plan.dtype)]
+        header[plan.on_disk(name)] = {"dtype": stored, "shape": list(full), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)

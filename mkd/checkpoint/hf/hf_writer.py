@@ -30,7 +30,9 @@ from mkd.checkpoint.hf.hf_reader import (
     stored_tensors,
 )
 from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
+from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, MkdError
+from mkd.families.config_values import PART_OBJECTS
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 
@@ -69,7 +71,10 @@ def export_hf(
     """
     out_dir = Path(out_dir)
     _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
-    plan = export_plan(shape, dtype or next(model_parts[0][0].parameters()).dtype, max_shard_bytes)
+    # Global rank 0 holds the first stage, which has the tower.
+    tower = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
+    tower = context.broadcast_object(tower)
+    plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower)
     sources = _Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
@@ -80,12 +85,17 @@ def export_hf(
     _raise_everywhere(context, problem)
 
 
+def _dtype_of(model_part: nn.Module) -> torch.dtype:
+    return next(model_part.parameters()).dtype
+
+
 class _Sources:
     """Finds Hugging Face tensors in the model parts of all pipeline stages and fetches them."""
 
     def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
         self.parameters = [stored_tensors(part) for part, _ in model_parts]
+        self.tower = {name: one for part, _ in model_parts for name, one in tower_of(part).items()}
         try:
             mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
@@ -122,7 +132,8 @@ class _Sources:
                 owned.setdefault(tensor, []).append(owner)
 
     def check(self, plan: ExportPlan) -> None:
-        missing = [name for name, _ in plan.tensors() if name not in self.owners]
+        names = (name for name, _ in plan.tensors() if not name.startswith(TOWER))
+        missing = [name for name in names if name not in self.owners]
         if missing:
             some = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
             what, why = f"no pipeline stage holds {some}", "the export would be incomplete"
@@ -131,6 +142,8 @@ class _Sources:
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the ranks that send."""
+        if tensor.startswith(TOWER):  # rank 0 has it whole
+            return self.tower[tensor].detach().to("cpu", dtype) if self.context.rank == 0 else None
         owner, context = self.owners[tensor][0], self.context
         if owner.ep_rank is not None:
             return self._collect_experts(tensor, full, dtype)
@@ -256,8 +269,11 @@ def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    config[key] = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    config["dtype" if "dtype" in config else "torch_dtype"] = name
+    for part in (config.get(part) for part in PART_OBJECTS):  # of a model with images
+        if isinstance(part, dict):
+            part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -9,6 +9,7 @@ teacher_peers.py processes that split a teacher among them
 prefetch_limits.py  teacher forwards ahead of the student
 rollout_limits.py settings of rollouts, and students that can sample
 parallel.py      parallel layout, batch, packs, and the models' shapes
+vision_limits.py models with images: parts that learn, layers that take features
 expert_limits.py expert parallelism and settings of experts
 model_alone.py   problems of a model that runs alone, without training
 no_effect.py     the problem of a setting that nothing reads

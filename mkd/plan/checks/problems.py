@@ -29,6 +29,7 @@ from mkd.plan.checks.rollout_limits import check_rollout_model, check_rollouts
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
+from mkd.plan.checks.vision_limits import check_train_parts, check_vision
 from mkd.plan.model_shape import ModelShape
 
 SettingsCheck = Callable[[Config], Iterable[MkdError]]
@@ -49,6 +50,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_recomputation: (),
     check_parallel: (),
     check_expert_settings: (),
+    check_train_parts: (),
     check_log: (),
     check_sequences: (*PACKS, *SHARDS),
 }
@@ -61,6 +63,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_layouts: STAGES,
     check_rollout_model: ("on_policy_fraction", "seq_length"),
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
+    check_vision: STAGES,
     check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
 }
 """Check of the settings together with the models of known shape -> options that it calculates with."""

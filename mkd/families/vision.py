@@ -1,0 +1,181 @@
+"""The families with images by their Hugging Face `model_type`. Their text models are those of the registry.
+
+SmolVLM and Idefics3 cut an image into tiles of one size; Qwen's towers take images of any size, and give
+tokens three rotary positions. transformers' own modules are the towers (see `mkd/models/vision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from mkd.errors import CheckpointError, UsageError
+from mkd.families.family import HFConfig
+from mkd.families.layer_shape import RopeShape
+from mkd.families.vision_shape import VisionFamily, VisionShape
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "the tokens of an image attend to each other both ways, mkd's attention is causal",
+        "qwen3_5": "most of its layers are gated delta nets, which mkd does not have",
+        "qwen3_5_moe": "most of its layers are gated delta nets, which mkd does not have",
+        "qwen3_vl_moe": "mkd's models with images are dense",
+        "qwen2_vl": "mkd knows the tower of Qwen2.5-VL and Qwen3-VL",
+        "llama4": "mkd's models with images are dense",
+    }
+)
+
+_TILES = {"vision_model.": "vision_model.", "connector.": "connector."}
+
+
+def read_tiles(config: HFConfig) -> VisionShape:
+    """Read SmolVLM's and Idefics3's tower; the keys that transformers completes have its values."""
+    defaults = dict(hidden_size=1152, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16)
+    vision = defaults | dict(num_channels=3, image_size=224, patch_size=32) | dict(config["vision_config"])
+    side, patch, merge = vision["image_size"], vision["patch_size"], config.get("scale_factor", 2)
+    if side % (patch * merge):
+        what = f"image_size {side} is no multiple of patch_size {patch} x scale_factor {merge}"
+        do = "download config.json or write it again"
+        raise CheckpointError(what, "tiles are cut into squares of patches", do, code="tile-not-divisible")
+    return VisionShape(
+        family=config["model_type"],
+        image_token_id=config.get("image_token_id", 128257),
+        depth=vision["num_hidden_layers"],
+        hidden_size=vision["hidden_size"],
+        ffn_hidden_size=vision["intermediate_size"],
+        num_heads=vision["num_attention_heads"],
+        patch_size=patch,
+        channels=vision["num_channels"],
+        frames=1,
+        merge=merge,
+        image_size=side,
+        num_positions=(side // patch) ** 2,
+    )
+
+
+def read_qwen(config: HFConfig) -> VisionShape:
+    """Read Qwen2.5-VL's and Qwen3-VL's tower."""
+    is_newer = config["model_type"] == "qwen3_vl"
+    defaults = dict(hidden_size=3584, depth=32, num_heads=16, intermediate_size=3420, patch_size=14)
+    defaults |= dict(window_size=112, fullatt_block_indexes=(7, 15, 23, 31))
+    if is_newer:
+        defaults = dict(hidden_size=1152, depth=27, num_heads=16, intermediate_size=4304, patch_size=16)
+        defaults |= dict(num_position_embeddings=2304, deepstack_visual_indexes=(8, 16, 24))
+    common = dict(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
+    vision: dict[str, Any] = defaults | common | dict(config["vision_config"])
+    return VisionShape(
+        family=config["model_type"],
+        image_token_id=config.get("image_token_id", 151655),
+        depth=vision["depth"],
+        hidden_size=vision["hidden_size"],
+        ffn_hidden_size=vision["intermediate_size"],
+        num_heads=vision["num_heads"],
+        patch_size=vision["patch_size"],
+        channels=vision["in_channels"],
+        frames=vision["temporal_patch_size"],
+        merge=vision["spatial_merge_size"],
+        gated_mlp=not is_newer,
+        num_positions=vision["num_position_embeddings"] if is_newer else 0,
+        window_size=0 if is_newer else vision["window_size"],
+        full_attention_blocks=() if is_newer else tuple(vision["fullatt_block_indexes"]),
+        deepstack=len(vision["deepstack_visual_indexes"]) if is_newer else 0,
+    )
+
+
+_QWEN_TEXT = dict(num_key_value_heads=None, max_position_embeddings=32768)
+_ALL = (
+    *(
+        VisionFamily(
+            name,
+            None,
+            "model.text_model.",
+            {f"model.{start}": own for start, own in _TILES.items()},
+            ("connector.",),
+            read_tiles,
+            {"model_type": "llama", "rms_norm_eps": 1e-5},
+        )
+        for name in ("smolvlm", "idefics3")
+    ),
+    VisionFamily(
+        "qwen2_5_vl",
+        "qwen2",
+        "model.",
+        {"visual.": "visual."},
+        ("visual.merger.",),
+        read_qwen,
+        _QWEN_TEXT | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        ties_by_text=True,
+    ),
+    VisionFamily(
+        "qwen3_vl",
+        "qwen3",
+        "model.language_model.",
+        {"model.visual.": "visual."},
+        ("visual.merger.", "visual.deepstack_merger_list."),
+        read_qwen,
+        _QWEN_TEXT | {"rope_theta": 5e5, "max_position_embeddings": 128000},
+        interleaved_sections=True,
+    ),
+)
+VISION_FAMILIES = MappingProxyType({one.model_type: one for one in _ALL})
+
+
+def refuse_known(model_type: object, source: str) -> None:
+    """Raise `UsageError` for a model with images that mkd knows by name and cannot run."""
+    why = REFUSED.get(model_type) if isinstance(model_type, str) else None
+    if why is not None:
+        what = f"{source}: model_type {model_type!r} is not supported"
+        do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}, or the text model saved on its own"
+        raise UsageError(what, why, do, code="vision-model-not-supported")
+
+
+def text_config(family: VisionFamily, config: HFConfig) -> dict[str, Any]:
+    """Return the text model's configuration as that of a model of its own.
+
+    `config` has no nulls. Old hub files of Qwen2.5-VL have the text model's keys beside `vision_config`.
+    """
+    own = config.get("text_config")
+    given = dict(own if own is not None else config)
+    text = dict(family.text_defaults) | given
+    text["model_type"] = family.text_family or text["model_type"]
+    tied = config.get("tie_word_embeddings", False)
+    text["tie_word_embeddings"] = tied or (family.ties_by_text and given.get("tie_word_embeddings", False))
+    if family.text_family is not None:
+        text["rope_parameters"] = _plain_rope(text)
+        text.pop("rope_scaling", None)
+        text.pop("layer_types", None)  # full attention, or Qwen's windows by their own switch
+    return {name: value for name, value in text.items() if value is not None}
+
+
+def _rope_object(text: HFConfig) -> dict[str, Any]:
+    return dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
+
+
+def _plain_rope(text: HFConfig) -> dict[str, Any]:
+    """Return the rope as a text model has it: `mrope` is the default rope with three positions."""
+    rope = _rope_object(text)
+    rope.setdefault("rope_theta", text["rope_theta"])
+    kind = rope.pop("type", None) or rope.get("rope_type", "default")
+    rope["rope_type"] = "default" if kind in ("mrope", "default") else kind
+    return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+
+
+def with_sections(family: VisionFamily, rope: RopeShape, config: HFConfig) -> RopeShape:
+    """Return `rope` with the channel pairs of a head that turn by time, height and width.
+
+    `config` is the whole configuration. Raises `CheckpointError` unless the sections make up half a head.
+    """
+    if family.text_family is None:
+        return rope
+    text = config.get("text_config") or config
+    given = _rope_object(text).get(
+        "mrope_section", (24, 20, 20) if family.interleaved_sections else (16, 24, 24)
+    )
+    sections = tuple(given)
+    if len(sections) != 3 or sum(sections) != rope.rotary_dim // 2:
+        what = f"mrope_section {list(sections)} does not make up {rope.rotary_dim // 2} channel pairs"
+        why = "every channel pair of a head turns by one of three positions"
+        raise CheckpointError(what, why, "download config.json again", code="rope-sections-not-valid")
+    return replace(rope, sections=sections, interleaved_sections=family.interleaved_sections)

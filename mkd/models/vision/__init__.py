@@ -1,0 +1,7 @@
+"""Models with images: transformers' vision towers in front of Megatron's decoder.
+
+tower.py            the tower and the projector, and which of their parts are trained
+features.py         features of all images of a row, from the ranks that share it
+deepstack.py        decoder layers that take further features
+vision_model.py     one part of a model with images
+"""

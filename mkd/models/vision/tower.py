@@ -1,0 +1,100 @@
+"""transformers' own vision modules, under their own names, as one child of a model's first part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from mkd.families.vision import VISION_FAMILIES
+from mkd.parallel.image_row import Grid
+from mkd.plan.model_shape import ModelShape
+
+
+class VisionTower(nn.Module):
+    """Tower and projector of one model: pixels in, features as wide as the text out.
+
+    It is frozen until `train_parts`. Parameters have `dtype`; buffers stay fp32, as the angles of positions
+    need it.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        assert shape.vision is not None, "a model without images has no tower"
+        self.shape = shape.vision
+        config = CONFIG_MAPPING[self.shape.family].from_dict(dict(shape.hf_config))
+        for name, module in _modules(self.shape.family, config).items():
+            self.add_module(name, module)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self.to(device)
+        self.requires_grad_(False).eval()
+
+    def train_parts(self, parts: Collection[str]) -> None:
+        """Train the named parts, `tower` and `projector`; all others stay frozen.
+
+        The blocks of a trained tower are recomputed in the backward pass.
+        """
+        projector = VISION_FAMILIES[self.shape.family].projector
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(("projector" if name.startswith(projector) else "tower") in parts)
+        for module in self.children():
+            if "tower" in parts and isinstance(module, PreTrainedModel):
+                _recompute_blocks(module)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that take a gradient."""
+        return [one for one in self.parameters() if one.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    def train(self, mode: bool = True) -> VisionTower:
+        """Set the mode; a frozen tower stays in evaluation."""
+        return super().train(mode and bool(self.trained))
+
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Return the features of some images, [n, 1 + deepstack, h]; see `ImageRow` for the arguments."""
+        if self.shape.image_size:
+            patches = self.vision_model(pixel_values=pixels).last_hidden_state
+            return self.connector(patches).flatten(0, 1)[:, None]
+        output = self.visual(pixels, grid_thw=torch.tensor(grids, device=pixels.device))
+        further = output.deepstack_features if self.shape.deepstack else []
+        return torch.stack([output.pooler_output, *further], dim=1)
+
+
+def _recompute_blocks(module: PreTrainedModel) -> None:
+    """Let transformers recompute the module's blocks; newer versions call the method otherwise."""
+    newer = getattr(module, "activation_checkpointing_enable", None)
+    (newer or module.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _modules(family: str, config: PreTrainedConfig) -> dict[str, nn.Module]:
+    """Return name -> module of a family, with random weights."""
+    if family == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VisionTransformerPretrainedModel,
+        )
+
+        return {"visual": Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)}
+    if family == "qwen3_vl":
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        return {"visual": Qwen3VLVisionModel._from_config(config.vision_config)}
+    if family == "idefics3":
+        from transformers.models.idefics3.modeling_idefics3 import (
+            Idefics3Connector,
+            Idefics3VisionTransformer,
+        )
+
+        tower, connector = Idefics3VisionTransformer, Idefics3Connector
+    else:
+        from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+
+        tower, connector = SmolVLMVisionTransformer, SmolVLMConnector
+    return {"vision_model": tower._from_config(config.vision_config), "connector": connector(config)}

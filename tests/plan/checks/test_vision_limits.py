@@ -1,0 +1,53 @@
+"""Refusals of settings of models with images."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.errors import UsageError
+from mkd.plan.auto_layout import planned_models
+from mkd.plan.checks.vision_limits import check_train_parts, check_vision, require_deepstack_layers
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+from tests.plan.shapes import STUDENT as TEXT
+from tests.tiny_vision_models import vision_config
+
+DEEP = ModelShape.from_hf_config(vision_config("qwen3_vl", text=dict(num_hidden_layers=4)).to_dict())
+PP, LAYOUT = "--pipeline-model-parallel-size", "--student-pipeline-layout"
+
+
+def settings(*argv):
+    return load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
+
+
+@pytest.mark.parametrize(
+    ("argv", "student", "expected"),
+    [
+        ((), DEEP, []),
+        (("--student-train-parts", "text"), DEEP, []),
+        (("--student-train-parts", "text", "eyes"), DEEP, ["value-unknown"]),
+        (("--student-train-parts", "tower"), DEEP, ["train-parts-without-text"]),
+        (("--student-train-parts", "text", "tower"), TEXT, ["setting-without-effect"]),
+        ((PP, 2), DEEP, []),
+        ((PP, 4), DEEP, ["deepstack-beyond-first-stage"]),
+        ((PP, 2, LAYOUT, "1,3"), DEEP, ["deepstack-beyond-first-stage"]),
+        ((PP, 2, "--num-virtual-stages-per-pipeline-rank", 2), DEEP, ["deepstack-beyond-first-stage"]),
+    ],
+)
+def test_settings_of_models_with_images(argv, student, expected):
+    config = settings(*argv)
+    models = tuple(planned_models(config, (student, TEXT)))
+    found = [*check_train_parts(config), *check_vision(config, 4, models)]
+    assert [problem.code for problem in found] == expected
+    if expected == ["deepstack-beyond-first-stage"]:
+        assert LAYOUT in found[0].report()
+
+
+def test_a_teachers_first_stage_is_checked_too():
+    config, layouts = settings(PP, 2), (PipelineLayout((2, 2), 2), PipelineLayout((1, 3), 2))
+    require_deepstack_layers(config, (DEEP, DEEP), layouts[:1] * 2)
+    with pytest.raises(UsageError) as error:
+        require_deepstack_layers(config, (DEEP, DEEP), layouts)
+    assert error.value.code == "deepstack-beyond-first-stage"
+    assert "--teacher-pipeline-layout" in error.value.report()

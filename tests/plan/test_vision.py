@@ -1,0 +1,74 @@
+"""Vision towers in plans: parameters, work, and their place on the first stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.config.load import load_config
+from mkd.plan.auto_layout import layouts_of
+from mkd.plan.batch import BatchPlan
+from mkd.plan.cost import pair_cost
+from mkd.plan.memory import GIB, predict_memory
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import model_parameters
+from mkd.plan.vision import tower_flops, tower_parameters
+from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
+from tests.tiny_vision_models import FAMILIES, make_vision_model
+
+QWEN, SMOLVLM = ModelShape.from_hf_config(HUB_QWEN), ModelShape.from_hf_config(HUB_SMOLVLM)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_files(family, tmp_path):
+    folder = make_vision_model(tmp_path, family)
+    shape, stored = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
+    projector = ("tower.connector.", "tower.visual.merger.", "tower.visual.deepstack_merger_list.")
+    sizes = {name: math.prod(header.shape) for name, header in stored.tower.items()}
+    of_projector = sum(size for name, size in sizes.items() if name.startswith(projector))
+    assert tower_parameters(shape) == (sum(sizes.values()) - of_projector, of_projector)
+    text = sum(math.prod(header.shape) for header in stored.headers.values())
+    assert model_parameters(shape).total == text + sum(sizes.values())
+
+
+@pytest.mark.parametrize("shape, gflop", [(QWEN, 5.5), (SMOLVLM, 3.3)])
+def test_work_of_an_image_token(shape, gflop):
+    """The figures come from the sizes of the towers by hand, with images of slightly other sizes."""
+    assert tower_flops(shape, 1) / 1e9 == pytest.approx(gflop, rel=0.05)
+    assert tower_flops(replace(shape, vision=None), 1) == 0
+
+
+def config(*parts):
+    argv = ["--student-hf", "s", "--teacher-hf", "t", "--pipeline-model-parallel-size", "4", "--bf16"]
+    argv += ["--pipeline-layout", "auto", "--seq-length", "8192", "--global-batch-size", "8"]
+    return load_config([*argv, "--student-train-parts", "text", *parts]).config
+
+
+def test_towers_take_layers_and_memory_from_the_first_stage():
+    text = replace(QWEN, vision=None)
+    (with_towers, (teacher,)), (without, _) = (
+        layouts_of(config("projector"), one, (one,), stages=1) for one in (QWEN, text)
+    )
+    assert with_towers.layers[0] + teacher.layers[0] < 2 * without.layers[0]
+    trained, frozen, nothing = (
+        predict_memory(settings, one, (one,), without, (without,), BatchPlan.from_config(settings, 4)).ranks
+        for settings, one in ((config("tower", "projector"), QWEN), (config(), QWEN), (config(), text))
+    )
+    size = tower_parameters(QWEN).total / GIB
+    assert frozen[0].student_gib - nothing[0].student_gib == pytest.approx(2 * size)
+    assert frozen[0].teacher_gib - nothing[0].teacher_gib == pytest.approx(2 * size)
+    assert frozen[0].gradients_gib == nothing[0].gradients_gib
+    assert trained[0].gradients_gib - frozen[0].gradients_gib == pytest.approx(4 * size)
+    assert trained[0].optimizer_gib - frozen[0].optimizer_gib == pytest.approx(12 * size)
+    assert trained[0].activations_gib > frozen[0].activations_gib
+    assert trained[1:] == frozen[1:] == nothing[1:]
+
+
+def test_a_trained_tower_costs_its_backward():
+    costs = [pair_cost(config(*parts), QWEN, (SMOLVLM,), 4) for parts in (("tower",), ())]
+    assert costs[0].towers.forward_ms == costs[1].towers.forward_ms > 0
+    assert costs[0].towers.backward_ms > costs[1].towers.backward_ms == 0
+    assert costs[0].towers.backward_ms < 3 * costs[0].towers.forward_ms  # the teacher's has none
