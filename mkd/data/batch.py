@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
+from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
 
 
@@ -82,6 +83,7 @@ class PackedBatch:
     num_loss_tokens: int  # loss tokens of the whole row
     sample_ids: tuple[int, ...]  # numbers of the packs, -1 for empty ones
     teacher_inputs: tuple[TeacherInput, ...] = ()  # one for every teacher
+    images: ImageRow | None = None  # None: a batch of text alone; else built for this rank, never cut again
     extras: Mapping[str, Extra] = field(default_factory=dict)  # more inputs of the stages, by name
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -122,6 +124,7 @@ class PackedBatch:
         return replace(
             self,
             **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)},
+            images=self.images and self.images.map(change),
             teacher_inputs=tuple(part.map(change) for part in self.teacher_inputs),
             extras={name: replace(one, values=change(one.values)) for name, one in self.extras.items()},
         )

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mkd.parallel.image_row import ImageRow
+
 
 class TokenRow(Protocol):
     """A row of packed documents that the layers of a model read."""
@@ -20,6 +22,7 @@ class TokenRow(Protocol):
     cu_seqlens: Tensor  # [documents + 1] int32, without padding
     cu_seqlens_padded: Tensor  # [documents + 1] int32
     max_seqlen: int  # largest span of a document, tokens
+    images: ImageRow | None  # None: text alone
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
 from mkd.models.stopwatch import Stopwatch
+from mkd.parallel.image_row import ImageRow
 from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
 
 
@@ -25,6 +26,7 @@ class StageInput:
     tokens: Tensor  # [1, t] int64
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
+    images: ImageRow | None = None  # None: a row of text alone
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs other than token ids, by name
 
 

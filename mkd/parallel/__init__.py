@@ -6,5 +6,6 @@ agreement.py     an error of one rank is raised by all
 pipeline.py      what pipeline stages send each other: activations with the teachers' hidden states
 state_links.py   the teachers' hidden states, if they are a pipeline of their own
 zigzag.py        which rows of a pack each context-parallel rank holds
+image_row.py     the images of a packed row, and how ranks share them
 exchange.py      rows of a tensor that the ranks of a group send each other
 """

@@ -37,4 +37,4 @@ def _stage_input(row: TokenRow, padding_joins_document: bool, extras: Mapping[st
     packed = packed_documents(
         row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=padding_joins_document
     )
-    return StageInput(row.tokens, row.position_ids, packed, extras)
+    return StageInput(row.tokens, row.position_ids, packed, row.images, extras)

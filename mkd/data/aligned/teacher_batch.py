@@ -12,6 +12,7 @@ from torch import Tensor
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
 from mkd.data.batch import as_row, cumulative, position_ids
 from mkd.data.teacher_input import ContextParallelCut, TokenRow
+from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 
@@ -70,12 +71,14 @@ class TeacherBatch:
     cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is k * s'
     max_seqlen: int  # largest span of a document, tokens
     chunks: ChunkBatch  # the chunks that this context-parallel rank owns
+    images: ImageRow | None = None  # of the teacher, as in PackedBatch
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherBatch:
         """Return the batch with `change` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **changed, chunks=self.chunks.map(change))
+        images = self.images and self.images.map(change)
+        return replace(self, **changed, chunks=self.chunks.map(change), images=images)
 
     def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherBatch:
         """Return the part of a whole row on the rank of `cut`, with the chunks that the rank owns.
