@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.images.pack_images import PackImages
 from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
@@ -43,6 +44,7 @@ class Pack:
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
     teacher_inputs: tuple[PackPart, ...] = ()  # one for every teacher
+    images: PackImages | None = None  # None: the corpus has no images
 
 
 def by_token(values: Tensor, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
 from mkd.operations.phases import Phases
@@ -40,7 +41,8 @@ def build_data(
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     try:
         texts = teacher_texts(plan, cross_tokenizer)
-        train_set, valid_set = open_data(config, tokenizer, vocab_size, build, texts)
+        images = plan.tokenizers.images
+        train_set, valid_set = open_data(config, tokenizer, vocab_size, build, texts, images)
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(config.checkpoint.save, stop)
@@ -64,6 +66,7 @@ def open_data(
     vocab_size: int,  # token ids known to all models that read them
     build: SharedBuild,
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for each teacher
+    images: ConversationImages | None = None,  # None: the models read none
 ):
     """Return (training set, held-out set or None) of the data flags. Collective."""
     data, context = config.data, build.context
@@ -83,6 +86,8 @@ def open_data(
         max_bad_records=data.max_bad_records,
         quarantine=str(log_folder(config) / QUARANTINE_FILE),
         teachers=teachers,
+        images=images,
+        max_patches_per_pack=data.max_patches_per_pack,
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mkd.data.encoding import in_workers
+from mkd.data.images.image_packing import kept_lengths, room_of_pieces
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
@@ -44,6 +46,15 @@ class PackSettings:
     documents: tuple[int, int] | None = None  # [first, last) of the corpus; None: all
     left_out: tuple[int, ...] = ()  # documents to skip, ascending
     window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
+    max_patches: int | None = None  # of images in a pack; None: no limit
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings for the key of a file of packs; without images it is that of earlier versions."""
+        values = asdict(self)
+        if self.max_patches is None:
+            del values["max_patches"]
+        return values
 
     def document_range(self, store: TokenStore) -> tuple[int, int]:
         return self.documents or (0, len(store))
@@ -143,13 +154,15 @@ class WindowPacker:
         lengths = store.lengths_between(first, last)
         left_out = np.array(settings.left_out, dtype=np.int64)
         lengths[left_out[(left_out >= first) & (left_out < last)] - first] = 0
+        limits = settings.seq_length, settings.max_patches
+        lengths = kept_lengths(store, first, lengths, *limits, settings.overlong)
         pieces = cut_documents(lengths, first, settings.seq_length, settings.overlong)
         starts = store.starts(pieces.document) + pieces.offset + 1
         loss_tokens = store.count_loss(starts, pieces.num_labels)
         # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         spans = padded_lengths(pieces.length, settings.document_multiple)
-        packs = pack_pieces(spans, settings.seq_length, settings.pack)
+        packs = pack_pieces(room_of_pieces(store, pieces, spans, *limits), settings.seq_length, settings.pack)
         kinds = self.kinds()
         found = PackedWindow(np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"]))
         for field in found.pieces.dtype.names:
@@ -205,8 +218,8 @@ def pack_into_file(
     if no token has loss, or the file cannot be written.
     """
     files = StoreFiles(store.prefix)
-    contents = [path for path in (files.idx, files.loss_mask) if path.exists()]
-    key = known.content_hash([VERSION, asdict(settings)], contents, progress)
+    contents = [path for path in (files.idx, files.loss_mask, files.images) if path.exists()]
+    key = known.content_hash([VERSION, settings.identity], contents, progress)
     path = Path(cache_dir) / f"{Path(store.prefix).name}-packs-{key[:16]}.bin"
     if (found := open_whole(path, key, known, progress)) is not None:
         return found
