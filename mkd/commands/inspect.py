@@ -81,6 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="same as in training (default: yes)",
     )
     add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
+    add("--image-root", metavar="DIR", help="same as in training")
+    add("--max-image-pixels", type=int, default=1 << 26, metavar="N", help="same as in training")
+    add("--max-image-side", type=int, metavar="N", help="same as in training")
+    add("--max-patches-per-pack", type=int, metavar="N", help="same as in training")
     add(
         "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
     )
@@ -153,6 +157,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does; print the first packs and a summary of all."""
     from mkd.commands.plot import new_figure, save_figure
     from mkd.data.build import open_datasets
+    from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
     from mkd.tokenizers.load import open_tokenizer
 
@@ -176,6 +181,10 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             characters_per_sample=args.characters_per_sample,
             append_eod=args.append_eod,
             max_bad_records=args.max_bad_records,
+            images=image_reader(
+                args.student, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
+            ),
+            max_patches_per_pack=args.max_patches_per_pack,
             cache_dir=args.data_cache_path or folder,
         )
         for index in wanted_packs(args, len(dataset)):

@@ -36,13 +36,15 @@ def build_data(
 
     Collective. Raises Preempted on all ranks if a rank got a signal while files were tokenised.
     """
-    config, data, tokenizer = plan.config, plan.config.data, plan.tokenizers.student
+    config, data, tokenizers = plan.config, plan.config.data, plan.tokenizers
+    assert tokenizers is not None, "a plan without problems has tokenizers"
     build = SharedBuild(context, signals or Signals(), phases or Phases())
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     try:
         texts = teacher_texts(plan, cross_tokenizer)
-        images = plan.tokenizers.images
-        train_set, valid_set = open_data(config, tokenizer, vocab_size, build, texts, images)
+        train_set, valid_set = open_data(
+            config, tokenizers.student, vocab_size, build, texts, tokenizers.images
+        )
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(config.checkpoint.save, stop)
@@ -56,7 +58,7 @@ def build_data(
         raise DataError(what, why, do, code="held-out-documents-missing")
     if plan.stored_teacher is not None:
         held_out = valid_set if config.training.evaluates else None
-        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizers.student, context)
     return train_set, valid_set
 
 

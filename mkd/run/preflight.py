@@ -76,7 +76,9 @@ def open_tokenizers(
             assumed = "so its ids are assumed to be the student's"
             notes.append(f"note: the {role}'s folder {source.assets} has no tokenizer, {assumed}")
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
-    images = student and collect_error(problems, partial(open_images, config, student, teachers, tokenizer))
+    images = None
+    if student is not None:
+        images = collect_error(problems, partial(open_images, config, student, teachers, tokenizer))
     return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)), images)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state

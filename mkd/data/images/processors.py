@@ -42,6 +42,13 @@ class ImageProcessor(ABC):
 
     def __init__(self, backend: Any, tokenizer: Tokenizer, placeholder: str):
         self.backend, self.tokenizer, self.placeholder = backend, tokenizer, placeholder
+        if placeholder not in tokenizer.vocabulary:
+            raise UsageError(
+                f"the tokenizer has no token {placeholder}",
+                "it is the place of an image in this family's conversations",
+                "use the tokenizer of the vision-language model itself",
+                code="image-token-missing",
+            )
         self.image_token_id = tokenizer.vocabulary[placeholder]
         self.reserved = (placeholder, *(s for s in self.structure if s in tokenizer.special_tokens))
         self.silent_ids = np.array([tokenizer.vocabulary[string] for string in self.reserved])
