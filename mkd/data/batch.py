@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,12 @@ class PackedBatch:
                 name: replace(one, values=one.cut(one.values, rows)) for name, one in self.extras.items()
             },
         )
+
+    def with_teacher_images(self, number: int, images: ImageRow) -> PackedBatch:
+        """Return the batch with this rank's images of the cross-tokenizer teacher `number`."""
+        inputs: list[Any] = list(self.teacher_inputs)
+        inputs[number] = replace(inputs[number], images=images)
+        return replace(self, teacher_inputs=tuple(inputs))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         """Return the batch with `change` applied to every tensor."""

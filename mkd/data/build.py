@@ -11,11 +11,11 @@ from typing import Any
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
-from mkd.data.aligned.teacher_store import TeacherStore
+from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
-from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.conversation import ConversationImages, require_image_processor
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
@@ -165,7 +165,8 @@ class _Preparation:
     ) -> _Member:
         refused = {document for prefix in teachers.values() for document in refused_documents(prefix)}
         here = sorted(document for document in refused if documents[0] <= document < documents[1])
-        packing = replace(self.packing, documents=documents, left_out=tuple(here))
+        tables = image_tables(teachers.values())
+        packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if is_small(store, packing):
             return _Member(
                 store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
@@ -201,6 +202,7 @@ class _Preparation:
         student = self._student_prefix(path, flag)
         settings = dict(
             tokenizer=self.tokenizer,
+            images=self.images,
             append_eod=self.append_eod,
             characters_per_sample=self.characters_per_sample,
             cache_dir=self.cache_dir,
@@ -279,27 +281,6 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
             f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
             "tokenise the raw files with this run's tokenizer: `mkd preprocess`",
             code="corpus-of-another-tokenizer",
-        )
-
-
-def require_image_processor(store: TokenStore, images: ConversationImages | None, name: str) -> None:
-    """Raise DataError if the corpus, called `name`, has images that the models would see in another form."""
-    if store.images is None:
-        return
-    if images is None:
-        raise DataError(
-            f"{name} has images, and the models of this run read none",
-            "their tokens would be empty places",
-            "use a vision-language model, or a corpus of texts",
-            code="corpus-with-images",
-        )
-    known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
-    if known != images.processor.fingerprint:
-        raise DataError(
-            f"{name} was tokenised with another image processor, or another --max-image-side",
-            f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
-            "tokenise the raw files with this run's model and flags: `mkd preprocess`",
-            code="corpus-of-another-image-processor",
         )
 
 

@@ -60,6 +60,8 @@ class PackedDataset:
         starts = np.cumsum(spans) - spans
         self._copy_pieces(pieces, pack, starts)
         images = self.store.images
+        columns = (pieces.document, pieces.offset, pieces.length, starts)
+        parts = zip(*(column.tolist() for column in columns), strict=True)
         student = StudentPack(first_piece, pieces, starts, pack.labels, pack.loss_mask)
         return replace(
             pack,
@@ -67,7 +69,7 @@ class PackedDataset:
             spans=spans,
             sample_id=index,
             teacher_inputs=tuple(side.pack(student) for side in self.teachers),
-            images=None if images is None else PackImages.of_pieces(images, pieces, starts),
+            images=None if images is None else PackImages.of_parts(images, parts),
         )
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
@@ -82,6 +84,11 @@ class PackedDataset:
     def teacher_seq_lengths(self) -> tuple[int, ...]:
         """Length of every teacher's packs, in the tokens that it reads."""
         return tuple(side.seq_length for side in self.teachers)
+
+    @property
+    def teacher_images(self) -> tuple[ConversationImages | None, ...]:
+        """Reader of every teacher's images; None for a teacher that shares the student's or reads none."""
+        return tuple(side.text.images if isinstance(side, TeacherSide) else None for side in self.teachers)
 
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
@@ -203,6 +210,11 @@ class BlendedDataset:
     def teacher_seq_lengths(self) -> tuple[int, ...]:
         """See PackedDataset."""
         return self.members[0].teacher_seq_lengths
+
+    @property
+    def teacher_images(self) -> tuple[ConversationImages | None, ...]:
+        """See PackedDataset."""
+        return self.members[0].teacher_images
 
     def sample_order(self, seed: int, shuffle: bool) -> SampleOrder:
         if self.weights is None:

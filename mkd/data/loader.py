@@ -174,15 +174,22 @@ class _MicroBatches(Dataset):
 
     def __getitem__(self, samples: list[int]) -> PackedBatch | MkdError:
         context = self._layout.context_parallel_rank, self._layout.context_parallel_size
-        images, row = self._dataset.images, None
         try:
             packs = [self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples]
-            batch = collate(packs)
-            if images is not None:
-                row = images_of_row(packs, batch, images, self._layout.images, context)
+            whole = collate(packs)
+            part = whole.context_parallel_shard(*context)
+            layout, reader = self._layout.images, self._dataset.images
+            if reader is not None:
+                part = replace(part, images=images_of_row(packs, whole, reader, layout, context))
+            for number, own in enumerate(self._dataset.teacher_images):
+                if own is not None:
+                    teacher_packs: list[Any] = [pack.teacher_inputs[number] for pack in packs]
+                    teacher_whole: Any = whole.teacher_inputs[number]
+                    row = images_of_row(teacher_packs, teacher_whole, own, layout, context)
+                    part = part.with_teacher_images(number, row)
         except MkdError as error:
             return error
-        return replace(batch.context_parallel_shard(*context), images=row)
+        return part
 
 
 def _load(

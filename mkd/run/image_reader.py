@@ -25,15 +25,15 @@ def open_images(
     )
     if found is None:
         return None
-    for teacher in teachers:
-        if teacher is None:
-            continue
+    for teacher, settings in zip(teachers, config.teachers, strict=False):
+        if teacher is None or settings.xtoken is not None:
+            continue  # a teacher with tokens of its own has images of its own too
         other = load_image_processor(teacher.assets, tokenizer, data.max_image_side)
         if other is None or other.fingerprint != found.processor.fingerprint:
             raise UsageError(
                 f"teacher {teacher.assets} has {'another' if other else 'no'} image processor",
                 "both models read the same tokens, so an image must have as many for each",
-                f"use a teacher with the preprocessor_config.json of {student.assets}",
+                "use a teacher with the same preprocessor_config.json, or give it tokens of its own: xtoken",
                 code="image-processors-differ",
             )
     return found

@@ -6,16 +6,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mkd.data.images.decoding import decode_image
-from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, ImageShape, load_image_processor
+from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
 from mkd.data.images.sources import ImageBytes, ImageSource
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mkd.data.store import TokenStore
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,27 @@ class EncodedImage:
     size: tuple[int, int]  # height and width in pixels, upright
     source: ImageBytes
     sha256: bytes  # of the file's content
+
+
+@dataclass(frozen=True)
+class ReadImage:
+    """The file of an image that was decoded once."""
+
+    source: ImageBytes
+    size: tuple[int, int]  # height and width in pixels, upright
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """A conversation's tokens with the images expanded."""
+
+    ids: np.ndarray  # [n] int32
+    repeats: np.ndarray  # int64, one for each token before: the tokens that it became
+    images: tuple[EncodedImage, ...]
+
+    def moved(self, borders: np.ndarray) -> np.ndarray:
+        """Return where token borders of the text before stand now, of the same shape."""
+        return np.concatenate([[0], np.cumsum(self.repeats)])[borders]
 
 
 @dataclass(frozen=True)
@@ -52,9 +76,27 @@ class ConversationImages:
         a bad one is found here and not in training. Image and structure tokens have no loss. Raises DataError
         for an image that cannot be read, and for a text that spells a control token of images.
         """
-        self._check_texts(messages)
         ids, loss = self.processor.tokenizer.apply_chat_template(messages)
-        places = np.flatnonzero(np.asarray(ids) == self.processor.image_token_id)
+        placed = self.place(messages, np.asarray(ids, np.int32), self.read(images))
+        new_loss = np.repeat(np.asarray(loss, np.uint8), placed.repeats)
+        for image in placed.images:
+            new_loss[image.first : image.first + image.tokens] = 0
+        new_loss[np.isin(placed.ids, self.processor.silent_ids)] = 0
+        return placed.ids, new_loss, placed.images
+
+    def read(self, images: Sequence[str | Mapping[str, Any]]) -> list[ReadImage]:
+        """Return the files of images with their sizes. Raises DataError for an image that cannot be read."""
+        return [self._read(number, image) for number, image in enumerate(images, 1)]
+
+    def place(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ids: np.ndarray,  # [n] int32, of the rendered conversation
+        images: Sequence[ReadImage],
+    ) -> PlacedImages:
+        """Return the conversation's tokens with the images expanded. Raises DataError as `encode`."""
+        self._check_texts(messages)
+        places = np.flatnonzero(ids == self.processor.image_token_id)
         if len(places) != len(images):
             raise DataError(
                 f"the chat template writes {len(places)} image placeholders for {len(images)} images",
@@ -62,22 +104,23 @@ class ConversationImages:
                 "use a template that writes one for each image part, in every role that has images",
                 code="image-placeholders-differ",
             )
-        read = [self._read(number, image) for number, image in enumerate(images, 1)]
-        shapes = [self.processor.shape(height, width) for (height, width), _ in read]
-        new_ids, new_loss, firsts = expand(
-            np.asarray(ids, np.int32), np.asarray(loss, np.uint8), places, shapes
-        )
-        new_loss[np.isin(new_ids, self.processor.silent_ids)] = 0
-        found = tuple(
-            EncodedImage(first, len(shape.ids), shape.grid, size, source, _digest(source.content))
-            for first, shape, (size, source) in zip(firsts.tolist(), shapes, read, strict=True)
-        )
-        return new_ids, new_loss, found
+        shapes = [self.processor.shape(*image.size) for image in images]
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[places] = [len(shape.ids) for shape in shapes]
+        new_ids = np.repeat(ids, repeats)
+        firsts = (np.cumsum(repeats) - repeats)[places].tolist()
+        found = []
+        for first, shape, image in zip(firsts, shapes, images, strict=True):
+            new_ids[first : first + len(shape.ids)] = shape.ids
+            digest = hashlib.sha256(image.source.content).digest()
+            found.append(EncodedImage(first, len(shape.ids), shape.grid, image.size, image.source, digest))
+        return PlacedImages(new_ids, repeats, tuple(found))
 
-    def _read(self, number: int, image: str | Mapping[str, Any]) -> tuple[tuple[int, int], ImageBytes]:
+    def _read(self, number: int, image: str | Mapping[str, Any]) -> ReadImage:
         try:
             source = self.source.read(image)
-            return decode_image(source.content, self.source.max_pixels).shape[:2], source
+            height, width, _ = decode_image(source.content, self.source.max_pixels).shape
+            return ReadImage(source, (height, width))
         except DataError as error:
             raise error.located(f"image {number}") from error
 
@@ -125,29 +168,22 @@ def image_reader(
     return ConversationImages(processor, ImageSource(root and str(Path(root).resolve()), max_pixels))
 
 
-def expand(
-    ids: np.ndarray,  # [n] int32
-    loss: np.ndarray,  # [n] uint8
-    places: np.ndarray,  # ascending places of the placeholders
-    shapes: Sequence[ImageShape],  # of the images, in order
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (ids, loss, first token of each image) with each placeholder replaced by its image's tokens."""
-    lengths = np.array([len(shape.ids) for shape in shapes], dtype=np.int64)
-    repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[places] = lengths
-    new_ids, new_loss = np.repeat(ids, repeats), np.repeat(loss, repeats)
-    firsts = shifted(np.arange(len(ids)), places, lengths)[places]
-    for first, shape in zip(firsts.tolist(), shapes, strict=True):
-        new_ids[first : first + len(shape.ids)] = shape.ids
-        new_loss[first : first + len(shape.ids)] = 0
-    return new_ids, new_loss, firsts
-
-
-def shifted(borders: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return token borders of a document after its placeholders at `places` became `lengths` tokens each."""
-    grown = np.concatenate([[0], np.cumsum(lengths - 1)])
-    return borders + grown[np.searchsorted(places, borders, side="left")]
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
+def require_image_processor(store: TokenStore, images: ConversationImages | None, name: str) -> None:
+    """Raise DataError if the corpus, called `name`, has images that the models would see in another form."""
+    if store.images is None:
+        return
+    if images is None:
+        raise DataError(
+            f"{name} has images, and the models of this run read none",
+            "their tokens would be empty places",
+            "use a vision-language model, or a corpus of texts",
+            code="corpus-with-images",
+        )
+    known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
+    if known != images.processor.fingerprint:
+        raise DataError(
+            f"{name} was tokenised with another image processor, or another --max-image-side",
+            f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
+            "tokenise the raw files with this run's model and flags: `mkd preprocess`",
+            code="corpus-of-another-image-processor",
+        )

@@ -107,7 +107,7 @@ class ImageTable:
             self._records = np.memmap(table, np.uint8, mode="r")[: -rest or None].view(IMAGE).view(np.ndarray)
             last = self._records[-1:]
             expected = int((last["start"] + last["length"]).sum())
-            if rest or sources.stat().st_size != expected:
+            if rest or sources.stat().st_size < expected:
                 raise ValueError(f"{sources} has not the {expected} bytes that the table describes")
         except (OSError, ValueError) as error:
             raise DataError(
@@ -144,6 +144,16 @@ class ImageTable:
                 code="image-changed",
             )
         return decode_image(content, source.max_pixels)
+
+
+def with_sources_of(records: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return `records` with the sources of the same images in `others`, which may have more documents."""
+    same = others[np.isin(others["document"], records["document"])]
+    assert len(same) == len(records), "both tables have all images of a document"
+    found = records.copy()
+    for field in ("is_path", "start", "length"):
+        found[field] = same[field]
+    return found
 
 
 def grids_of(records: np.ndarray) -> list[Grid]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image
 from mkd.parallel.zigzag import context_parallel_rows
 
 if TYPE_CHECKING:
+    from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
     from mkd.data.batch import Pack, PackedBatch
-    from mkd.data.packing.cutting import Pieces
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,15 @@ class PackImages:
     starts: np.ndarray  # [images] int64, first token of each in the pack
 
     @classmethod
-    def of_pieces(cls, table: ImageTable, pieces: Pieces, starts: np.ndarray) -> PackImages:
-        """Return the images of `pieces`, whose first tokens stand at `starts` of the pack."""
+    def of_parts(cls, table: ImageTable, parts: Iterable[tuple[int, int, int, int]]) -> PackImages:
+        """Return the images of parts of documents: (document, first token, tokens, start in the pack)."""
         found, places = [np.zeros(0, IMAGE)], [np.zeros(0, dtype=np.int64)]
-        for document, length, start in zip(pieces.document, pieces.length, starts, strict=True):
-            records = table.between(int(document), int(document) + 1)
-            records = records[records["first"] < length]
+        for document, first, length, start in parts:
+            records = table.between(document, document + 1)
+            ends = records["first"] + records["tokens"]
+            records = records[(records["first"] >= first) & (ends <= first + length)]
             found.append(records)
-            places.append(start + records["first"].astype(np.int64))
+            places.append(records["first"].astype(np.int64) - first + start)
         return cls(table, np.concatenate(found), np.concatenate(places))
 
 
@@ -53,8 +54,8 @@ class ImageLayout:
 
 
 def images_of_row(
-    packs: Sequence[Pack],
-    batch: PackedBatch,  # the packs as a whole row
+    packs: Sequence[Pack] | Sequence[TeacherPack],
+    batch: PackedBatch | TeacherBatch,  # the packs as a whole row
     images: ConversationImages,
     layout: ImageLayout,
     context_parallel: tuple[int, int] = (0, 1),  # rank, size
@@ -106,7 +107,7 @@ def images_of_row(
     )
 
 
-def _placed(packs: Sequence[Pack]) -> list[tuple[int, int, Grid]]:
+def _placed(packs: Sequence[Pack] | Sequence[TeacherPack]) -> list[tuple[int, int, Grid]]:
     """Return (first token in the row, tokens, grid) of each image."""
     found: list[tuple[int, int, Grid]] = []
     start = 0
@@ -119,7 +120,9 @@ def _placed(packs: Sequence[Pack]) -> list[tuple[int, int, Grid]]:
     return found
 
 
-def _positions(batch: PackedBatch, placed: Sequence[tuple[int, int, Grid]], merge: int) -> np.ndarray:
+def _positions(
+    batch: PackedBatch | TeacherBatch, placed: Sequence[tuple[int, int, Grid]], merge: int
+) -> np.ndarray:
     """Return the rotary positions of the whole row, int64 [3, t]; each document starts at 0."""
     found = np.repeat(batch.position_ids.numpy(), 3, axis=0)
     borders = batch.cu_seqlens_padded.numpy()

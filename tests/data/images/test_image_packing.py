@@ -7,7 +7,7 @@ import pytest
 
 from mkd.data.build import open_datasets
 from mkd.data.dataset import PackedDataset
-from mkd.data.images.image_packing import kept_lengths, patches_in
+from mkd.data.images.image_packing import ImageRoom
 from mkd.data.images.image_table import patches_of
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.pack_index import PackIndex, PackSettings, pack_into_file
@@ -50,7 +50,10 @@ def test_packs_hold_whole_images_within_both_capacities(corpus, overlong, max_pa
     for pack in range(len(index)):
         pieces = index.pieces_of(pack)
         assert (-(-pieces.length // 2) * 2).sum() <= SEQ_LENGTH
-        assert max_patches is None or patches_in(store, pieces).sum() <= max_patches
+        assert (
+            max_patches is None
+            or ImageRoom(store, SEQ_LENGTH, max_patches).patches_in(pieces).sum() <= max_patches
+        )
         for document, offset, length in zip(pieces.document, pieces.offset, pieces.length, strict=True):
             own = table[table["document"] == document]
             if not len(own):
@@ -78,10 +81,10 @@ def test_an_image_beyond_a_pack_drops_its_document_or_ends_it_before(reader, wri
     assert patches == [256, 16, 256, 16]
     short = lengths[2] - 1  # the line end after the last answer has no loss
     for seq_length, most in ((60, None), (1000, 100)):
-        kept = kept_lengths(store, 0, lengths, seq_length, most, "split")
-        assert kept.tolist() == [0, short, lengths[2]]
-        assert kept_lengths(store, 0, lengths, seq_length, most, "drop").tolist() == [0, 0, lengths[2]]
-    assert kept_lengths(store, 1, lengths[1:], 1000, 212, "split").tolist() == [short, lengths[2]]
+        room = ImageRoom(store, seq_length, most)
+        assert room.kept_lengths(0, lengths, "split").tolist() == [0, short, lengths[2]]
+        assert room.kept_lengths(0, lengths, "drop").tolist() == [0, 0, lengths[2]]
+    assert ImageRoom(store, 1000, 260).kept_lengths(1, lengths[1:], "split").tolist() == [short, lengths[2]]
     only_wide = str(tmp_path / "wide" / "c")
     path = write_jsonl("b.jsonl", records[0])
     build_store([path], only_wide, images.processor.tokenizer, True, images=images)
