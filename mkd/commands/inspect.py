@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -81,14 +81,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="same as in training (default: yes)",
     )
     add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
-    add("--image-root", metavar="DIR", help="same as in training")
-    add("--max-image-pixels", type=int, default=1 << 26, metavar="N", help="same as in training")
-    add("--max-image-side", type=int, metavar="N", help="same as in training")
-    add("--max-patches-per-pack", type=int, metavar="N", help="same as in training")
     add(
         "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
+    _add_image_flags(add)
+    _add_alignment_flags(add)
+    return parser
+
+
+def _add_image_flags(add: Callable[..., object]) -> None:
+    add("--image-root", metavar="DIR", help="same as in training")
+    add("--max-image-pixels", type=int, default=1 << 26, metavar="N", help="same as in training")
+    add("--max-image-side", type=int, metavar="N", help="same as in training")
+    add("--max-patches-per-pack", type=int, metavar="N", help="same as in training")
+
+
+def _add_alignment_flags(add: Callable[..., object]) -> None:
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
     add("--teacher", metavar="TOKENIZER", help="teacher's tokenizer, for --align")
     add("--mode", default="byte_offset", help="alignment: byte_offset or dp (default: byte_offset)")
@@ -98,7 +107,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=True,
         help="align reasoning of conversations too (default: yes)",
     )
-    return parser
 
 
 def aligned_records(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mkd.config.flags import FlagParser
@@ -49,6 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR_OR_ID_OR_FILE",
         help="model folder, hub id, SentencePiece .model or .tiktoken file",
     )
+    _add_record_flags(add)
+    _add_image_flags(add)
+    return parser
+
+
+def _add_record_flags(add: Callable[..., object]) -> None:
     add(
         "--workers",
         type=int,
@@ -77,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
     )
+
+
+def _add_image_flags(add: Callable[..., object]) -> None:
     add(
         "--image-root",
         metavar="DIR",
@@ -98,7 +107,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="pixels of a side to which the image processor reduces images, as in training (default: as "
         "preprocessor_config.json says)",
     )
-    return parser
 
 
 def check_numbers(args: argparse.Namespace) -> None:

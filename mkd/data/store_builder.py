@@ -101,10 +101,9 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **summary.described(),
+            **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
             "sha256": content_hashes(partial, progress),
         }
-        if images is not None:
-            meta["image_processor_fingerprint"] = images.processor.fingerprint
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return summary
 

@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
 
 
 def open_(folder, *flags, teachers=()):
-    config = load_config([str(flag) for flag in flags]).config
+    teacher_flags = [word for one in teachers for word in ("--teacher-hf", one)]
+    config = load_config([str(word) for word in (*flags, *teacher_flags)]).config
     tokenizer = load_hugging_face(str(folder))
     return open_images(config, Model(folder), [Model(one) for one in teachers], tokenizer)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkd.data.images.decoding import decode_image
+from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
-from mkd.data.images.sources import ImageBytes, ImageSource
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer

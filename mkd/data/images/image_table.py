@@ -16,7 +16,7 @@ import numpy as np
 
 from mkd.data.images.conversation import EncodedImage
 from mkd.data.images.decoding import decode_image
-from mkd.data.images.sources import ImageSource
+from mkd.data.images.image_files import ImageSource
 from mkd.errors import DataError
 from mkd.parallel.image_row import Grid
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_files import ImageSource
 from mkd.data.images.processors import load_image_processor
-from mkd.data.images.sources import ImageSource
 from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.conftest import make_store, write_jsonl  # noqa: F401
 from tests.data.images.tiny_processors import make_qwen, make_smolvlm

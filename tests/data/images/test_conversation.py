@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mkd.data.documents import encode_record, parse_row
-from mkd.data.images.sources import ImageSource
+from mkd.data.images.image_files import ImageSource
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError
