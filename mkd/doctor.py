@@ -307,6 +307,7 @@ _NEEDED = {
 }
 _EXTRAS = {
     "pyarrow": "no .parquet and .arrow data",
+    "PIL": "no images of vision-language models",
     "numba": "--xtoken-alignment dp is slower",
     "tiktoken": "no .tiktoken files as tokenizers",
     "tensorboard": "no --tensorboard-dir",

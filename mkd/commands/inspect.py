@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -85,6 +85,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
+    _add_image_flags(add)
+    _add_alignment_flags(add)
+    return parser
+
+
+def _add_image_flags(add: Callable[..., object]) -> None:
+    add("--image-root", metavar="DIR", help="same as in training")
+    add("--max-image-pixels", type=int, default=1 << 26, metavar="N", help="same as in training")
+    add("--max-image-side", type=int, metavar="N", help="same as in training")
+    add("--max-patches-per-pack", type=int, metavar="N", help="same as in training")
+
+
+def _add_alignment_flags(add: Callable[..., object]) -> None:
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
     add("--teacher", metavar="TOKENIZER", help="teacher's tokenizer, for --align")
     add("--mode", default="byte_offset", help="alignment: byte_offset or dp (default: byte_offset)")
@@ -94,7 +107,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=True,
         help="align reasoning of conversations too (default: yes)",
     )
-    return parser
 
 
 def aligned_records(
@@ -153,6 +165,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does; print the first packs and a summary of all."""
     from mkd.commands.plot import new_figure, save_figure
     from mkd.data.build import open_datasets
+    from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
     from mkd.tokenizers.load import open_tokenizer
 
@@ -176,6 +189,10 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             characters_per_sample=args.characters_per_sample,
             append_eod=args.append_eod,
             max_bad_records=args.max_bad_records,
+            images=image_reader(
+                args.student, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
+            ),
+            max_patches_per_pack=args.max_patches_per_pack,
             cache_dir=args.data_cache_path or folder,
         )
         for index in wanted_packs(args, len(dataset)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mkd.config.flags import FlagParser
@@ -49,6 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR_OR_ID_OR_FILE",
         help="model folder, hub id, SentencePiece .model or .tiktoken file",
     )
+    _add_record_flags(add)
+    _add_image_flags(add)
+    return parser
+
+
+def _add_record_flags(add: Callable[..., object]) -> None:
     add(
         "--workers",
         type=int,
@@ -77,7 +83,42 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
     )
-    return parser
+
+
+def _add_image_flags(add: Callable[..., object]) -> None:
+    add(
+        "--image-root",
+        metavar="DIR",
+        help="folder of the images that records name by path. Links must stay inside, and nothing is fetched "
+        "over the network (default: records hold all their images)",
+    )
+    add(
+        "--max-image-pixels",
+        type=int,
+        default=1 << 26,
+        metavar="N",
+        help="pixels of the largest image that is decoded. A larger one is a bad record "
+        f"(default: {1 << 26})",
+    )
+    add(
+        "--max-image-side",
+        type=int,
+        metavar="N",
+        help="pixels of a side to which the image processor reduces images, as in training (default: as "
+        "preprocessor_config.json says)",
+    )
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise UsageError for a number that is out of range."""
+    for name in ("max_image_pixels", "max_image_side"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} is not a number of pixels",
+                do="use 1 or more",
+                code="image-limit-below-one",
+            )
 
 
 def preprocess(args: argparse.Namespace) -> StoreSummary:
@@ -100,10 +141,12 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             do="use 1 or more",
             code="characters-per-sample-below-one",
         )
+    check_numbers(args)
     # not in the workers, which import this file
     from mkd.platform import prepare_for_files
 
     prepare_for_files()
+    from mkd.data.images.conversation import image_reader
     from mkd.data.store_builder import build_store
     from mkd.tokenizers.load import load_tokenizer
 
@@ -117,6 +160,9 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
         workers,
         characters_per_sample=characters,
         max_bad_records=args.max_bad_records,
+        images=image_reader(
+            args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
+        ),
     )
 
 
@@ -129,5 +175,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
         f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
+        + (f", {summary.images} images, {summary.images / seconds:.1f} images/s" if summary.images else "")
         + (f"; {summary.bad_records} bad records skipped" if summary.bad_records else "")
     )

@@ -54,6 +54,25 @@ class DataConfig:
         "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. They "
         "are listed in quarantine.jsonl in the log folder. One more ends the run and names the first ten",
     )
+    image_root: str | None = option(
+        None,
+        "folder of the images that records name by path. Links must stay inside. Images are never fetched "
+        "over the network (default: records hold all their images)",
+    )
+    max_image_pixels: int = option(
+        1 << 26, "pixels (width x height) of the largest image that is decoded. A larger one is a bad record"
+    )
+    max_image_side: int | None = option(
+        None,
+        "pixels of a side to which the image processors of all models reduce images. SmolVLM applies it to "
+        "the longer side, in whole tiles. A Qwen model bounds an image's area by its square (default: as "
+        "preprocessor_config.json says)",
+    )
+    max_patches_per_pack: int | None = option(
+        None,
+        "image patches in a pack, at most. It bounds the memory and time of the vision tower, as "
+        "--seq-length does those of the text (default: no limit)",
+    )
     append_eod: bool = option(True, "end every document with the end-of-text token")
     shuffle: bool = option(True, "draw packs in random order, a different one in every epoch")
     num_workers: int = option(

@@ -1,6 +1,7 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
 sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
+messages.py             conversations checked, and their images separated from their text
 documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut
@@ -16,5 +17,6 @@ prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 pack_view.py            packs as text for people
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
+images/                 images of conversations: tokens, tables, packs, pixels
 stored/                 the top-k predictions of a teacher that ran earlier
 """

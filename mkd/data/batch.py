@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.images.pack_images import PackImages
 from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
@@ -43,6 +45,7 @@ class Pack:
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
     teacher_inputs: tuple[PackPart, ...] = ()  # one for every teacher
+    images: PackImages | None = None  # None: the corpus has no images
 
 
 def by_token(values: Tensor, rows: Tensor) -> Tensor:
@@ -117,6 +120,12 @@ class PackedBatch:
                 name: replace(one, values=one.cut(one.values, rows)) for name, one in self.extras.items()
             },
         )
+
+    def with_teacher_images(self, number: int, images: ImageRow) -> PackedBatch:
+        """Return the batch with this rank's images of the cross-tokenizer teacher `number`."""
+        inputs: list[Any] = list(self.teacher_inputs)
+        inputs[number] = replace(inputs[number], images=images)
+        return replace(self, teacher_inputs=tuple(inputs))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         """Return the batch with `change` applied to every tensor."""

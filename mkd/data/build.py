@@ -11,10 +11,11 @@ from typing import Any
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
-from mkd.data.aligned.teacher_store import TeacherStore
+from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
+from mkd.data.images.conversation import ConversationImages, require_image_processor
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
@@ -26,6 +27,7 @@ from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
+BYTES_OF_IMAGES = 100  # a record with images takes as long to tokenise as one of so many times its bytes
 SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are checked pack by pack, as they are read
 
 
@@ -47,6 +49,8 @@ def open_datasets(
     max_bad_records: int = 0,  # bad records of a raw file that may be skipped
     quarantine: str | None = None,  # file that lists the skipped records; default: no file
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
+    images: ConversationImages | None = None,  # reads the images of conversations; None: there may be none
+    max_patches_per_pack: int | None = None,  # of images; default: no limit
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -67,8 +71,8 @@ def open_datasets(
     parts = ((train, 0.0, 1.0 if valid else train_end), held_out)
     preparation = _Preparation(
         *(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample),
-        *(teachers, max_bad_records, quarantine, progress),
-        packing=PackSettings(seq_length, pack, overlong, document_multiple),
+        *(teachers, max_bad_records, quarantine, progress, images),
+        packing=PackSettings(seq_length, pack, overlong, document_multiple, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
     )
     prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
@@ -79,7 +83,8 @@ def open_datasets(
             code="split-leaves-no-training",
         )
     is_weighted = [blend.weights is not None for blend, *_ in parts]
-    train_data, valid_data = _open(prepared, is_weighted, vocab_size, tokenizer.pad_id, teachers)
+    known = dict(vocab_size=vocab_size, pad_id=tokenizer.pad_id, images=images)
+    train_data, valid_data = _open(prepared, is_weighted, teachers, known)
     assert train_data is not None
     return train_data, valid_data
 
@@ -98,17 +103,16 @@ class _Member:
 def _open(
     prepared: Sequence[Sequence[_Member]],  # of each data set
     is_weighted: Sequence[bool],
-    vocab_size: int,
-    pad_id: int,
     teachers: Sequence[TeacherText | SharedTokens],
+    known: Mapping[str, Any],  # arguments of PackedDataset that do not depend on the corpus
 ) -> list[BlendedDataset | None]:
     """Return the data sets, None for one without a corpus."""
     members = [member for of_data_set in prepared for member in of_data_set]
     datasets = []
     for member in members:
         index = PackIndex.in_file(member.packs) if member.packs else None
-        store, settings = TokenStore(member.prefix), asdict(member.packing)
-        datasets.append(PackedDataset(store, vocab_size=vocab_size, pad_id=pad_id, index=index, **settings))
+        settings = asdict(member.packing) | {"index": index} | known
+        datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
     _attach_teachers(datasets, members, teachers)
     opened, found = iter(datasets), []
     for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
@@ -132,6 +136,7 @@ class _Preparation:
     max_bad_records: int
     quarantine: str | None
     progress: Callable[[], None]
+    images: ConversationImages | None
     packing: PackSettings
     known: KnownFiles
 
@@ -160,7 +165,8 @@ class _Preparation:
     ) -> _Member:
         refused = {document for prefix in teachers.values() for document in refused_documents(prefix)}
         here = sorted(document for document in refused if documents[0] <= document < documents[1])
-        packing = replace(self.packing, documents=documents, left_out=tuple(here))
+        tables = image_tables(teachers.values())
+        packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if is_small(store, packing):
             return _Member(
                 store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
@@ -196,6 +202,7 @@ class _Preparation:
         student = self._student_prefix(path, flag)
         settings = dict(
             tokenizer=self.tokenizer,
+            images=self.images,
             append_eod=self.append_eod,
             characters_per_sample=self.characters_per_sample,
             cache_dir=self.cache_dir,
@@ -219,6 +226,7 @@ class _Preparation:
         store = TokenStore(prefix)
         store.check_layout(self.known, self.progress)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
+        require_image_processor(store, self.images, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
@@ -230,7 +238,7 @@ class _Preparation:
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
         settings = (self.tokenizer, self.append_eod, self.characters_per_sample)
-        key = cache_key(path, *settings, self.progress, self.known)
+        key = cache_key(path, *settings, self.progress, self.known, self.images)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not self._is_complete(prefix, key):
             build_store(
@@ -243,6 +251,7 @@ class _Preparation:
                 self.characters_per_sample,
                 self.max_bad_records,
                 self.progress,
+                self.images,
             )
             for end, digest in TokenStore(prefix).meta["sha256"].items():
                 self.known.keep(prefix + end, "sha256", digest)
@@ -259,7 +268,8 @@ class _Preparation:
             return False
 
     def _workers(self, path: str | Path) -> int:
-        return useful_workers(Path(path).stat().st_size, self.workers)
+        factor = BYTES_OF_IMAGES if self.images else 1
+        return useful_workers(Path(path).stat().st_size * factor, self.workers)
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.pack_images import PackImages
 from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
@@ -31,6 +33,7 @@ class PackedDataset:
         vocab_size: int,  # token ids that the model knows
         pad_id: int,
         index: PackIndex | None = None,  # default: the documents are packed now
+        images: ConversationImages | None = None,  # reads the images; None: the models read none
         **settings: Any,  # of PackSettings
     ):
         """Pack the documents, unless `index` has their packs. Raises DataError if none of them has loss."""
@@ -38,7 +41,7 @@ class PackedDataset:
         assert packing.seq_length % packing.document_multiple == 0
         self.store, self.index = store, index or pack_in_memory(store, packing)
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
-        self._vocab_size, self._pad_id = vocab_size, pad_id
+        self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images
         self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
         self.first_document, last = packing.document_range(store)
         self.num_documents, self._num_left_out = last - self.first_document, len(packing.left_out)
@@ -56,6 +59,9 @@ class PackedDataset:
         pack = empty_pack(self.seq_length, self._pad_id)
         starts = np.cumsum(spans) - spans
         self._copy_pieces(pieces, pack, starts)
+        images = self.store.images
+        columns = (pieces.document, pieces.offset, pieces.length, starts)
+        parts = zip(*(column.tolist() for column in columns), strict=True)
         student = StudentPack(first_piece, pieces, starts, pack.labels, pack.loss_mask)
         return replace(
             pack,
@@ -63,6 +69,7 @@ class PackedDataset:
             spans=spans,
             sample_id=index,
             teacher_inputs=tuple(side.pack(student) for side in self.teachers),
+            images=None if images is None else PackImages.of_parts(images, parts),
         )
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
@@ -77,6 +84,11 @@ class PackedDataset:
     def teacher_seq_lengths(self) -> tuple[int, ...]:
         """Length of every teacher's packs, in the tokens that it reads."""
         return tuple(side.seq_length for side in self.teachers)
+
+    @property
+    def teacher_images(self) -> tuple[ConversationImages | None, ...]:
+        """Reader of every teacher's images; None for a teacher that shares the student's or reads none."""
+        return tuple(side.text.images if isinstance(side, TeacherSide) else None for side in self.teachers)
 
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
@@ -190,9 +202,19 @@ class BlendedDataset:
         return self.members[0].empty_pack()
 
     @property
+    def images(self) -> ConversationImages | None:
+        """Reader of the images; None if the models read none."""
+        return self.members[0].images
+
+    @property
     def teacher_seq_lengths(self) -> tuple[int, ...]:
         """See PackedDataset."""
         return self.members[0].teacher_seq_lengths
+
+    @property
+    def teacher_images(self) -> tuple[ConversationImages | None, ...]:
+        """See PackedDataset."""
+        return self.members[0].teacher_images
 
     def sample_order(self, seed: int, shuffle: bool) -> SampleOrder:
         if self.weights is None:

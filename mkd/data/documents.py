@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mkd.data.images.conversation import ConversationImages, EncodedImage
+from mkd.data.messages import check_string, json_name, num_characters, split_images
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -40,11 +42,12 @@ class RecordKind:
     form: str
     convert: Callable[..., tuple[Any, ...]] = lambda *values: values
     """Values of the keys -> values of the form: a text, a list of messages, or a prompt and a completion."""
+    images: str | None = None  # key of the images of messages, if the record has it
 
 
 KINDS: Mapping[str, RecordKind] = {
     "text": RecordKind(("text",), TEXT),
-    "messages": RecordKind(("messages",), MESSAGES),
+    "messages": RecordKind(("messages",), MESSAGES, images="images"),
     "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION),
 }
 """To add a kind of record, name its keys here, and convert their values into those of a form."""
@@ -59,6 +62,7 @@ class Record:
 
     kind: str  # TEXT, MESSAGES or PROMPT_COMPLETION
     values: tuple[Any, ...]
+    images: tuple[Any, ...] = ()  # of messages, in the order of their places; see messages.py
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Document:
     ids: np.ndarray  # [n] int32
     loss: np.ndarray  # [n] uint8
     kind: str  # form of its record
+    images: tuple[EncodedImage, ...] = ()
 
 
 def read_rows(path: str | Path, keep_blank: bool = False, whole: bool = False) -> Iterator[tuple[int, Row]]:
@@ -113,23 +118,32 @@ def parse_row(row: Row) -> Record:
     given = [_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
     if kind.form != MESSAGES:
         for key, value in zip(kind.keys, given, strict=True):
-            _check_string(value, key)
+            check_string(value, key)
     values = kind.convert(*given)
+    images: tuple[Any, ...] = ()
     if kind.form == MESSAGES:
-        _check_messages(values[0])
+        messages, images = split_images(values[0], fields.get(kind.images) if kind.images else None)
+        values = (messages,)
     if kind.form != TEXT:
         _check_size(kind.form, values)
-    return Record(kind.form, values)
+    return Record(kind.form, values, images)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Document:
-    """Return the tokens and loss mask of a record.
+def encode_record(
+    record: Record, tokenizer: Tokenizer, append_eod: bool, images: ConversationImages | None = None
+) -> Document:
+    """Return the tokens and loss mask of a record, and its images, which only the reader `images` can read.
 
     If `append_eod`, texts and completions end with the EOS token. Text: loss everywhere. Messages: the chat
     template's ids, loss on assistant turns. Prompt and completion: loss on the completion and its EOS; only
     the prompt has the tokenizer's BOS.
     """
     if record.kind == MESSAGES:
+        if images is None and record.images:
+            raise _no_image_reader()
+        if images is not None:
+            ids, loss, placed = images.encode(record.values[0], record.images)
+            return Document(ids, loss, record.kind, placed)
         ids, loss = tokenizer.apply_chat_template(record.values[0])
     else:
         ids = tokenizer.encode(record.values[0])
@@ -212,9 +226,10 @@ def _batch_rows(batch) -> Iterator[Row]:
 
 
 def _known_columns(names: list[str], path: Path) -> list[str]:
-    wanted = {key for kind in KINDS.values() for key in kind.keys}
+    complete = [kind for kind in KINDS.values() if set(kind.keys) <= set(names)]
+    wanted = {key for kind in KINDS.values() for key in kind.keys} | {kind.images for kind in complete}
     known = [name for name in names if name in wanted]
-    if not any(set(kind.keys) <= set(known) for kind in KINDS.values()):
+    if not complete:
         raise _unknown("columns", names, f"{path} has ")
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
@@ -245,7 +260,7 @@ def raw_fields(row: Row) -> Mapping:
         ) from error
     if not isinstance(value, dict):
         raise DataError(
-            f"a JSON {_json_name(value)}, not an object",
+            f"a JSON {json_name(value)}, not an object",
             "every line must be one JSON object",
             "a file that is one JSON array becomes lines with: jq -c '.[]'",
             code="record-not-object",
@@ -317,62 +332,17 @@ def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
     )
 
 
-def _check_messages(messages) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"messages is {'an empty list' if messages == [] else 'a ' + _json_name(messages)}",
-            "a conversation is a list of at least one message",
-            'use [{"role": "user", "content": "..."}, ...]',
-            code="record-messages-not-list",
-        )
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise DataError(
-                f"message {number} is a {_json_name(message)}",
-                "a message is an object with role and content",
-                'use {"role": "user", "content": "..."}',
-                code="record-message-not-object",
-            )
-        for key in ("role", "content"):
-            _check_string(message.get(key), f"message {number}: {key}")
-        if message.get("tool_calls"):
-            raise DataError(
-                f"message {number} has tool_calls",
-                "their tokens would have no loss, though the assistant wrote them",
-                "write the call into the content, or the record as prompt and completion",
-                code="record-tool-calls",
-            )
-
-
-def _check_string(value, name: str) -> None:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{name} is {'missing or null' if value is None else 'a ' + _json_name(value)}",
-            "it must be a string",
-            "repair or remove the record",
-            code="record-field-not-text",
-        )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} has half of a surrogate pair at character {error.start + 1}",
-            "it is not valid text, and tokenizers refuse it",
-            "repair or remove the record",
-            code="record-surrogate",
-        ) from error
-    if "\0" in value:
-        raise DataError(
-            f"{name} has a NUL at character {value.index(chr(0)) + 1}",
-            "texts do not contain NUL; a broken copy or a full disk leaves it",
-            "repair or remove the record",
-            code="record-nul",
-        )
+def _no_image_reader() -> DataError:
+    return DataError(
+        "the conversation has images, and nothing here can read them",
+        "the folder of the tokenizer has no preprocessor_config.json of a supported vision-language model",
+        "name the folder of such a model, or remove the records with images",
+        code="images-without-processor",
+    )
 
 
 def _check_size(kind: str, values: tuple) -> None:
-    texts = [value for message in values[0] for value in message.values()] if kind == MESSAGES else values
-    size = sum(len(text) for text in texts if isinstance(text, str))
+    size = num_characters(values[0]) if kind == MESSAGES else sum(map(len, values))
     if size > MAX_CHARACTERS:
         raise DataError(
             f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} "
@@ -381,11 +351,6 @@ def _check_size(kind: str, values: tuple) -> None:
             "split it into records that make sense alone, or remove it",
             code="record-too-long",
         )
-
-
-def _json_name(value) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
 def require_eos(tokenizer: Tokenizer) -> int:

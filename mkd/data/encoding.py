@@ -18,6 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mkd.data.documents import MAX_CHARACTERS, Row, encode_record, parse_row, read_rows
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import image_records
 from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -38,6 +40,8 @@ class EncodedBatch:
     lengths: np.ndarray  # [documents] int64, tokens of each
     kinds: frozenset[str]  # kinds of their records
     errors: list[MkdError]  # a BadRecord for each bad row, or the error of an unreadable file
+    images: np.ndarray  # [images] of IMAGE, with documents and sources counted from those of the batch
+    image_sources: bytes
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,7 @@ def encode_files(
     workers: int = 0,
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
+    images: ConversationImages | None = None,
 ) -> Generator[EncodedBatch, None, None]:
     """Yield the encoded batches of all files, in the order of files and rows.
 
@@ -212,7 +217,7 @@ def encode_files(
     `progress` see `in_workers`.
     """
     return in_workers(
-        FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress
+        FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod, images), workers, progress
     )
 
 
@@ -220,17 +225,21 @@ def encode_files(
 class _Encoder:
     tokenizer: Tokenizer
     append_eod: bool
+    images: ConversationImages | None
 
     def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedBatch:
         documents, errors = each_row(
-            rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod)
+            rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod, self.images)
         )
+        images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
             loss=np.concatenate([np.empty(0, np.uint8), *(document.loss for document in documents)]),
             lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
             kinds=frozenset(document.kind for document in documents),
             errors=errors,
+            images=images,
+            image_sources=image_sources,
         )
 
 

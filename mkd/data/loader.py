@@ -6,8 +6,9 @@ The stream is endless; the pass can be repeated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import outlive_signals
+from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
 from mkd.errors import MkdError
 
@@ -36,6 +38,7 @@ class BatchLayout:
     data_parallel_size: int = 1
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
+    images: ImageLayout = ImageLayout()
 
     def __post_init__(self):
         assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0
@@ -74,7 +77,7 @@ class TrainStream:
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
-        **layout: int,  # of BatchLayout
+        **layout: Any,  # of BatchLayout
     ):
         self._layout = BatchLayout(**layout)
         self.consumed_samples = consumed_samples
@@ -125,7 +128,7 @@ class EvalStream:
         eval_iters: int,
         num_workers: int = 0,
         pin_memory: bool = False,
-        **layout: int,  # of BatchLayout
+        **layout: Any,  # of BatchLayout
     ):
         self._layout = BatchLayout(**layout)
         self._dataset, self._num_workers, self._pin_memory = dataset, num_workers, pin_memory
@@ -177,13 +180,23 @@ class _MicroBatches(Dataset):
         self._dataset, self._layout = dataset, layout
 
     def __getitem__(self, samples: list[int]) -> PackedBatch | MkdError:
+        context = self._layout.context_parallel_rank, self._layout.context_parallel_size
         try:
-            batch = collate([self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples])
+            packs = [self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples]
+            whole = collate(packs)
+            part = whole.context_parallel_shard(*context)
+            layout, reader = self._layout.images, self._dataset.images
+            if reader is not None:
+                part = replace(part, images=images_of_row(packs, whole, reader, layout, context))
+            for number, own in enumerate(self._dataset.teacher_images):
+                if own is not None:
+                    teacher_packs: list[Any] = [pack.teacher_inputs[number] for pack in packs]
+                    teacher_whole: Any = whole.teacher_inputs[number]
+                    row = images_of_row(teacher_packs, teacher_whole, own, layout, context)
+                    part = part.with_teacher_images(number, row)
         except MkdError as error:
             return error
-        return batch.context_parallel_shard(
-            self._layout.context_parallel_rank, self._layout.context_parallel_size
-        )
+        return part
 
 
 def _load(

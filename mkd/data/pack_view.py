@@ -8,6 +8,8 @@ import numpy as np
 
 from mkd.data.batch import Pack
 from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.images.image_table import patches_of
+from mkd.data.images.pack_images import PackImages
 from mkd.tokenizers.tokenizer import Tokenizer
 
 WITH_LOSS, WITHOUT_LOSS, RESET = "\033[32m", "\033[90m", "\033[0m"
@@ -26,6 +28,8 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
         f"pack {pack.sample_id}: {len(pack.lengths)} documents, {used} of {len(pack.tokens)} tokens,"
         f" {loss_tokens} with loss, {len(pack.tokens) - used} padding"
     ]
+    if pack.images is not None:
+        lines += _image_lines(pack.images)
     starts = np.cumsum(pack.spans) - pack.spans
     for start, length in zip(starts.tolist(), pack.lengths.tolist(), strict=True):
         ids = pack.tokens[start : start + length].tolist()
@@ -73,6 +77,16 @@ def draw_lengths(lengths: np.ndarray, seq_length: int, figure) -> None:
     axes.axvline(seq_length, color="red", label=f"--seq-length {seq_length}")
     axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
     axes.legend()
+
+
+def _image_lines(images: PackImages) -> list[str]:
+    """Return a line for each image: its tokens in the pack, its size and its patches."""
+    sizes = (f"{width} x {height}" for height, width in images.records["size"].tolist())
+    columns = images.starts.tolist(), images.records["tokens"].tolist(), sizes, patches_of(images.records)
+    return [
+        f"  image [{start}, {start + count}): {size} pixels, {patches} patches"
+        for start, count, size, patches in zip(*columns, strict=True)
+    ]
 
 
 def _token(tokenizer: Tokenizer, token: int, has_loss: bool, colour: bool) -> str:

@@ -1,4 +1,4 @@
-"""A tokenised corpus on disk: Megatron's `.bin/.idx`, a loss mask and a description."""
+"""A tokenised corpus on disk: Megatron's `.bin/.idx`, a loss mask, images and a description."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
+from mkd.data.images.image_table import ImageTable
 from mkd.data.known_files import KnownFiles, sha256_of_file
 from mkd.errors import DataError
 
@@ -40,6 +41,14 @@ class StoreFiles:
         return Path(self.prefix + ".loss_mask.bin")
 
     @property
+    def images(self) -> Path:  # a record for each image; absent if there is none
+        return Path(self.prefix + ".images.bin")
+
+    @property
+    def image_sources(self) -> Path:  # paths and bytes of the images; absent if there is none
+        return Path(self.prefix + ".image_sources.bin")
+
+    @property
     def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs wrote
         return Path(self.prefix + ".meta.json")
 
@@ -50,7 +59,10 @@ class StoreFiles:
     @property
     def in_order(self) -> tuple[Path, ...]:
         """Files in the order of renaming: the one that readers look for comes last."""
-        return self.quarantine, self.loss_mask, self.bin, self.idx, self.meta
+        return (
+            *(self.quarantine, self.loss_mask, self.images, self.image_sources),
+            *(self.bin, self.idx, self.meta),
+        )
 
 
 class TokenStore:
@@ -87,6 +99,8 @@ class TokenStore:
         if files.loss_mask.is_file():
             _check_size(files.loss_mask, self.num_tokens)
             self._loss_mask = _mapped(files.loss_mask)
+        has_images = self.meta.get("images") or files.images.is_file()
+        self.images = ImageTable(files.images, files.image_sources) if has_images else None
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[str]]:
         return TokenStore, (self.prefix,)
@@ -227,10 +241,10 @@ def parts(count: int) -> Iterator[tuple[int, int]]:
 
 
 def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Return suffix -> SHA-256 of the content, for the tokens, the index and the mask of a corpus."""
+    """Return suffix -> SHA-256 of the content, for the files of a corpus."""
     paths = {
         path.name.removeprefix(Path(files.prefix).name): path
-        for path in (files.bin, files.idx, files.loss_mask)
+        for path in (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
     }
     return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.encoding import EncodedBatch, encode_files
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import ImageTableWriter
 from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, content_hashes
@@ -35,6 +37,13 @@ class StoreSummary:
     max_token_id: int
     bad_records: int = 0  # records that were skipped
     kinds: tuple[str, ...] = ()  # kinds of the records
+    images: int = 0
+    image_patches: int = 0
+
+    def described(self) -> dict[str, Any]:
+        """Return the numbers for the description of the corpus; those of images only if there are some."""
+        numbers = asdict(self)
+        return numbers if self.images else {k: v for k, v in numbers.items() if not k.startswith("image")}
 
 
 def build_store(
@@ -47,6 +56,7 @@ def build_store(
     characters_per_sample: int | None = None,
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
+    images: ConversationImages | None = None,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
@@ -67,7 +77,7 @@ def build_store(
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         with closing(
-            encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)
+            encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress, images)
         ) as batches:
             summary = _write_tokens(batches, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
@@ -90,7 +100,8 @@ def build_store(
             "characters_per_sample": characters_per_sample,
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
-            **asdict(summary),
+            **summary.described(),
+            **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
             "sha256": content_hashes(partial, progress),
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -104,9 +115,11 @@ def cache_key(
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
     known: KnownFiles = FORGETFUL,
+    images: ConversationImages | None = None,
 ) -> str:
     """Return the SHA-256 over the content of a raw file and all settings that decide its tokens."""
     settings = [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample]
+    settings += images.settings if images else []
     return known.content_hash(settings, [path], progress)
 
 
@@ -117,6 +130,7 @@ def _write_tokens(
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
+    images = ImageTableWriter(files.images, files.image_sources)
     with builder.data_file, files.loss_mask.open("wb") as mask_file:
         for batch in batches:
             quarantine.add(batch.errors)
@@ -126,6 +140,7 @@ def _write_tokens(
             for start, stop in zip(stops - batch.lengths, stops, strict=True):
                 builder.add_document(batch.ids[start:stop], [int(stop - start)])
             mask_file.write(batch.loss.tobytes())
+            images.append(batch.images, batch.image_sources, documents)
             documents += len(stops)
             tokens += batch.ids.size
             kinds |= batch.kinds
@@ -134,10 +149,12 @@ def _write_tokens(
             unpredicted += int((batch.loss == 0).sum())
             max_token_id = max(max_token_id, int(batch.ids.max(initial=-1)))
     quarantine.close()
+    images.close()
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
-    return StoreSummary(documents, tokens, loss_tokens, max_token_id, quarantine.count, tuple(sorted(kinds)))
+    counts = documents, tokens, loss_tokens, max_token_id, quarantine.count
+    return StoreSummary(*counts, tuple(sorted(kinds)), images.count, images.patches)
 
 
 @contextmanager

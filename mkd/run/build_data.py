@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
 from mkd.operations.phases import Phases
@@ -35,12 +36,15 @@ def build_data(
 
     Collective. Raises Preempted on all ranks if a rank got a signal while files were tokenised.
     """
-    config, data, tokenizer = plan.config, plan.config.data, plan.tokenizers.student
+    config, data, tokenizers = plan.config, plan.config.data, plan.tokenizers
+    assert tokenizers is not None, "a plan without problems has tokenizers"
     build = SharedBuild(context, signals or Signals(), phases or Phases())
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     try:
         texts = teacher_texts(plan, cross_tokenizer)
-        train_set, valid_set = open_data(config, tokenizer, vocab_size, build, texts)
+        train_set, valid_set = open_data(
+            config, tokenizers.student, vocab_size, build, texts, tokenizers.images
+        )
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(config.checkpoint.save, stop)
@@ -54,7 +58,7 @@ def build_data(
         raise DataError(what, why, do, code="held-out-documents-missing")
     if plan.stored_teacher is not None:
         held_out = valid_set if config.training.evaluates else None
-        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizers.student, context)
     return train_set, valid_set
 
 
@@ -64,6 +68,7 @@ def open_data(
     vocab_size: int,  # token ids known to all models that read them
     build: SharedBuild,
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for each teacher
+    images: ConversationImages | None = None,  # None: the models read none
 ):
     """Return (training set, held-out set or None) of the data flags. Collective.
 
@@ -88,6 +93,8 @@ def open_data(
         max_bad_records=data.max_bad_records,
         quarantine=str(log_folder(config) / QUARANTINE_FILE),
         teachers=teachers,
+        images=images,
+        max_patches_per_pack=data.max_patches_per_pack,
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from mkd.config.schema import XTokenConfig
 from mkd.data.aligned.teacher_side import TeacherText
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.processors import load_image_processor
 from mkd.data.teacher_input import SharedTokens
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
@@ -55,6 +57,16 @@ def teacher_texts(
     return [side.text if side else SharedTokens() for side in sides]
 
 
+def _teacher_images(plan: Plan, index: int, tokenizer: Tokenizer) -> ConversationImages | None:
+    """Return the reader of the teacher's images; None if the teacher or the student reads none."""
+    ours = plan.tokenizers.images if plan.tokenizers else None
+    if ours is None:
+        return None
+    folder, max_side = plan.teachers[index].assets, plan.config.data.max_image_side
+    processor = load_image_processor(folder, tokenizer, max_side)
+    return None if processor is None else ConversationImages(processor, ours.source)
+
+
 def _cross_tokenizer(
     plan: Plan, tokenizer: Tokenizer, index: int, settings: XTokenConfig
 ) -> CrossTokenizerTeacher:
@@ -70,5 +82,6 @@ def _cross_tokenizer(
         exact_only=settings.exact_token_match_only,
         reasoning=settings.reasoning,
         name=plan.teacher_names[index],
+        images=_teacher_images(plan, index, teacher),
     )
     return CrossTokenizerTeacher(settings, relation, text)

@@ -218,7 +218,8 @@ def _option_path(name: str) -> str:
 def _corpus(store: TokenStore) -> dict:
     """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
-    sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
+    paths = (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
+    sizes = [path.stat().st_size for path in paths if path.exists()]
     meta = {name: value for name, value in store.meta.items() if name not in NOT_CONTENT}
     return {"sizes": sizes, "meta": meta}
 
@@ -229,6 +230,8 @@ def _data(config: Config) -> Iterator[tuple[str, object]]:
     values["weights"] = parse_blend(config.data.data_path).weights if config.data.data_path else None
     for name in ("split", "pack", "overlong", "append_eod", "shuffle"):
         values[name] = getattr(config.data, name)
+    if config.data.max_patches_per_pack is not None:  # absent as in earlier versions
+        values["max_patches_per_pack"] = config.data.max_patches_per_pack
     for name, value in values.items():
         yield f"data.{name}", value
 

@@ -19,9 +19,11 @@ from mkd.config.models import teacher_roles
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.build import require_file, require_text, require_vocabulary
 from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
+from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
 from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
@@ -40,6 +42,7 @@ class Tokenizers:
     teachers: tuple[Tokenizer | None, ...]
     source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
     notes: tuple[str, ...]  # shown to the user
+    images: ConversationImages | None = None  # reads the images of conversations; None: the student has none
 
 
 def open_tokenizers(
@@ -73,7 +76,10 @@ def open_tokenizers(
             assumed = "so its ids are assumed to be the student's"
             notes.append(f"note: the {role}'s folder {source.assets} has no tokenizer, {assumed}")
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
-    return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)))
+    images = None
+    if student is not None:
+        images = collect_error(problems, partial(open_images, config, student, teachers, tokenizer))
+    return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)), images)
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:

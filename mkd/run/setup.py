@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
 from mkd.checkpoint.save_folder import checkpoint_bytes
 from mkd.config.options import flat_settings
+from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
@@ -141,13 +143,14 @@ def build_streams(
     `rollouts` take the place of the former.
     """
     data, training = plan.config.data, plan.config.training
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         micro_batch_size=plan.batch.micro_batch_size,
         global_batch_size=plan.batch.global_batch_size,
         data_parallel_rank=context.dp_rank,
         data_parallel_size=context.dp_size,
         context_parallel_rank=context.cp_rank,
         context_parallel_size=context.cp_size,
+        images=image_layout(context, plan.config.parallel.sequence_parallel),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
@@ -156,6 +159,14 @@ def build_streams(
     if valid_set is not None and training.eval_iters:
         held_out = EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
     return rollouts or TrainStream(train_set, **order, **sizes), held_out
+
+
+def image_layout(context: ParallelContext, sequence_parallel: bool) -> ImageLayout:
+    """Return this rank's share of the images of a row."""
+    tensor_rank, tensor_size = (context.tp_rank, context.tp_size) if sequence_parallel else (0, 1)
+    rank = context.cp_rank * context.tp_size + context.tp_rank
+    ranks = context.cp_size * context.tp_size
+    return ImageLayout(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:

@@ -14,6 +14,7 @@ from mkd.errors import DataError
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 
 ASSISTANT = "assistant"
+PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -94,13 +95,38 @@ def encode_generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> 
 
 def end_of_turn(hf: Any) -> str | None:
     """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
-    messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
+    messages: Sequence[Mapping[str, Any]] = PROBE
+    if reads_parts_only(hf):
+        messages = with_parts(messages)
     try:
         text = _render(hf, messages)
     except DataError:
         return None
     span = _turn_span(hf, messages, 1, text)
     return None if span is None else text[span[1] : span[2]].strip() or None
+
+
+def reads_parts_only(hf: Any) -> bool:
+    """Return True if the template drops contents that are texts, as those of vision-language models may."""
+    if PROBE[0]["content"] in _rendered_or_empty(hf, PROBE):
+        return False
+    return PROBE[0]["content"] in _rendered_or_empty(hf, with_parts(PROBE))
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with every content as a list of parts."""
+    return [{**message, "content": _like_parts(message["content"])} for message in messages]
+
+
+def _like_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _rendered_or_empty(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        return _render(hf, messages)
+    except DataError:
+        return ""
 
 
 def _render_turns(
@@ -136,7 +162,9 @@ def _turn_span(
     placeholder = "assistantturn"
     while placeholder in text:
         placeholder += "0"
-    replaced = [*messages[:turn], {**messages[turn], "content": placeholder}, *messages[turn + 1 :]]
+    is_text = isinstance(messages[turn]["content"], str)
+    content = placeholder if is_text else _like_parts(placeholder)
+    replaced = [*messages[:turn], {**messages[turn], "content": content}, *messages[turn + 1 :]]
     before, found, after = _render(hf, replaced).partition(placeholder)
     if not found or placeholder in after or not text.endswith(after):
         return None

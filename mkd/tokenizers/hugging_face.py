@@ -13,7 +13,15 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mkd.errors import UsageError
-from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_generation_prompt, encode_turns, end_of_turn
+from mkd.tokenizers.chat import (
+    EncodedChat,
+    encode_chat,
+    encode_generation_prompt,
+    encode_turns,
+    end_of_turn,
+    reads_parts_only,
+    with_parts,
+)
 from mkd.tokenizers.pieces import (
     BYTE_TOKEN,
     METASPACE,
@@ -94,14 +102,18 @@ class HuggingFaceTokenizer(Tokenizer):
         in_text = np.array(encoding.special_tokens_mask, dtype=bool) == 0
         return locate(encoding.ids, in_text, self._pieces, data, lambda: byte_offsets(text, encoding.offsets))
 
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = False
+        return self._backend.encode(text, add_special_tokens=False).ids
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        return encode_chat(self._with_template, messages)
+        return encode_chat(self._with_template, self._shaped(messages))
 
     def generation_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return encode_generation_prompt(self._with_template, messages)
+        return encode_generation_prompt(self._with_template, self._shaped(messages))
 
     def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        return encode_turns(self._with_template, messages, self._pieces)
+        return encode_turns(self._with_template, self._shaped(messages), self._pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -155,6 +167,14 @@ class HuggingFaceTokenizer(Tokenizer):
         if not self.has_chat_template:
             raise no_chat_template()
         return self._hf
+
+    def _shaped(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the messages with contents in the form that the template reads."""
+        return with_parts(messages) if self._reads_parts_only else messages
+
+    @cached_property
+    def _reads_parts_only(self) -> bool:
+        return reads_parts_only(self._with_template)
 
     @cached_property
     def _style(self) -> _Style:

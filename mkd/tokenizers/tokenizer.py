@@ -34,6 +34,13 @@ class Tokenizer(ABC):
         """Return the ids of text that follows other text: as `encode`, but never with BOS or EOS."""
         return self.encode(text)
 
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        """Return the ids of a part of a rendered conversation, whose control tokens are written as text.
+
+        Raises DataError for a tokenizer without chat template.
+        """
+        raise no_chat_template()
+
     def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
         """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each spells.
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from mkd.commands.inspect import main as inspect
 from mkd.commands.preprocess import main
 from mkd.data.store import TokenStore
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
+from tests.data.images.tiny_processors import image_file, make_smolvlm, picture
+from tests.reported import reported_codes
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 # The loader's threads end late here, and free the semaphores of their queues slowly: a program that does not
@@ -139,3 +142,23 @@ def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, c
     said = " ".join(capsys.readouterr().out.split())
     assert "Every line of a .txt file that is not blank is a document" in said
     assert "Consecutive text records (.txt: lines, also blank ones) are joined" in said
+
+
+def test_images_are_read_below_the_root(tmp_path, capsys):
+    """The count of images is printed, and `mkd inspect` shows their places; a limit is checked first."""
+    folder, flags = make_smolvlm(tmp_path / "model"), ["--image-root", str(tmp_path)]
+    (tmp_path / "a.png").write_bytes(image_file(picture(40, 40)))
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a fox"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    argv = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *flags]
+    argv += ["--tokenizer-model", str(folder)]
+    assert main(argv) == EXIT_DONE
+    assert "c: 1 documents, " in (printed := capsys.readouterr().out) and ", 1 images, " in printed
+    assert (
+        inspect(["--input", str(tmp_path / "c"), "--student", str(folder), "--seq-length", "256"])
+        == EXIT_DONE
+    )
+    assert ": 40 x 40 pixels, 80 patches\n" in capsys.readouterr().out
+    assert main([*argv, "--max-image-side", "0"]) == EXIT_USAGE
+    assert reported_codes(capsys.readouterr().err) == ["image-limit-below-one"]

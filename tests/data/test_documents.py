@@ -103,7 +103,10 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
             "message 2: content is missing or null",
         ),
         (b'{"messages": [{"content": "a"}]}', "message 1: role is missing or null"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message 1: content is a list"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "message 1: content, part 1: text is missing or null",
+        ),
         (
             b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}',
             "message 1 has tool_calls",

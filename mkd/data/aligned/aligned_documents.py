@@ -10,8 +10,10 @@ import numpy as np
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.documents import MESSAGES, PROMPT_COMPLETION, Record, Row, encode_record, parse_row, require_eos
 from mkd.data.encoding import each_row
+from mkd.data.images.conversation import ConversationImages, EncodedImage
+from mkd.data.images.image_table import image_records
 from mkd.data.store import TokenStore
-from mkd.errors import MkdError
+from mkd.errors import DataError, MkdError
 from mkd.tokenizers.spans import EncodedText
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion
@@ -36,6 +38,7 @@ class AlignedBatch:
     teacher_lengths: np.ndarray  # [documents] int64
     refused: np.ndarray  # [r] int64, the documents that the teacher refuses
     errors: list[MkdError]  # a BadRecord for each of these, or the error of an unreadable file
+    images: np.ndarray  # [images] of IMAGE on the teacher's side, with documents counted from the first one
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,15 @@ class Pair:
     alignment: str
     reasoning: bool
     append_eod: bool
+    student_images: ConversationImages | None = None  # None: the model reads no images
+    teacher_images: ConversationImages | None = None
+
+
+@dataclass(frozen=True)
+class AlignedConversation(AlignedText):
+    """Both sides of a conversation with images, expanded for each model."""
+
+    images: tuple[EncodedImage, ...] = ()  # in the teacher's tokens
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,8 @@ class RowAligner:
         return align_record(parse_row(row), self.pair)
 
     def _without_teacher(self, row: Row) -> AlignedText:
-        ids = encode_record(parse_row(row), self.pair.student, self.pair.append_eod).ids
+        record, pair = parse_row(row), self.pair
+        ids = encode_record(record, pair.student, pair.append_eod, pair.student_images).ids
         return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
 
 
@@ -108,12 +121,32 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     """
     student, teacher = pair.student, pair.teacher
     if record.kind == MESSAGES:
-        return align_chat(student, teacher, record.values[0], reasoning=pair.reasoning, mode=pair.alignment)
+        messages = record.values[0]
+        aligned = align_chat(student, teacher, messages, reasoning=pair.reasoning, mode=pair.alignment)
+        return _with_images(aligned, record, pair)
     if record.kind == PROMPT_COMPLETION:
         aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
     else:
         aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
     return _with_eos(aligned, pair) if pair.append_eod else aligned
+
+
+def _with_images(aligned: AlignedText, record: Record, pair: Pair) -> AlignedText:
+    """Expand the images on both sides, each for its model, and move the chunks of the text."""
+    if pair.student_images is None or pair.teacher_images is None:
+        if not record.images:
+            return aligned
+        raise DataError(
+            "the conversation has images, and one of the models reads none",
+            "teacher and student would answer different questions",
+            "use two vision-language models, or remove the records with images",
+            code="images-for-text-model",
+        )
+    messages, read = record.values[0], pair.student_images.read(record.images)
+    ours = pair.student_images.place(messages, np.asarray(aligned.student_ids, np.int32), read)
+    theirs = pair.teacher_images.place(messages, np.asarray(aligned.teacher_ids, np.int32), read)
+    chunks = np.concatenate([ours.moved(aligned.chunks[:, :2]), theirs.moved(aligned.chunks[:, 2:])], axis=1)
+    return AlignedConversation(ours.ids, theirs.ids, chunks, theirs.images)
 
 
 def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
@@ -231,4 +264,6 @@ def _batch(
         sides[f"{side}_ids"] = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
         sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
         sides[f"{side}_lengths"] = np.array([len(side_ids) for side_ids in ids], dtype=np.int64)
-    return AlignedBatch(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)
+    images, _ = image_records(getattr(document, "images", ()) for document in documents)
+    refused_documents = np.array(refused, dtype=np.int64)
+    return AlignedBatch(**sides, refused=refused_documents, errors=errors, images=images)

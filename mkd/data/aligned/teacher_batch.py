@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
 from mkd.data.batch import as_row, cumulative, position_ids
+from mkd.data.images.pack_images import PackImages
 from mkd.data.teacher_input import ContextParallelCut, TokenRow
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
@@ -52,6 +53,7 @@ class TeacherPack:
     lengths: np.ndarray  # [documents] int64, tokens without padding
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s'
     chunks: PackChunks
+    images: PackImages | None = None  # None: the corpus has no images
 
     def collate(self, others: Sequence[TeacherPack], student_labels: np.ndarray) -> TeacherBatch:
         """Join this pack and `others`, the following ones, into one micro-batch."""

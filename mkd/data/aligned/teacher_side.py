@@ -12,6 +12,8 @@ from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.pack_images import PackImages
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ class TeacherText:
     exact_only: bool = False  # keep only the 1-1 chunks of a common pair
     reasoning: bool = True  # align the reasoning of assistant turns too
     name: str = "teacher"  # for messages
+    images: ConversationImages | None = None  # reads the teacher's images; None: it reads none
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class TeacherSide:
         pack, pieces = self.empty_pack(), student.pieces
         ranges = self._teacher_pieces.part(student.first_piece, student.first_piece + len(pieces))
         lengths, spans, chunks, start = [], [], [np.zeros((0, 4), dtype=np.int64)], 0
+        parts: list[tuple[int, int, int, int]] = []
         for number, (student_start, first, length) in enumerate(
             zip(student.starts.tolist(), *(column.tolist() for column in ranges), strict=True)
         ):
@@ -97,6 +101,7 @@ class TeacherSide:
             if not length:
                 continue
             self._copy(int(pieces.document[number]), first, length, pack, start)
+            parts.append((int(pieces.document[number]), first, length, start))
             chunks.append(found + [student_start, student_start, start, start])
             lengths.append(length)
             spans.append(int(padded_lengths(np.int64(length), self._multiple)))
@@ -105,7 +110,8 @@ class TeacherSide:
             return pack
         spans[-1] += self.seq_length - start  # the tail of the pack is padding of its last document
         kept = self._chunks(np.concatenate(chunks), student, pack.labels)
-        return TeacherPack(pack.tokens, pack.labels, np.array(lengths), np.array(spans), kept)
+        images = PackImages.of_parts(self._store.images, parts) if self._store.images else None
+        return TeacherPack(pack.tokens, pack.labels, np.array(lengths), np.array(spans), kept, images)
 
     def empty_pack(self) -> TeacherPack:
         """Return a pack of padding alone."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mkd.data.images.image_table import ImageTable
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
@@ -30,8 +32,12 @@ class TeacherStoreFiles(StoreFiles):
         return Path(self.prefix + ".teacher_chunks.bin")
 
     @property
+    def teacher_images(self) -> Path:  # as PREFIX.images.bin; its sources are in the student's file
+        return Path(self.prefix + ".teacher_images.bin")
+
+    @property
     def in_order(self) -> tuple[Path, ...]:
-        return self.student_marks, self.teacher_marks, *super().in_order
+        return self.student_marks, self.teacher_marks, self.teacher_images, *super().in_order
 
 
 class TeacherStore:
@@ -59,6 +65,10 @@ class TeacherStore:
                 )
             self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
 
+        self.images: ImageTable | None = None
+        if self.tokens.meta.get("teacher_images"):
+            self.images = ImageTable(files.teacher_images, StoreFiles(student.prefix).image_sources)
+
     def __reduce__(self) -> tuple[type[TeacherStore], tuple[str, TokenStore]]:
         return TeacherStore, (self.tokens.prefix, self.student)
 
@@ -85,6 +95,12 @@ class TeacherStore:
         count = min(map(len, sides))
         chunks = np.concatenate([side[:count] for side in sides], axis=1)
         return chunks[(chunks[:, 1] <= limits[0][1]) & (chunks[:, 3] <= limits[1][1])]
+
+
+def image_tables(prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Return the tables of images of those teachers' corpora that have one."""
+    paths = (TeacherStoreFiles(prefix).teacher_images for prefix in prefixes)
+    return tuple(str(path) for path in paths if path.exists())
 
 
 def chunk_marks(length: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

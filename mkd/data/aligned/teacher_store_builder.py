@@ -14,6 +14,8 @@ from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Pai
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.encoding import FileRows, in_workers
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import with_sources_of
 from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
@@ -32,6 +34,7 @@ def cached_teacher_store(
     text: TeacherText,
     *,
     tokenizer: Tokenizer,  # the student's
+    images: ConversationImages | None = None,  # the student's
     append_eod: bool,
     characters_per_sample: int | None,
     cache_dir: str,
@@ -48,13 +51,15 @@ def cached_teacher_store(
     `progress` see `build_store`.
     """
     student = TokenStore(student_prefix)
-    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
+    readers = images, text.images
+    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod, *readers)
     settings = [
         ALIGNMENT_VERSION,
         tokenizer.fingerprint,
         text.tokenizer.fingerprint,
         text.alignment,
         text.reasoning,
+        *(reader.settings for reader in readers if reader),
     ]
     if is_raw(path):
         source, align = FileRows([path], characters_per_sample), RowAligner(pair)
@@ -100,7 +105,7 @@ def _write(
 ) -> None:
     """Write the corpus, or raise DataError and leave no file."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
-        max_token_id, refused = _write_batches(batches, partial, student, text, max_bad_records)
+        max_token_id, refused, num_images = _write_batches(batches, partial, student, text, max_bad_records)
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
@@ -112,6 +117,8 @@ def _write(
             "bad_records": len(refused),
             "refused": refused,
         }
+        if num_images:
+            meta["teacher_images"] = num_images
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,10 +128,11 @@ def _write_batches(
     student: TokenStore,
     text: TeacherText,
     max_bad_records: int,
-) -> tuple[int, list[int]]:
-    """Write tokens and marks; return (largest token id, skipped documents)."""
+) -> tuple[int, list[int], int]:
+    """Write tokens, marks and images; return (largest token id, skipped documents, images)."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
     document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
+    num_images = 0
     with (
         builder.data_file,
         files.student_marks.open("wb") as student_marks,
@@ -138,6 +146,7 @@ def _write_batches(
                 continue  # the corpus is refused: only collect further errors
             _check_documents(batch, student, document)
             refused += (document + batch.refused).tolist()
+            num_images += _append_images(files, batch.images, document, student)
             document += len(batch.student_lengths)
             stops = np.cumsum(batch.teacher_lengths)
             for start, stop in zip(stops - batch.teacher_lengths, stops, strict=True):
@@ -151,7 +160,19 @@ def _write_batches(
             student, document, f"its source has {document} documents, the corpus {len(student)}"
         )
     builder.finalize(str(files.idx))
-    return max_token_id, refused
+    return max_token_id, refused, num_images
+
+
+def _append_images(files: TeacherStoreFiles, images: np.ndarray, document: int, student: TokenStore) -> int:
+    """Write the records of a batch that starts at `document`, and return their number."""
+    if len(images):
+        assert student.images is not None, "the student read the same images"
+        images["document"] += document
+        last = int(images["document"][-1]) + 1
+        records = with_sources_of(images, student.images.between(document, last))
+        with files.teacher_images.open("ab") as file:
+            file.write(records.tobytes())
+    return len(images)
 
 
 def _named(error: MkdError, teacher: str) -> MkdError:

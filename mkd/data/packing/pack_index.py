@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mkd.data.encoding import in_workers
-from mkd.data.known_files import KnownFiles
+from mkd.data.images.image_packing import ImageRoom
+from mkd.data.known_files import KnownFiles, sha256_of_file
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
@@ -44,6 +46,19 @@ class PackSettings:
     documents: tuple[int, int] | None = None  # [first, last) of the corpus; None: all
     left_out: tuple[int, ...] = ()  # documents to skip, ascending
     window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
+    max_patches: int | None = None  # of images in a pack, for each model; None: no limit
+    teacher_images: tuple[str, ...] = ()  # files of the images of teachers with image processors of their own
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings for the key of a file of packs; without images it is that of earlier versions."""
+        values = asdict(self)
+        teachers = [sha256_of_file(path) for path in values.pop("teacher_images")]
+        if self.max_patches is None:
+            del values["max_patches"]
+        elif teachers:
+            values["teacher_images"] = teachers
+        return values
 
     def document_range(self, store: TokenStore) -> tuple[int, int]:
         return self.documents or (0, len(store))
@@ -143,13 +158,15 @@ class WindowPacker:
         lengths = store.lengths_between(first, last)
         left_out = np.array(settings.left_out, dtype=np.int64)
         lengths[left_out[(left_out >= first) & (left_out < last)] - first] = 0
+        room = ImageRoom(store, settings.seq_length, settings.max_patches, settings.teacher_images)
+        lengths = room.kept_lengths(first, lengths, settings.overlong)
         pieces = cut_documents(lengths, first, settings.seq_length, settings.overlong)
         starts = store.starts(pieces.document) + pieces.offset + 1
         loss_tokens = store.count_loss(starts, pieces.num_labels)
         # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         spans = padded_lengths(pieces.length, settings.document_multiple)
-        packs = pack_pieces(spans, settings.seq_length, settings.pack)
+        packs = pack_pieces(room.taken_by(pieces, spans), settings.seq_length, settings.pack)
         kinds = self.kinds()
         found = PackedWindow(np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"]))
         for field in found.pieces.dtype.names:
@@ -205,8 +222,8 @@ def pack_into_file(
     if no token has loss, or the file cannot be written.
     """
     files = StoreFiles(store.prefix)
-    contents = [path for path in (files.idx, files.loss_mask) if path.exists()]
-    key = known.content_hash([VERSION, asdict(settings)], contents, progress)
+    contents = [path for path in (files.idx, files.loss_mask, files.images) if path.exists()]
+    key = known.content_hash([VERSION, settings.identity], contents, progress)
     path = Path(cache_dir) / f"{Path(store.prefix).name}-packs-{key[:16]}.bin"
     if (found := open_whole(path, key, known, progress)) is not None:
         return found

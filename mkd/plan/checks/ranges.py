@@ -48,7 +48,8 @@ _GROUPS = (
         " ".join((*SHARDS, *STAGES, *EXPERTS, *BATCH, *PACKS))
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
-        "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots",
+        "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots max_image_pixels "
+        "max_image_side max_patches_per_pack",
     ),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),

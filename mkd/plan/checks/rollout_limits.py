@@ -86,7 +86,9 @@ def check_rollout_model(
     if not config.rollout.is_on or student is None:
         return
     length, reason = config.training.seq_length, None
-    if any(layer.mla for layer in student.layers):
+    if student.vision is not None:
+        reason = "images"
+    elif any(layer.mla for layer in student.layers):
         reason = "latent attention"
     elif any(layer.attention_sinks for layer in student.layers):
         reason = "attention sinks"
@@ -98,3 +100,6 @@ def check_rollout_model(
         what = f"the student has {reason}, with which mkd cannot sample yet"
         why = "keys and values of earlier tokens are cached as they are"
         yield UsageError(what, why, f"use another student, {OFF}", code="rollout-architecture")
+    if any(one.shape.vision for one in models if one.teacher is not None):
+        what, why = "rollouts cannot have a teacher that reads images yet", "completions are packed as text"
+        yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollout-with-images")

@@ -1,0 +1,11 @@
+"""Images of conversations: from records to the pixels that a model's first stage takes.
+
+image_files.py          the bytes of an image: a path below --image-root, a data URI or a struct
+decoding.py             image bytes checked, turned upright and decoded to RGB
+processors.py           a model's image processor: tokens and patches of a size, patches of an image
+conversation.py         conversations with images to ids, loss mask and places of the images
+image_table.py          the images of a tokenised corpus on disk
+image_packing.py        the tokens to keep of documents with images, and the room that images take
+rotary_positions.py     positions (time, height, width) of tokens and images
+pack_images.py          the images of a pack, and of the row of a micro-batch on one rank
+"""

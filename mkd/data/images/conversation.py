@@ -1,0 +1,189 @@
+"""Conversations with images to ids, loss mask and places of the images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mkd.data.images.decoding import decode_image
+from mkd.data.images.image_files import ImageBytes, ImageSource
+from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
+from mkd.errors import DataError, UsageError
+from mkd.parallel.image_row import Grid
+from mkd.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mkd.data.store import TokenStore
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One image of a document."""
+
+    first: int  # its first token in the document
+    tokens: int  # its tokens, structure tokens included
+    grid: Grid
+    size: tuple[int, int]  # height and width in pixels, upright
+    source: ImageBytes
+    sha256: bytes  # of the file's content
+
+
+@dataclass(frozen=True)
+class ReadImage:
+    """The file of an image that was decoded once."""
+
+    source: ImageBytes
+    size: tuple[int, int]  # height and width in pixels, upright
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """A conversation's tokens with the images expanded."""
+
+    ids: np.ndarray  # [n] int32
+    repeats: np.ndarray  # int64, one for each token before: the tokens that it became
+    images: tuple[EncodedImage, ...]
+
+    def moved(self, borders: np.ndarray) -> np.ndarray:
+        """Return where token borders of the text before stand now, of the same shape."""
+        return np.concatenate([[0], np.cumsum(self.repeats)])[borders]
+
+
+@dataclass(frozen=True)
+class ConversationImages:
+    """Reads the images of conversations, and expands their placeholders. Picklable, for workers."""
+
+    processor: ImageProcessor
+    source: ImageSource
+
+    @property
+    def settings(self) -> list[object]:
+        """All that decides the tokens of a record's images, for the key of a cache."""
+        root = self.source.root
+        return [self.processor.fingerprint, root, self.source.max_pixels]
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[str | Mapping[str, Any]]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[EncodedImage, ...]]:
+        """Return (ids int32, loss uint8, images) of a conversation; both [n] with the images expanded.
+
+        `messages` and `images` as `messages.split_images` returns them. Every image is decoded once, so that
+        a bad one is found here and not in training. Image and structure tokens have no loss. Raises DataError
+        for an image that cannot be read, and for a text that spells a control token of images.
+        """
+        ids, loss = self.processor.tokenizer.apply_chat_template(messages)
+        placed = self.place(messages, np.asarray(ids, np.int32), self.read(images))
+        new_loss = np.repeat(np.asarray(loss, np.uint8), placed.repeats)
+        for image in placed.images:
+            new_loss[image.first : image.first + image.tokens] = 0
+        new_loss[np.isin(placed.ids, self.processor.silent_ids)] = 0
+        return placed.ids, new_loss, placed.images
+
+    def read(self, images: Sequence[str | Mapping[str, Any]]) -> list[ReadImage]:
+        """Return the files of images with their sizes. Raises DataError for an image that cannot be read."""
+        return [self._read(number, image) for number, image in enumerate(images, 1)]
+
+    def place(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ids: np.ndarray,  # [n] int32, of the rendered conversation
+        images: Sequence[ReadImage],
+    ) -> PlacedImages:
+        """Return the conversation's tokens with the images expanded. Raises DataError as `encode`."""
+        self._check_texts(messages)
+        places = np.flatnonzero(ids == self.processor.image_token_id)
+        if len(places) != len(images):
+            raise DataError(
+                f"the chat template writes {len(places)} image placeholders for {len(images)} images",
+                "image and place would not match",
+                "use a template that writes one for each image part, in every role that has images",
+                code="image-placeholders-differ",
+            )
+        shapes = [self.processor.shape(*image.size) for image in images]
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[places] = [len(shape.ids) for shape in shapes]
+        new_ids = np.repeat(ids, repeats)
+        firsts = (np.cumsum(repeats) - repeats)[places].tolist()
+        found = []
+        for first, shape, image in zip(firsts, shapes, images, strict=True):
+            new_ids[first : first + len(shape.ids)] = shape.ids
+            digest = hashlib.sha256(image.source.content).digest()
+            found.append(EncodedImage(first, len(shape.ids), shape.grid, image.size, image.source, digest))
+        return PlacedImages(new_ids, repeats, tuple(found))
+
+    def _read(self, number: int, image: str | Mapping[str, Any]) -> ReadImage:
+        try:
+            source = self.source.read(image)
+            height, width, _ = decode_image(source.content, self.source.max_pixels).shape
+            return ReadImage(source, (height, width))
+        except DataError as error:
+            raise error.located(f"image {number}") from error
+
+    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for number, message in enumerate(messages, 1):
+            for value in message.values():
+                texts = [part.get("text", "") for part in value] if isinstance(value, list) else [value]
+                spelled = [
+                    s for text in texts if isinstance(text, str) for s in self.processor.reserved if s in text
+                ]
+                if spelled:
+                    raise DataError(
+                        f"message {number} spells {spelled[0]}, a control token of images",
+                        "the model would take it for an image that is not there",
+                        "remove it, or write an image part",
+                        code="image-placeholder-in-text",
+                    )
+
+
+def image_reader(
+    folder: str | Path, tokenizer: Tokenizer, root: str | None, max_pixels: int, max_side: int | None = None
+) -> ConversationImages | None:
+    """Return the reader of the vision-language model in `folder`; None for a model that reads no images.
+
+    For the other arguments see the flags --image-root, --max-image-pixels and --max-image-side. Raises
+    UsageError for a processor that cannot be used, and for a root that is no folder.
+    """
+    processor = load_image_processor(folder, tokenizer, max_side)
+    if processor is None and root is None:
+        return None
+    if processor is None:
+        raise UsageError(
+            f"--image-root is given, and the model {folder} reads no images",
+            f"it has no {PREPROCESSOR_FILE} beside its config.json, or no vision part",
+            "leave the flag out, or use a vision-language model",
+            code="image-root-of-text-model",
+        )
+    if root is not None and not Path(root).is_dir():
+        raise UsageError(
+            f"--image-root {root} is no folder",
+            "records name their images by paths below it",
+            "check the path",
+            code="image-root-not-found",
+        )
+    return ConversationImages(processor, ImageSource(root and str(Path(root).resolve()), max_pixels))
+
+
+def require_image_processor(store: TokenStore, images: ConversationImages | None, name: str) -> None:
+    """Raise DataError if the corpus, called `name`, has images that the models would see in another form."""
+    if store.images is None:
+        return
+    if images is None:
+        raise DataError(
+            f"{name} has images, and the models of this run read none",
+            "their tokens would be empty places",
+            "use a vision-language model, or a corpus of texts",
+            code="corpus-with-images",
+        )
+    known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
+    if known != images.processor.fingerprint:
+        raise DataError(
+            f"{name} was tokenised with another image processor, or another --max-image-side",
+            f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
+            "tokenise the raw files with this run's model and flags: `mkd preprocess`",
+            code="corpus-of-another-image-processor",
+        )

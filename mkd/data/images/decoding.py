@@ -1,0 +1,93 @@
+"""Image bytes checked, turned upright and decoded to RGB. No other code opens an image."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mkd.errors import DataError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+MAX_ASPECT = 200  # of the longer to the shorter side; image processors refuse more
+WITHOUT_RGB = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # modes that would be clipped to white
+
+
+def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
+    """Return the image in `content` as RGB, uint8 [height, width, 3], turned as its EXIF orientation says.
+
+    Size and format come from the header; nothing is decoded before they are checked. Raises DataError for an
+    image that is damaged, of another format, too large or too narrow.
+    """
+    image_module, transpose = _pillow()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # our own limit replaces the warning of Pillow's
+        try:
+            with image_module.open(io.BytesIO(content), formats=FORMATS) as image:
+                width, height = image.size
+                _check_size(width, height, max_pixels)
+                _check_mode(image.mode)
+                image.load()
+                upright = transpose(image)
+                return np.asarray(upright.convert("RGB"))
+        except DataError:
+            raise
+        except image_module.DecompressionBombError as error:
+            raise _too_large(str(error)) from error
+        except image_module.UnidentifiedImageError as error:
+            raise DataError(
+                "the image is of an unknown format",
+                f"it is none of {', '.join(FORMATS)}, or its first bytes are damaged",
+                "convert or remove it",
+                code="image-format-unknown",
+            ) from error
+        except Exception as error:  # Pillow's decoders raise errors of many types for damaged files
+            raise DataError(
+                "the image is damaged",
+                f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                "repair or remove it",
+                code="image-damaged",
+            ) from error
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise DataError(
+            "images need Pillow, which is not installed",
+            str(error),
+            "pip install 'megatron-kd[images]'",
+            code="pillow-missing",
+        ) from error
+    return Image, ImageOps.exif_transpose
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise _too_large(f"{width} x {height} pixels are more than --max-image-pixels {max_pixels}")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise DataError(
+            f"the image is too narrow: {width} x {height}",
+            f"image processors refuse one side of more than {MAX_ASPECT} times the other",
+            "crop or remove it",
+            code="image-too-narrow",
+        )
+
+
+def _check_mode(mode: str) -> None:
+    if mode in WITHOUT_RGB:
+        raise DataError(
+            f"the image has pixels of the mode {mode}",
+            "a conversion to 8 bits would clip them to white",
+            "convert it to 8 bits for each colour",
+            code="image-mode-unknown",
+        )
+
+
+def _too_large(why: str) -> DataError:
+    return DataError(
+        "the image is too large", why, "make it smaller, or raise --max-image-pixels", code="image-too-large"
+    )

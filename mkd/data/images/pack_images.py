@@ -1,0 +1,144 @@
+"""The images of a pack, and of the row of a micro-batch as one rank takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import IMAGE, ImageTable, grids_of
+from mkd.data.images.rotary_positions import rotary_positions
+from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image_row, num_patches
+from mkd.parallel.zigzag import context_parallel_rows
+
+if TYPE_CHECKING:
+    from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
+    from mkd.data.batch import Pack, PackedBatch
+
+
+@dataclass(frozen=True)
+class PackImages:
+    """The images of a pack, in the order of its tokens."""
+
+    table: ImageTable
+    records: np.ndarray  # [images] of IMAGE
+    starts: np.ndarray  # [images] int64, first token of each in the pack
+
+    @classmethod
+    def of_parts(cls, table: ImageTable, parts: Iterable[tuple[int, int, int, int]]) -> PackImages:
+        """Return the images of parts of documents: (document, first token, tokens, start in the pack)."""
+        found, places = [np.zeros(0, IMAGE)], [np.zeros(0, dtype=np.int64)]
+        for document, first, length, start in parts:
+            records = table.between(document, document + 1)
+            ends = records["first"] + records["tokens"]
+            records = records[(records["first"] >= first) & (ends <= first + length)]
+            found.append(records)
+            places.append(records["first"].astype(np.int64) - first + start)
+        return cls(table, np.concatenate(found), np.concatenate(places))
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """One rank's share of the images of a row."""
+
+    rank: int = 0  # in the group of ranks that share a row: context rank * tp + tensor rank
+    ranks: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1  # ranks among which sequence parallelism cuts a row; 1 without it
+    runs_tower: bool = True  # False on later pipeline stages: they get positions alone
+
+
+def images_of_row(
+    packs: Sequence[Pack] | Sequence[TeacherPack],
+    batch: PackedBatch | TeacherBatch,  # the packs as a whole row
+    images: ConversationImages,
+    layout: ImageLayout,
+    context_parallel: tuple[int, int] = (0, 1),  # rank, size
+) -> ImageRow:
+    """Return the images of a micro-batch for one rank, which decodes only its own.
+
+    Raises DataError for an image that has changed since it was tokenised.
+    """
+    processor = images.processor
+    placed = _placed(packs)
+    positions = None
+    if processor.has_mrope:
+        positions = torch.from_numpy(_positions(batch, placed, processor.merge))
+    fixed = dict(positions=positions, scale=processor.scale, shift=processor.shift)
+    no_pixels = np.zeros((0, *processor.width), dtype=np.uint8)
+    if not layout.runs_tower:
+        none = torch.zeros(0, dtype=torch.int64)
+        return ImageRow(torch.from_numpy(no_pixels), (), 0, none, none, **fixed)
+    grids: list[Grid] = []
+    owners: list[int] = []
+    pixels, tokens = [no_pixels], batch.tokens[0].numpy()
+    for pack in packs:
+        if pack.images is None:
+            continue
+        of_pack = grids_of(pack.images.records)
+        dealt = deal_images(of_pack, layout.ranks)
+        for record, grid, owner in zip(pack.images.records, of_pack, dealt, strict=True):
+            if owner == layout.rank:
+                pixels.append(processor.pixels(pack.images.table.decode(record, images.source)))
+                assert len(pixels[-1]) in (grid[0], num_patches(grid)), "pixels fit the tokenised size"
+        grids, owners = grids + of_pack, owners + dealt
+    is_image = [np.zeros(0, dtype=np.int64)]
+    is_image += [
+        place + np.flatnonzero(tokens[place : place + count] == processor.image_token_id)
+        for place, count, _ in placed
+    ]
+    kept = _kept(batch.cu_seqlens_padded, layout, context_parallel)
+    own = torch.from_numpy(np.concatenate(pixels))
+    return image_row(
+        own,
+        grids,
+        owners,
+        np.concatenate(is_image),
+        processor.merge,
+        rank=layout.rank,
+        ranks=layout.ranks,
+        kept=kept,
+        **fixed,
+    )
+
+
+def _placed(packs: Sequence[Pack] | Sequence[TeacherPack]) -> list[tuple[int, int, Grid]]:
+    """Return (first token in the row, tokens, grid) of each image."""
+    found: list[tuple[int, int, Grid]] = []
+    start = 0
+    for pack in packs:
+        if pack.images is not None:
+            records = pack.images.records
+            columns = (pack.images.starts + start).tolist(), records["tokens"].tolist(), grids_of(records)
+            found += zip(*columns, strict=True)
+        start += len(pack.tokens)
+    return found
+
+
+def _positions(
+    batch: PackedBatch | TeacherBatch, placed: Sequence[tuple[int, int, Grid]], merge: int
+) -> np.ndarray:
+    """Return the rotary positions of the whole row, int64 [3, t]; each document starts at 0."""
+    found = np.repeat(batch.position_ids.numpy(), 3, axis=0)
+    borders = batch.cu_seqlens_padded.numpy()
+    document_of = np.searchsorted(borders, [place for place, *_ in placed], side="right") - 1
+    for document in np.unique(document_of).tolist():
+        first, last = int(borders[document]), int(borders[document + 1])
+        own = [placed[number] for number in np.flatnonzero(document_of == document)]
+        images = [(place - first, grid) for place, _, grid in own]
+        found[:, first:last] = rotary_positions(last - first, images, merge)
+    return found
+
+
+def _kept(borders: Tensor, layout: ImageLayout, context_parallel: tuple[int, int]) -> Tensor | None:
+    """Return the rows of the whole row that the rank holds, int64; None if it holds all."""
+    rank, size = context_parallel
+    if size == 1 and layout.tensor_size == 1:
+        return None
+    rows = context_parallel_rows(borders, rank, size) if size > 1 else torch.arange(int(borders[-1]))
+    return held_rows(rows, layout.tensor_rank, layout.tensor_size) if layout.tensor_size > 1 else rows

@@ -1,0 +1,243 @@
+"""Conversations with images become tokens, masks and a table; bad images are listed and skipped."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mkd.data.documents import encode_record, parse_row
+from mkd.data.images.image_files import ImageSource
+from mkd.data.store import StoreFiles, TokenStore
+from mkd.data.store_builder import build_store, cache_key
+from mkd.errors import DataError
+from tests.data.images.conftest import MAX_PIXELS
+from tests.data.images.tiny_processors import image_file, picture
+from tests.reported import refused
+
+ANSWER = {"role": "assistant", "content": "a fox"}
+
+
+def asked(*images, text="what is it?"):
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}, ANSWER]}
+
+
+def data_uri(content, kind="png"):
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def encode(record, images):
+    return encode_record(parse_row(json.dumps(record).encode()), images.processor.tokenizer, True, images)
+
+
+def bomb():
+    """Return a PNG whose header says 30,000 x 30,000 pixels."""
+    header, pixels = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0), zlib.compress(bytes(1000))
+    chunks = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
+    written = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_placeholders_grow_and_only_answers_have_loss(reader, family, tmp_path):
+    """The document is the rendered conversation with each image's tokens at its place."""
+    images = reader(family)
+    for number, size in enumerate([(40, 40), (100, 33)]):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(image_file(picture(*size)))
+    document = encode(asked("0.png", "1.png"), images)
+    tokenizer, image = images.processor.tokenizer, images.processor.image_token_id
+    rendered, mask = tokenizer.apply_chat_template(parse_row(asked("0.png", "1.png")).values[0])
+    wanted, loss, shapes = [], [], iter([images.processor.shape(40, 40), images.processor.shape(33, 100)])
+    for token, counts in zip(rendered, mask, strict=True):
+        grown = next(shapes).ids.tolist() if token == image else [token]
+        wanted += grown
+        loss += [counts] * len(grown)
+    assert document.ids.tolist() == wanted and document.loss.tolist() == loss
+    assert "a fox" in tokenizer.decode(document.ids[document.loss == 1])
+    for one, size in zip(document.images, [(40, 40), (33, 100)], strict=True):
+        inside = document.ids[one.first : one.first + one.tokens]
+        assert one.size == size and inside.tolist() == images.processor.shape(*size).ids.tolist()
+
+
+def test_an_image_may_be_a_path_a_uri_a_struct_or_a_column(reader, tmp_path):
+    """All give the same document; so do text parts alone and the same text as a string."""
+    images, content = reader(), image_file(picture(40, 40))
+    (tmp_path / "pictures" / "a.png").write_bytes(content)
+    empty = {"type": "image", "index": 0}
+    question = {"type": "text", "text": "what is it?", "index": None}
+    of_column = {"messages": [{"role": "user", "content": [empty, question]}, ANSWER], "images": ["a.png"]}
+    open_ai = {"type": "image_url", "image_url": {"url": data_uri(content)}}
+    records = [
+        asked("a.png"),
+        asked(data_uri(content)),
+        asked({"bytes": content, "path": "elsewhere.png"}),
+        asked({"bytes": None, "path": "a.png"}),
+        of_column,
+        {"messages": [{"role": "user", "content": [open_ai, question]}, ANSWER]},
+    ]
+    tokenizer = images.processor.tokenizer
+    found = [encode_record(parse_row(record), tokenizer, True, images) for record in records]
+    assert all(np.array_equal(one.ids, found[0].ids) for one in found)
+    assert len({one.images[0].sha256 for one in found}) == 1
+    parts = {"messages": [{"role": "user", "content": [question]}, ANSWER]}
+    text = {"messages": [{"role": "user", "content": "what is it?"}, ANSWER]}
+    assert encode(parts, images).ids.tolist() == encode(text, images).ids.tolist()
+
+
+def test_exif_turns_an_image_once(reader, tmp_path):
+    images, exif = reader(), Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "pictures" / "a.jpg").write_bytes(image_file(picture(100, 33), "JPEG", exif=exif))
+    document = encode(asked("a.jpg"), images)
+    assert document.images[0].size == (100, 33)  # height, width
+    assert document.images[0].grid == images.processor.shape(100, 33).grid
+
+
+BAD = {
+    "truncated": ("image-damaged", lambda folder: image_file(picture(90, 90))[:-4000]),
+    "text": ("image-format-unknown", lambda folder: b"not an image"),
+    "gif": ("image-format-unknown", lambda folder: image_file(picture(9, 9), "GIF")),
+    "bomb": ("image-too-large", lambda folder: bomb()),
+    "narrow": ("image-too-narrow", lambda folder: image_file(picture(603, 3))),
+    "deep": ("image-mode-unknown", lambda folder: image_file(np.ones((9, 9), np.uint16))),
+    "long": ("image-file-too-large", lambda folder: bytes((1 << 20) + 8 * MAX_PIXELS + 1)),
+    "missing": ("image-unreadable", lambda folder: "missing.png"),
+    "folder": ("image-unreadable", lambda folder: "."),
+    "nul": ("record-nul", lambda folder: "a\0b"),
+    "absolute": ("image-outside-root", lambda folder: str(folder.parent / "outside.png")),
+    "parent": ("image-outside-root", lambda folder: "../outside.png"),
+    "link": ("image-outside-root", lambda folder: os.symlink("../outside.png", folder / "l") or "l"),
+    "loop": ("image-unreadable", lambda folder: os.symlink("o", folder / "o") or "o"),
+    "url": ("record-image-url", lambda folder: "https://example.com/a.png"),
+    "file-url": ("record-image-url", lambda folder: "file:///etc/passwd"),
+    "uri": ("image-data-uri-not-valid", lambda folder: "data:image/png;base64,@@"),
+    "svg-uri": ("image-data-uri-not-valid", lambda folder: "data:image/svg+xml,<svg/>"),
+    "number": ("record-field-not-text", lambda folder: 3),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
+    folder, (code, make) = tmp_path / "pictures", BAD[name]
+    images = reader()
+    (tmp_path / "outside.png").write_bytes(image_file(picture(9, 9)))
+    made = make(folder)
+    if isinstance(made, bytes):
+        (folder / "a.png").write_bytes(made)
+        made = "a.png"
+    with refused(code, DataError):
+        encode(asked(made), images)
+
+
+BAD_RECORDS = {
+    "image-placeholder-in-text": asked(text="say <|image_pad|>"),
+    "record-part-unknown": {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
+    "record-image-missing": asked(None),
+    "record-images-unused": {**asked(text="?"), "images": ["a.png"]},
+    "record-images-not-list": {**asked(text="?"), "images": "a.png"},
+    "record-images-out-of-order": {
+        "messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}, ANSWER],
+        "images": ["a.png", "b.png"],
+    },
+}
+
+
+@pytest.mark.parametrize("code", BAD_RECORDS)
+def test_a_bad_record_is_refused(reader, code):
+    with refused(code, DataError):
+        encode(BAD_RECORDS[code], reader())
+
+
+def test_a_template_that_drops_images_is_refused(reader, tmp_path):
+    images = reader("smolvlm")
+    (tmp_path / "pictures" / "a.png").write_bytes(image_file(picture(40, 40)))
+    images.processor.tokenizer._hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with refused("image-placeholders-differ", DataError):
+        encode(asked("a.png"), images)
+
+
+def test_without_a_processor_or_a_root_images_are_refused(reader):
+    images = reader()
+    record = parse_row(asked("a.png"))
+    with refused("images-without-processor", DataError):
+        encode_record(record, images.processor.tokenizer, True)
+    with refused("image-root-missing", DataError):
+        ImageSource(None, MAX_PIXELS).read("a.png")
+
+
+@pytest.fixture
+def corpus(reader, tmp_path, write_jsonl, no_network):
+    """Return (image reader, raw file): good and bad records in turn, with images of every source."""
+    images = reader()
+    good, folder = image_file(picture(40, 40), "WEBP", lossless=True), tmp_path / "pictures"
+    (folder / "a.webp").write_bytes(good)
+    (folder / "bad.png").write_bytes(bomb())
+    records = [asked("a.webp"), asked("bad.png"), {"text": "fox"}, asked(data_uri(good), "a.webp")]
+    records += [asked("https://example.com/a.png"), asked(text="no image")]
+    return images, write_jsonl("a.jsonl", *records)
+
+
+def test_a_corpus_with_images_is_the_same_for_all_numbers_of_workers(corpus, tmp_path):
+    images, path = corpus
+    stores = []
+    for workers in (0, 2):
+        prefix = str(tmp_path / f"out{workers}" / "c")
+        summary = build_store(
+            [path], prefix, images.processor.tokenizer, True, workers, max_bad_records=2, images=images
+        )
+        assert (summary.documents, summary.bad_records, summary.images) == (4, 2, 3)
+        stores.append(TokenStore(prefix))
+    first, second = (StoreFiles(store.prefix) for store in stores)
+    for name in ("bin", "idx", "loss_mask", "images", "image_sources", "quarantine"):
+        assert getattr(first, name).read_bytes() == getattr(second, name).read_bytes(), name
+    table = stores[0].images
+    records = table.between(0, len(stores[0]))
+    assert records["document"].tolist() == [0, 2, 2] and records["is_path"].tolist() == [1, 0, 1]
+    for record in records:
+        np.testing.assert_array_equal(table.decode(record, images.source), picture(40, 40))
+        ids, _ = stores[0].read(int(record["document"]), int(record["first"]), int(record["tokens"]))
+        assert (ids == images.processor.image_token_id).all()
+
+
+def test_a_changed_image_is_noticed(corpus, tmp_path):
+    """In training it ends the run: the tokens of the corpus belong to the earlier content."""
+    images, path = corpus
+    prefix = str(tmp_path / "out" / "c")
+    build_store([path], prefix, images.processor.tokenizer, True, max_bad_records=2, images=images)
+    (tmp_path / "pictures" / "a.webp").write_bytes(image_file(picture(40, 40, seed=1), "WEBP"))
+    table = TokenStore(prefix).images
+    with refused("image-changed", DataError):
+        table.decode(table.between(0, 1)[0], images.source)
+    StoreFiles(prefix).images.write_bytes(StoreFiles(prefix).images.read_bytes()[:-1])
+    with refused("image-table-damaged", DataError):
+        TokenStore(prefix)
+
+
+def test_a_cache_knows_the_image_settings(reader, corpus):
+    images, path = corpus
+    tokenizer = images.processor.tokenizer
+    keys = {cache_key(path, tokenizer, True, images=one) for one in (None, images)}
+    smaller = type(images)(images.processor, ImageSource(images.source.root, 64))
+    assert len({*keys, cache_key(path, tokenizer, True, images=smaller)}) == 3
+
+
+def test_a_table_of_structs_is_read(reader, tmp_path):
+    """Parquet with the Hugging Face form of images, and parts with null fields."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images, content = reader(), image_file(picture(40, 40), "BMP")
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
+    answer = [{"type": "text", "text": "a fox"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    table = pa.Table.from_pylist([{"messages": messages, "images": [{"bytes": content, "path": None}]}])
+    pq.write_table(table, tmp_path / "a.parquet")
+    prefix = str(tmp_path / "out" / "c")
+    build_store([str(tmp_path / "a.parquet")], prefix, images.processor.tokenizer, True, images=images)
+    wanted = encode(asked(data_uri(content)), images)
+    assert TokenStore(prefix).document(0)[0].tolist() == wanted.ids.tolist()

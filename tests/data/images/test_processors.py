@@ -1,0 +1,66 @@
+"""Token counts, prompts and pixels equal those of transformers' own processors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
+
+from mkd.data.images.processors import PREPROCESSOR_FILE, load_image_processor
+from mkd.tokenizers.hugging_face import load_hugging_face
+from tests.data.images.tiny_processors import make_smolvlm, picture
+from tests.reported import refused
+
+SIZES = [(40, 40), (100, 33), (31, 57), (8, 200), (5, 3)]
+
+
+def load(folder, **options):
+    return load_image_processor(folder, load_hugging_face(str(folder)), **options)
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("max_side", [None, 40])
+def test_shapes_and_pixels_are_those_of_the_image_processor(folders, family, max_side, tmp_path):
+    """`save` writes settings with which transformers makes the same pixels, --max-image-side included."""
+    processor = load(folders[family], max_side=max_side)
+    processor.save(tmp_path)
+    own = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    for width, height in SIZES:
+        image = picture(width, height)
+        values = own(image, return_tensors="np", input_data_format="channels_last")["pixel_values"]
+        values = values.reshape(-1, *processor.width)
+        pixels, shape = processor.pixels(image), processor.shape(height, width)
+        assert pixels.dtype == np.uint8 and pixels.shape == values.shape
+        scaled = pixels * processor.scale.numpy() + processor.shift.numpy()
+        np.testing.assert_allclose(scaled, values, atol=1e-6, rtol=0)
+        num_tokens = int((shape.ids == processor.image_token_id).sum())
+        assert num_tokens * processor.merge**2 == np.prod(shape.grid)
+        if family.startswith("qwen"):
+            assert np.prod(shape.grid) == len(values) == own.get_number_of_image_patches(height, width)
+        else:
+            assert shape.grid[0] == len(values)
+
+
+def test_a_prompt_is_that_of_idefics3(folders):
+    """The expanded ids equal the tokens of the expanded text, with text on both sides."""
+    folder = folders["idefics3"]
+    ours, hf = load(folder), AutoTokenizer.from_pretrained(folder)
+    theirs = Idefics3Processor(ours.backend, hf, image_seq_len=4)
+    for width, height in SIZES:
+        wanted = theirs(images=[picture(width, height)], text=["fox\n<image>\n\ndog"])["input_ids"][0]
+        before, after = (hf(text)["input_ids"] for text in ("fox\n", "\n\ndog"))
+        assert [*before, *ours.shape(height, width).ids.tolist(), *after] == list(wanted)
+
+
+def test_a_side_that_is_no_multiple_of_a_tile_is_refused(tmp_path):
+    folder = make_smolvlm(tmp_path)
+    settings = json.loads((folder / PREPROCESSOR_FILE).read_text())
+    (folder / PREPROCESSOR_FILE).write_text(json.dumps({**settings, "size": {"longest_edge": 70}}))
+    with refused("image-side-not-divisible"):
+        load(folder)
+
+
+def test_a_text_model_has_no_image_processor(tmp_path, folders):
+    assert load_image_processor(tmp_path, load_hugging_face(str(folders["smolvlm"]))) is None

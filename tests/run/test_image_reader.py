@@ -1,0 +1,72 @@
+"""The image settings of a run, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.data.images.processors import PREPROCESSOR_FILE
+from mkd.run.image_reader import open_images
+from mkd.tokenizers.hugging_face import load_hugging_face
+from tests.data.images.tiny_processors import make_qwen, make_smolvlm
+from tests.reported import refused
+from tests.tiny_models import add_tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """The part of a ModelSource that the reader needs."""
+
+    assets: Path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_smolvlm(tmp_path_factory.mktemp("student"))
+
+
+def open_(folder, *flags, teachers=()):
+    teacher_flags = [word for one in teachers for word in ("--teacher-hf", one)]
+    config = load_config([str(word) for word in (*flags, *teacher_flags)]).config
+    tokenizer = load_hugging_face(str(folder))
+    return open_images(config, Model(folder), [Model(one) for one in teachers], tokenizer)
+
+
+def test_the_flags_reach_the_reader(folder, tmp_path):
+    images = open_(folder, "--image-root", tmp_path, "--max-image-pixels", 99, "--max-image-side", 40)
+    assert images.source.root == str(tmp_path) and images.source.max_pixels == 99
+    assert images.processor.backend.size["longest_edge"] == 32
+    assert open_(folder, teachers=[folder]).source.root is None
+
+
+def test_a_root_that_cannot_be_used_is_refused(folder, tmp_path):
+    with refused("image-root-not-found"):
+        open_(folder, "--image-root", tmp_path / "missing")
+    with refused("image-root-of-text-model"):
+        open_(add_tokenizer(tmp_path), "--image-root", tmp_path)
+
+
+def test_a_teacher_that_sees_other_images_is_refused(folder, tmp_path):
+    finer = make_smolvlm(tmp_path / "finer", tiles=4)
+    for other in (finer, add_tokenizer(tmp_path)):
+        with refused("image-processors-differ"):
+            open_(folder, teachers=[other])
+    with refused("image-token-missing"):
+        open_(folder, teachers=[make_qwen(tmp_path / "qwen")])
+    images = open_(folder, "--max-image-side", 40, teachers=[finer])
+    assert images is not None, "with the same limit both make the same tiles"
+
+
+def test_an_unknown_family_and_a_damaged_processor_are_refused(folder, tmp_path):
+    copy = make_smolvlm(tmp_path)
+    (copy / PREPROCESSOR_FILE).write_text("{")
+    with refused("image-processor-not-loadable"):
+        open_(copy)
+    config = json.loads((folder / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))
+    with refused("image-family-unknown"):
+        open_(copy)
