@@ -1,7 +1,7 @@
 """Images of conversations: from records to the pixels that a model's first stage takes.
 
 image_files.py          the bytes of an image: a path below --image-root, a data URI or a struct
-decoding.py             image bytes checked, turned upright and decoded to RGB
+image_decoding.py       image bytes checked, turned upright and decoded to RGB
 processors.py           a model's image processor: tokens and patches of a size, patches of an image
 conversation.py         conversations with images to ids, loss mask and places of the images
 image_table.py          the images of a tokenised corpus on disk

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkd.data.images.decoding import decode_image
+from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
 from mkd.errors import DataError, UsageError

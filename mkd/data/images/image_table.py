@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mkd.data.images.conversation import EncodedImage
-from mkd.data.images.decoding import decode_image
+from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageSource
 from mkd.errors import DataError
 from mkd.parallel.image_row import Grid
