@@ -58,7 +58,9 @@ def read_tiles(config: HFConfig) -> VisionShape:
 def read_qwen(config: HFConfig) -> VisionShape:
     """Read Qwen2.5-VL's and Qwen3-VL's tower."""
     is_newer = config["model_type"] == "qwen3_vl"
-    defaults = dict(hidden_size=3584, depth=32, num_heads=16, intermediate_size=3420, patch_size=14)
+    defaults: dict[str, Any] = dict(
+        hidden_size=3584, depth=32, num_heads=16, intermediate_size=3420, patch_size=14
+    )
     defaults |= dict(window_size=112, fullatt_block_indexes=(7, 15, 23, 31))
     if is_newer:
         defaults = dict(hidden_size=1152, depth=27, num_heads=16, intermediate_size=4304, patch_size=16)

@@ -257,7 +257,7 @@ class ParallelContext:
         self.close()
         dist.destroy_process_group()
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: T) -> T:
         """Return the picklable `value` of global rank 0 on every rank. Collective."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)

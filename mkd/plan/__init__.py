@@ -13,7 +13,7 @@ It starts without torch. In reading order:
     parameters.py        parameters of models and processes
     all_to_all.py        the exchange between the processes that share experts
     layer_time.py        the time of a micro-batch in each layer of a model
-    vision.py            vision towers: parameters, time and memory
+    towers.py            vision towers: parameters, time and memory
     cost.py              the time of a micro-batch on each pipeline stage
     auto_layout.py       the pipeline layouts of all models, as given or balanced
     bubble.py            the time that ranks wait in a step

@@ -21,7 +21,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import layer_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
-from mkd.plan.vision import towers_time
+from mkd.plan.towers import towers_time
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""

@@ -23,7 +23,7 @@ from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
-from mkd.plan.vision import tower_activation_bytes, tower_parameters
+from mkd.plan.towers import tower_activation_bytes, tower_parameters
 
 GIB = 2**30
 # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.plan.flops import projection_parameters
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.vision import tower_parameters
+from mkd.plan.towers import tower_parameters
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += export_problems(config.checkpoint, known, tokenizers)
     if problems:
         raise ErrorList(problems)
+    assert student is not None, "a student without a source is a problem"
     stages = virtual_stages(config, student.shape)
     student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
     require_expert_layers(config, student.shape, student_layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from mkd.errors import CheckpointError, ErrorList
 from mkd.families.vision import VISION_FAMILIES
 from mkd.families.vision_shape import VisionFamily
 from mkd.plan.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 
 TOWER = "tower."
 """Start of the names of the tower's parameters in a model part, and of its tensors in an open folder."""
@@ -60,7 +64,7 @@ def tower_of(model_part: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_tower(model_part: nn.Module, checkpoint) -> None:  # an HFCheckpoint
+def load_tower(model_part: nn.Module, checkpoint: HFCheckpoint) -> None:
     """Fill the part's tower, whole on every rank.
 
     Raises `ErrorList` for tensors that are missing, not expected or of another shape.

@@ -72,8 +72,8 @@ def export_hf(
     out_dir = Path(out_dir)
     _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
     # Global rank 0 holds the first stage, which has the tower.
-    tower = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
-    tower = context.broadcast_object(tower)
+    shapes = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
+    tower = context.broadcast_object(shapes)
     plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower)
     sources = _Sources(model_parts, shape, context)
     sources.check(plan)

@@ -7,6 +7,7 @@ argument of every layer, so that recomputed layers get those of their own micro-
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -16,7 +17,7 @@ from torch import Tensor
 class DeepstackLayer(TransformerLayer):
     """A layer behind which features are added; its index in the model is that of its feature."""
 
-    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return (hidden state [t(/tp), 1, h], `context`).
 
         `context` are the features [n, deepstack, h] of the rows that `packed_seq_params.image_rows` names;

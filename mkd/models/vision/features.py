@@ -24,7 +24,13 @@ class _TowerPass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, last: Tensor, run: Callable[[], Tensor], parameters: list, found: list) -> Tensor:
+    def forward(
+        ctx: Any,
+        last: Tensor,
+        run: Callable[[], Tensor],
+        parameters: list[Tensor],
+        found: list[Tensor | None],
+    ) -> Tensor:
         with torch.enable_grad():
             ctx.features = run()
         ctx.parameters, ctx.found = parameters, found
@@ -48,7 +54,7 @@ class _HandOut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, found: list) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, found: list[Tensor | None]) -> Tensor:
         ctx.parameter, ctx.found = parameter, found
         return x.view_as(x)
 
@@ -102,6 +108,7 @@ def row_features(
     if images is None or not images.slots:
         return own
     if context.tp_size * context.cp_size > 1:
+        assert context.groups is not None, "several processes have groups"
         padded = F.pad(own.flatten(1), (0, 0, 0, images.slots - len(own)))
         gathered = gather_from_sequence_parallel_region(padded, group=context.groups.tp_cp)
         own = gathered.unflatten(1, own.shape[1:])

@@ -26,6 +26,7 @@ class VisionLanguageModel(LanguageModel):
     def _build_modules(self, spec: TransformerBlockSubmodules, vocab_size: int) -> None:
         """Build the tower first: its gradients come last, and DDP reduces parameters from the last on."""
         vision = self.shape.vision
+        assert vision is not None, "the model reads images"
         self.tower = None
         if self.pre_process:
             assert len(spec.layer_specs) >= vision.deepstack, "the plan checks the first part's layers"
@@ -52,6 +53,7 @@ class VisionLanguageModel(LanguageModel):
         hidden = self._embedded(tokens, position_ids)
         if features.requires_grad or len(features):
             rows = torch.zeros(0, dtype=torch.int64, device=tokens.device) if images is None else images.rows
+            assert hidden is not None, "this part has the embedding"
             hidden = hidden.index_put((rows,), features[:, :1])
         has_further = self.tower.shape.deepstack and images is not None and images.slots
         return self._decoded(hidden, tokens, packed_seq_params, features[:, 1:] if has_further else None)

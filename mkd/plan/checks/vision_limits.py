@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
@@ -37,7 +38,7 @@ def check_vision(config: Config, world_size: int, models: Sequence[PlannedModel]
     if stages is None or config.parallel.pipeline_layout == "auto":
         return  # check_layouts reports the one; `require_deepstack_layers` checks layouts that are chosen
     for model in models:
-        layout = collect_error([], lambda model=model: one_layout(config, model, stages))
+        layout = collect_error([], partial(one_layout, config, model, stages))
         if layout is not None:
             yield from first_part_problems(model.role, model.layout_flag, model.shape, layout)
 

@@ -15,7 +15,7 @@ from mkd.plan.cost import pair_cost
 from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
-from mkd.plan.vision import tower_flops, tower_parameters
+from mkd.plan.towers import tower_flops, tower_parameters
 from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 
