@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mkd.plan.memory import GIB, predict_memory
 from tests.train.invariance import Layout, microbatches
 
@@ -57,7 +59,9 @@ def _streamed_bytes(teachers) -> int:
 
 
 def _layer_hooks(teachers):
-    return [h for one in teachers for layer in one.decoder.layers for h in layer._forward_pre_hooks.values()]
+    """Return the hooks of streams, which are partial functions."""
+    layers = [layer for one in teachers for layer in one.decoder.layers]
+    return [hook for one in layers for hook in one._forward_pre_hooks.values() if isinstance(hook, partial)]
 
 
 def _optimizer_bytes(optimizer) -> int:
