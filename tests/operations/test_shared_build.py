@@ -91,17 +91,14 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
         return json.loads((tmp_path / "PREEMPTED").read_text())
 
     reason = {"reason": "received SIGTERM"}
-    assert (
-        position()
-        == dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), 0)
-        | reason
-    )
+    counts = "iteration consumed_samples consumed_tokens skipped_iterations consumed_prompts"
+    assert position() == dict.fromkeys(counts.split(), 0) | reason
     (tmp_path / "iter_0000004").mkdir()
     saved = {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}
     state = saved | {"fingerprints": {"data.seq_length": 32}}  # written before tokens were counted
     (tmp_path / "iter_0000004" / "mkd.json").write_text(json.dumps(state))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    assert position() == saved | {"consumed_tokens": 512} | reason
+    assert position() == saved | {"consumed_tokens": 512, "consumed_prompts": 0} | reason
     (tmp_path / "iter_0000004" / "mkd.json").write_text("{")
     assert position()["iteration"] == 0
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from mkd.families.vision import VISION_FAMILIES
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedModel,
+    )  # loads the compiler: only models with images do
 
 
 class VisionTower(nn.Module):
@@ -21,6 +27,8 @@ class VisionTower(nn.Module):
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device):
+        from transformers import CONFIG_MAPPING  # it loads the compiler, which models of text do not need
+
         super().__init__()
         assert shape.vision is not None, "a model without images has no tower"
         self.shape = shape.vision
@@ -37,6 +45,8 @@ class VisionTower(nn.Module):
 
         The blocks of a trained tower are recomputed in the backward pass.
         """
+        from transformers import PreTrainedModel
+
         projector = VISION_FAMILIES[self.shape.family].projector
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(("projector" if name.startswith(projector) else "tower") in parts)
