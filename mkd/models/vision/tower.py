@@ -13,10 +13,7 @@ from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from transformers import (
-        PreTrainedConfig,
-        PreTrainedModel,
-    )  # loads the compiler: only models with images do
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class VisionTower(nn.Module):
