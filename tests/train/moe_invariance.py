@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
-from tests.ranks import RankPool
 from tests.tiny_models import make_model
-from tests.train.invariance import BLOCK, DISTRIBUTED, FULL, OVERLAP, PEERS, SP, Layout, add_text, print_table
+from tests.train.invariance import BLOCK, DISTRIBUTED, FULL, OVERLAP, PEERS, SP, Layout, add_text
+from tests.train.invariance_tables import print_tables
 
 EP2 = ("--expert-model-parallel-size", "2")
 EP4 = ("--expert-model-parallel-size", "4")
@@ -102,17 +101,5 @@ TABLES = (
 )
 
 
-def main() -> int:
-    pool, failed = RankPool(), 0
-    for title, make_pair, layouts, flags in TABLES:
-        with tempfile.TemporaryDirectory() as name:
-            print(f"{title}\n")
-            pair, single = make_pair(Path(name)), Layout("one process", flags=flags)
-            rows = [layout.with_flags(flags) for layout in layouts]
-            failed += print_table(pool, Path(name), pair, single, rows)
-    pool.close()
-    return int(failed > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_tables(TABLES))

@@ -7,14 +7,12 @@ data-parallel ranks have none at all, and images of several sizes are dealt to t
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tests.ranks import RankPool
 from tests.tiny_vision_models import IMAGE, START, Row, make_document, make_row, make_vision_model, row_images
 from tests.train.invariance import (
     DISTRIBUTED,
@@ -26,8 +24,8 @@ from tests.train.invariance import (
     add_text,
     build_layout,
     measure,
-    print_table,
 )
+from tests.train.invariance_tables import print_tables
 
 SEQ_LENGTH = 96
 BUCKET_SIZE = 5000  # parameters
@@ -171,17 +169,5 @@ TABLES = (
 )
 
 
-def main() -> int:
-    pool, failed = RankPool(), 0
-    for title, make_pair, layouts, flags in TABLES:
-        with tempfile.TemporaryDirectory() as name:
-            print(f"{title}\n")
-            pair, single = make_pair(Path(name)), Layout("one process", flags=flags)
-            rows = [layout.with_flags(flags) for layout in layouts]
-            failed += print_table(pool, Path(name), pair, single, rows, run_vision_layout)
-    pool.close()
-    return int(failed > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_tables(TABLES, run_vision_layout))
