@@ -204,6 +204,14 @@ def make_model(
     return folder
 
 
+def obey_gate_limit(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Return a GPT-OSS of transformers with the limit of its config.json. Older versions always take 7."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = model.config.swiglu_limit
+    return model
+
+
 def add_tokenizer(
     folder: Path, vocab_size: int = 300, text: str = "the quick brown fox jumps over the lazy dog. "
 ) -> Path:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_hf_parity import pack
-from tests.tiny_models import make_model
+from tests.tiny_models import make_model, obey_gate_limit
 
 PADDING = 9
 IDLE = 5  # expert that no token chooses
@@ -83,7 +83,7 @@ def their_blocks(folder, lengths, device):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model, found = model.to(device), {}
+    model, found = obey_gate_limit(model).to(device), {}
     hidden, weight = (x.to(device) for x in random_states(lengths, model.config.hidden_size))
     for name, index in BLOCKS:
         layer, leaf, outputs = model.model.layers[index], hidden.clone().requires_grad_(), []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models.test_hf_parity import PADDING, documents, pack
-from tests.tiny_models import FAMILIES, LONG_ROPE, make_model
+from tests.tiny_models import FAMILIES, LONG_ROPE, make_model, obey_gate_limit
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +98,8 @@ def relative_error(logits, reference) -> float:
 def transformers_logits(folder):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = obey_gate_limit(model).cuda().eval()
     return torch.cat([model(ids[None].cuda()).logits[0] for ids in documents(model.config.vocab_size)]).cpu()
 
 

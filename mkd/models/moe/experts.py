@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from mkd.models.moe.clamped_gate import ClampedGate, add_biases
+from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side
 
 
 class LocalExperts(SequentialMLP):
@@ -21,11 +25,16 @@ class LocalExperts(SequentialMLP):
 
 
 class GroupedExperts(TEGroupedMLP):
-    """All experts in two grouped products of Transformer Engine."""
+    """All experts in two grouped products: in bf16 of torch, else of Transformer Engine.
+
+    Transformer Engine launches a kernel for each expert, and waits for the counts on the host.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         mark_as_experts(self.parameters())
+        for linear in (self.linear_fc1, self.linear_fc2):
+            place_side_by_side(self._of(linear, "weight"))
 
     def forward(
         self,
@@ -39,13 +48,37 @@ class GroupedExperts(TEGroupedMLP):
         add biases expert by expert.
         """
         rows, counts, weights = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        first, second = (self._of(linear, "weight") for linear in (self.linear_fc1, self.linear_fc2))
+        if can_group(rows, first) and can_group(rows, second):
+            return self._in_one_kernel(rows, counts, weights, first, second), None
         if not self.config.add_bias_linear:
             return super().forward(rows, counts, weights)
-        limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
         splits = counts.tolist()
         gate_up, _ = self.linear_fc1(rows, splits)
-        output, biases = self.linear_fc2(ClampedGate.apply(gate_up, weights[:, None], limit, offset), splits)
+        output, biases = self.linear_fc2(self._clamped_gate(gate_up, weights), splits)
         return add_biases(output, biases, counts, weights), None
+
+    def _in_one_kernel(
+        self, rows: Tensor, counts: Tensor, weights: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]
+    ) -> Tensor:
+        gate_up = grouped_product(rows, counts, first)
+        if not self.config.add_bias_linear:
+            return grouped_product(self._gate(gate_up, weights), counts, second)
+        gate_up = add_biases(gate_up, self._of(self.linear_fc1, "bias"), counts, torch.ones_like(weights))
+        output = grouped_product(self._clamped_gate(gate_up, weights), counts, second)
+        return add_biases(output, self._of(self.linear_fc2, "bias"), counts, weights)
+
+    def _of(self, linear: nn.Module, kind: str) -> list[nn.Parameter]:
+        """Return a grouped layer's parameters KIND0, KIND1, ..., one for each expert."""
+        return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
+
+    def _gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        assert self.config.activation_func is silu, "all families of experts without biases have SwiGLU"
+        return weighted_bias_swiglu_impl(gate_up, None, weights[:, None])
+
+    def _clamped_gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+        return ClampedGate.apply(gate_up, weights[:, None], limit, offset)
 
 
 class ExpertRowLinear(RowParallelLinear):

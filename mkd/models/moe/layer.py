@@ -16,15 +16,31 @@ from torch import Tensor
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all over the expert-parallel group, with sizes as lists.
 
-    Newer versions of torch refuse the arrays that Megatron hands over.
+    Newer versions of torch refuse the arrays that Megatron hands over. A process with all experts exchanges
+    nothing: tokens are in the order of experts, and the host does not wait for their counts.
     """
 
+    @property
+    def has_all_experts(self) -> bool:
+        return bool(self.ep_size == self.tp_size == 1)
+
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        if self.has_all_experts:
+            return tokens_per_expert
         result = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_sync_point:  # before it, copies from the GPU may be under way
             self.input_splits: Any = _as_list(self.input_splits)
             self.output_splits: Any = _as_list(self.output_splits)
         return result
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, ...]:
+        if not self.has_all_experts:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        counts, self.tokens_per_expert = self.tokens_per_expert, None
+        return global_input_tokens, counts, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states if self.has_all_experts else super().combine_preprocess(hidden_states)
 
 
 def _as_list(sizes: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Products of many experts in one kernel, whose launch does not depend on their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
+ALIGNMENT = 8  # elements, 16 bytes: rows of all matrices must start at a multiple of it
+
+
+class GroupedProduct(Function):
+    """Rows [n, k], those of the first expert first; their ends int32 [E]; E weights [m, k] -> [n, m].
+
+    Takes bf16 on GPUs (CUDA 9.0 and newer). A weight's gradient is summed in fp32 and rounded to bf16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.weights = weights  # parameters, which training does not change before backward
+        return grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends = ctx.saved_tensors
+        gradient, of_rows = gradient.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_mm(gradient, stacked(ctx.weights), offs=ends)
+        if not any(ctx.needs_input_grad[2:]):
+            return of_rows, None, *(None for _ in ctx.weights)
+        return of_rows, None, *grouped_mm(gradient.t(), rows, offs=ends).unbind()
+
+
+def grouped_product(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Multiply the rows of each expert, [n, k] and int64 [E] on any device, by its weight [m, k]: [n, m]."""
+    ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
+    return GroupedProduct.apply(rows, ends, *weights)
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return [E, m, k]: a view where the weights follow each other in memory, else a copy."""
+    first, size = weights[0].detach(), weights[0].nbytes
+    begin, end = first.data_ptr(), first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+    follow = all(weight.data_ptr() == begin + i * size for i, weight in enumerate(weights))
+    if follow and begin + len(weights) * size <= end:  # neighbours by chance lie beyond the storage
+        return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def place_side_by_side(weights: Sequence[nn.Parameter]) -> None:
+    """Move the weights into one piece of memory, for `stacked`."""
+    for weight, place in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):
+        weight.data = place
+
+
+def can_group(rows: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return True if the kernel takes these rows [n, k] and weights [m, k]."""
+    weight = weights[0]
+    return (
+        rows.dtype == weight.dtype == torch.bfloat16
+        and rows.size(0) > 0
+        and all(size % ALIGNMENT == 0 for size in weight.shape)
+        and (not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (9, 0))
+    )

@@ -1,0 +1,64 @@
+"""Check products of many experts against one product after another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side, stacked
+
+COUNTS = torch.tensor([5, 0, 1, 9])  # rows of each expert; one is idle
+WIDTHS = 16, 24
+
+
+def make_weights(experts: int = len(COUNTS)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(WIDTHS[::-1], generator=generator).bfloat16()) for _ in range(experts)]
+
+
+@pytest.mark.parametrize("are_side_by_side", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_equals_a_product_for_each_expert(device, are_side_by_side):
+    weights = [nn.Parameter(weight.detach().to(device)) for weight in make_weights()]
+    if are_side_by_side:
+        place_side_by_side(weights)
+    generator = torch.Generator().manual_seed(2)
+    rows, factor = (torch.randn(15, width, generator=generator).bfloat16().to(device) for width in WIDTHS)
+    rows.requires_grad_()
+    found = grouped_product(rows, COUNTS, weights)
+    gradients = torch.autograd.grad(found, (rows, *weights), factor)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in (rows, *weights)]
+    parts = exact[0].split(COUNTS.tolist())
+    expected = torch.cat([part @ weight.T for part, weight in zip(parts, exact[1:], strict=True)])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+    for mine, theirs in zip(gradients, torch.autograd.grad(expected, exact, factor.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-2, atol=2e-2)
+    assert not gradients[2].any(), "an idle expert has a gradient of zeros"
+
+
+def test_weights_that_follow_each_other_are_not_copied():
+    weights = make_weights()
+    apart = stacked(weights)
+    place_side_by_side(weights)
+    view = stacked(weights)
+    assert torch.equal(view, apart) and view.data_ptr() == weights[0].data_ptr()
+    assert stacked(weights[::-1]).data_ptr() != weights[-1].data_ptr()
+    assert torch.equal(stacked(weights[::-1]), apart.flip(0))
+
+
+def test_neighbours_by_chance_are_copied():
+    """Two storages may lie side by side; a view must not leave the first."""
+    memory = np.arange(12.0)
+    halves = [torch.from_numpy(half).view(2, 3) for half in np.split(memory, 2)]
+    found = stacked(halves)
+    assert torch.equal(found, torch.stack(halves)) and found.data_ptr() != halves[0].data_ptr()
+
+
+def test_refuses_what_the_kernel_does_not_take():
+    weights, rows = make_weights(), torch.zeros(3, 16, dtype=torch.bfloat16)
+    assert can_group(rows, weights)
+    assert not can_group(rows.float(), weights) and not can_group(rows[:0], weights)
+    assert not can_group(rows, [nn.Parameter(weight[:20]) for weight in weights])
