@@ -36,7 +36,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, ...]:
         if not self.has_all_experts:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
-        counts, self.tokens_per_expert = self.tokens_per_expert, None
+        counts: Any = self.tokens_per_expert
+        self.tokens_per_expert: Any = None
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
