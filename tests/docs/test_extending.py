@@ -43,6 +43,7 @@ def read_recipes() -> dict[str, Recipe]:
 
 
 RECIPES = read_recipes()
+LONG = {title for title in RECIPES if "family" in title or "metric" in title}
 
 
 def apply(root: Path, kind: str, file: str, text: str) -> None:
@@ -80,7 +81,9 @@ def tree(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize(
+    "title", [pytest.param(one, marks=[pytest.mark.slow] if one in LONG else []) for one in RECIPES]
+)
 def test_a_recipe_works_on_a_copy_of_the_tree(title, tree):
     recipe = RECIPES[title]
     assert recipe.changes and recipe.check

@@ -38,7 +38,13 @@ def reference(ranks, tmp_path_factory):
     return folder, student, teacher, single
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.name == "TP2" else [])
+        for one in LAYOUTS
+    ],
+)
 def test_layout_equals_one_process(layout, reference, ranks):
     folder, student, teacher, single = reference
     results = ranks.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout", UPDATES)

@@ -34,7 +34,6 @@ LAYOUTS = {
 """Layout -> number of peers."""
 QUICK = {
     "DP4, distributed and overlapped",
-    "TP2 DP2 + sequence parallel",
     "PP2 VPP2 DP2, uneven, from a Megatron checkpoint",
     "CP2 DP2, distributed",
 }

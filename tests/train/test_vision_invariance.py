@@ -7,12 +7,7 @@ import pytest
 from tests.train.invariance import Layout, errors_of, require_equal
 from tests.train.vision_invariance import TABLES, run_vision_layout
 
-QUICK = {
-    "TP2 CP2",
-    "TP2 CP2 + SP, overlapped communication",
-    "PP2, units of 4 layers recomputed",
-    "PP2 DP2 + overlapped communication",
-}
+QUICK = {"TP2 CP2", "PP2, units of 4 layers recomputed", "PP2 DP2 + overlapped communication"}
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_start_on_a_corpus_that_has_an_index():
     """Two real starts, of which the second one finds the index."""
     code, lines = run_main(("corpus", "--documents", "70000", "--workers", "0", "--loss-mask", "--strict"))
