@@ -141,8 +141,8 @@ class TeacherConfig(TeacherDivergence):
     precision: str = option(
         "bf16",
         "precision of the products in the teacher's layers. bf16: that of the run. fp8: Transformer Engine "
-        "rounds weights and activations to FP8 (E4M3), and the weights are kept in FP8 only, which takes "
-        "half the memory and about two thirds of the time. Needs --bf16, a GPU with FP8 and a dense teacher",
+        "rounds weights and activations to FP8 (E4M3), and keeps the weights in FP8 only. It takes about "
+        "half the memory and two thirds of the time. Needs --bf16, a GPU with FP8 and a dense teacher",
         choices=PRECISIONS,
     )
     fp8_recipe: str = option(

@@ -1,4 +1,4 @@
-"""An FP8 recipe for CPUs: rounds weights as Transformer Engine does, and multiplies with the rounded values."""
+"""An FP8 recipe for CPUs: it rounds weights as Transformer Engine does, and multiplies with the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check FP8 weights of a teacher with a recipe for CPUs: what is kept, where, and what is multiplied with it."""
+"""Check FP8 weights of a teacher with a recipe for CPUs: what is kept, where, and what is multiplied."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_rounded_weights(source, model, context):
 
 
 def outputs(folder, checkpoint, recipe, tp, peers):
-    """Return (error of weights, outputs are those of rounded weights, equal outputs elsewhere, dtypes kept)."""
+    """Return (error of weights, outputs are of rounded weights, outputs elsewhere are the same, bytes)."""
     from mkd.config.models import TeacherConfig
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
