@@ -5,9 +5,9 @@ the machine drifts. Losses must have the same bits, except with FP8. With determ
 compared, because only then do two runs on the device agree. The default kernels are faster and need less
 memory for long packs; with them only the loss of the first step is compared.
 
-Rank 0 prints a line after each engine, and the table at the end. "Teacher" is its layers' forward, "of plan" the
-peak over what `mkd plan` predicts, "teacher kept" the teacher's memory between steps over that in bf16 (from
-the difference to the first engine).
+Rank 0 prints a line after each engine, and the table at the end. "Teacher" is its layers' forward, "of plan"
+the peak over what `mkd plan` predicts, "teacher kept" the teacher's memory between steps over that in bf16
+(from the difference to the first engine).
 
     python -m tests.models.residency_report               # an 8B teacher, a 1.7B student: one H200
     python -m tests.models.residency_report --seq-length 2048 --deterministic
@@ -183,7 +183,12 @@ def show(measured: dict[str, Measured], args: argparse.Namespace, machine: Machi
 
 def _memory(one: Measured, base: Measured) -> list[str]:
     kept = 1 - (base.rest_gib - one.rest_gib) / one.teacher_gib
-    return [f"{one.peak_gib:.2f}", f"{one.peak_gib / one.planned_gib:.3f}", f"{one.rest_gib:.2f}", f"{kept:.3f}"]
+    return [
+        f"{one.peak_gib:.2f}",
+        f"{one.peak_gib / one.planned_gib:.3f}",
+        f"{one.rest_gib:.2f}",
+        f"{kept:.3f}",
+    ]
 
 
 if __name__ == "__main__":
