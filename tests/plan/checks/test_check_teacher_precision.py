@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from mkd.config.load import load_config
+from mkd.data.aligned import teacher_pieces
 from mkd.families.layer_shape import MLAShape
+from mkd.plan.checks import teacher_precision
 from mkd.plan.checks.model_alone import find_model_problems
 from mkd.plan.checks.problems import find_problems
 from tests.plan.shapes import MOE_TEACHER, TEACHER
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 1 --lr 1 --global-batch-size 8"
 FP8 = "--teacher-precision fp8 --bf16"
+BLOCKS = "--teacher-fp8-recipe blockwise --tensor-model-parallel-size 2 --sequence-parallel"
 
 
 def config(*argv: str):
@@ -46,6 +49,10 @@ def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
         (f"{FP8} --seq-length 12 --xtoken-seq-length 64", []),
         (f"{FP8} --seq-length 12 --xtoken-seq-length 20", ["fp8-rows-not-divisible"]),
         (f"{FP8} --seq-length 12 --xtoken-loss gold", []),
+        (f"{FP8} {BLOCKS} --seq-length 128", ["fp8-rows-not-divisible"]),
+        (f"{FP8} {BLOCKS} --seq-length 256", []),
+        (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold", ["fp8-rows-not-divisible"]),
+        (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold --xtoken-seq-length 256", []),
     ],
 )
 def test_settings(argv, expected):
@@ -66,8 +73,15 @@ def test_models():
     layers = tuple(replace(layer, ffn_hidden_size=24) for layer in TEACHER.layers)
     narrow = replace(TEACHER, layers=layers)
     assert codes(fp8, narrow) == codes(tensor, narrow) == ["fp8-widths-not-divisible"]
+    blocks, odd = config(FP8, BLOCKS, "--seq-length 256"), replace(TEACHER, hidden_size=4096 + 16)
+    assert codes(blocks, TEACHER) == codes(tensor, odd) == []
+    assert codes(blocks, odd) == ["fp8-blocks-not-divisible"]
     latent = replace(TEACHER.layers[0], mla=MLAShape(512, 128, 64, 128))
     assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == ["fp8-with-latent-attention"]
+
+
+def test_the_length_of_packs_that_follows_from_the_data():
+    assert teacher_precision.LENGTH_UNIT == teacher_pieces.LENGTH_UNIT
 
 
 def test_a_teacher_that_runs_alone():
