@@ -83,8 +83,9 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
 
 def _in_bf16(config: Config) -> Config:
     """Return `config` with every teacher in bf16."""
-    plain = dict(precision=TeacherConfig.precision, fp8_recipe=TeacherConfig.fp8_recipe)
-    return replace(config, teachers=tuple(replace(one, **plain) for one in config.teachers))
+    precision, recipe = TeacherConfig.precision, TeacherConfig.fp8_recipe
+    plain = (replace(one, precision=precision, fp8_recipe=recipe) for one in config.teachers)
+    return replace(config, teachers=tuple(plain))
 
 
 def _without_teachers(config: Config) -> Config:

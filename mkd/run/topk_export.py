@@ -164,7 +164,8 @@ def _describe(
     return outcome
 
 
-def _precision(teacher: TeacherConfig) -> str:
+def _precision(teacher: TeacherConfig | None) -> str:
+    assert teacher is not None, "the plan is of a teacher"
     return f"fp8 {teacher.fp8_recipe}" if teacher.precision == "fp8" else teacher.precision
 
 

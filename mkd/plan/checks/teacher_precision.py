@@ -80,8 +80,10 @@ def check_precision_of_models(
     """Check the models: dense layers with plain attention, whose widths fit."""
     running = running_teachers(config)
     for model in models:
-        teacher = None if model.teacher is None else running.get(model.teacher)
-        if teacher is not None and teacher.precision == "fp8":
+        if model.teacher is None or model.teacher not in running:
+            continue
+        teacher = running[model.teacher]
+        if teacher.precision == "fp8":
             place = f"{place_of(model.teacher)}precision fp8"
             width = BLOCK if _gathers_blocks(config, teacher) else WIDTHS
             yield from _check_shape(config, place, model.shape, width)
