@@ -90,7 +90,7 @@ def _add_expert_command(commands) -> None:
     experts.add_argument(
         "--teacher-shapes",
         nargs="+",
-        help="teachers, one after another (default: qwen3-8b:8 qwen3-235b-a22b:2, on a CPU tiny-teacher tiny-moe)",
+        help="teachers (default: qwen3-8b:8 qwen3-235b-a22b:2, on a CPU tiny-teacher tiny-moe)",
     )
     experts.add_argument("--seq-length", type=int, help="tokens of a pack (default: 8192, on a CPU 256)")
     experts.add_argument("--packs", type=int, default=1, help="packs of a micro-batch (default: 1)")

@@ -228,7 +228,8 @@ class Trial:
     ) -> None:
         tokens = self.settings.num_microbatches * self.settings.tokens_per_microbatch
         self.rows[name] = Row(ms, flops, tokens, memory, kernels, loss)
-        self.say("  ".join(f"{head} {cell}" for head, cell in zip(HEADER, self.rows[name].cells(name))))
+        cells = zip(HEADER, self.rows[name].cells(name), strict=True)
+        self.say("  ".join(f"{head} {cell}" for head, cell in cells))
 
 
 def _mean_loss(result: object) -> float:
@@ -298,7 +299,8 @@ def _requirements(
     for name, row in rows.items():
         if row.memory_ratio is not None:
             deviation = abs(row.memory_ratio - 1)
-            lines.append(Requirement("R20", deviation, f"{name}: of the plan's memory, either way", "<=", 0.05))
+            what = f"{name}: of the plan's memory, either way"
+            lines.append(Requirement("R20", deviation, what, "<=", 0.05))
     if not machine.is_cuda:
         lines.append(Skipped("R20", "memory against the plan: measured on GPUs only"))
     return lines

@@ -73,9 +73,7 @@ def build_sft_step(
     return partial(_step, wrapped, optimizer, batches, has_te)
 
 
-def _layers(
-    plan: Plan, settings: TransformerConfig, context: ParallelContext
-) -> TransformerBlockSubmodules:
+def _layers(plan: Plan, settings: TransformerConfig, context: ParallelContext) -> TransformerBlockSubmodules:
     """Return Megatron's layers. On a CPU, where it has none for packs, they are mkd's: a rehearsal."""
     if context.platform.transformer_engine:
         return get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
