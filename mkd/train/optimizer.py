@@ -124,7 +124,8 @@ class StudentOptimizer:
             clip = self.optimizer.config.clip_grad
             if clip > 0:
                 for inner in self.optimizer.chained_optimizers:  # weights of experts have their own
-                    clip_grad_by_total_norm_fp32(inner.get_parameters(), clip, grad_norm)
+                    if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
+                        clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return Update(grad_norm, agreed)
