@@ -56,7 +56,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 BIAS = "e_score_correction_bias"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek-experts", "moonlight-experts"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek-experts", "moonlight-experts"]
+)
 def test_an_export_has_the_bytes_of_its_source(family, ranks, tmp_path):
     """Correction biases are fp32 in every checkpoint, all other tensors are bf16."""
     source = make_model(tmp_path / "source", family, dtype=torch.bfloat16, shard_size="1GB")
