@@ -45,7 +45,7 @@ def grouped_product(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> 
 
 
 def add_to_buffers(weights: Sequence[Tensor], gradients: Tensor) -> None:
-    """Add gradients [E, m, k] to Megatron's buffers in one kernel, where those of E weights follow each other.
+    """Add gradients [E, m, k] to Megatron's buffers in one kernel if these are neighbours.
 
     Megatron would launch a kernel for each weight. Its hooks expect the gradients all the same, and leave out
     what has been added.

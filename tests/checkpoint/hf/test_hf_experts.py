@@ -115,7 +115,7 @@ def test_quantised_experts_are_those_of_transformers(ranks, tmp_path):
 
 
 def test_quantised_blocks_of_experts(ranks, tmp_path):
-    """DeepSeek-V3's FP8 blocks, with two processes for the experts: the export has the dequantised tensors."""
+    """DeepSeek-V3's FP8 blocks, with experts over two processes: the export has the dequantised tensors."""
     source = make_model(tmp_path / "source", "deepseek-experts", dtype=torch.bfloat16, shard_size="1GB")
     block, expected, stored = (16, 32), tensors(source), {}
     for seed, (name, tensor) in enumerate(sorted(expected.items())):
