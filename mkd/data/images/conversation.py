@@ -174,9 +174,9 @@ def require_image_processor(store: TokenStore, images: ConversationImages | None
         return
     if images is None:
         raise DataError(
-            f"{name} has images, and the models of this run read none",
-            "their tokens would be empty places",
-            "use a vision-language model, or a corpus of texts",
+            f"{name} has images, and a model of this run reads none",
+            "it would read empty places in the text",
+            "use vision-language models, or a corpus of texts",
             code="corpus-with-images",
         )
     known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
