@@ -18,6 +18,7 @@ shapes                 shapes of known models
 synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
 step_benchmark         a whole training step
+vision_benchmark       a step with images
 packing_benchmark      packs against padded batches
 corpus_benchmark       the start of a run on a large corpus
 tokenise_benchmark     tokenisation beside bare `tokenizers`

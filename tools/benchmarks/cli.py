@@ -70,10 +70,16 @@ def parser() -> argparse.ArgumentParser:
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
+    vision = _add(
+        commands, "vision", run_vision, "a step with images: the plan, its parts, varlen: R20 to R22"
+    )
+    vision.add_argument(
+        "--image-side", type=int, help="patches of an image's side, an even number (default: 40, on a CPU 4)"
+    )
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, packing, pipeline, trainers))
-    _add_layout_flags((step, pipeline))
+    _add_pair_flags((step, packing, pipeline, trainers, vision))
+    _add_layout_flags((step, pipeline, vision))
     _add_data_commands(commands)
     return main
 
@@ -233,6 +239,18 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.step_benchmark import benchmark
 
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
+
+
+def run_vision(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.vision_benchmark import benchmark
+
+    names = ("qwen2.5-vl-3b", "qwen2.5-vl-7b") if machine.is_cuda else ("tiny-vl-student", "tiny-vl-teacher")
+    args.student_shape, args.teacher_shape = (
+        given or default
+        for given, default in zip((args.student_shape, args.teacher_shape), names, strict=True)
+    )
+    side = args.image_side or (40 if machine.is_cuda else 4)
+    return benchmark(machine, detect(), pair_settings(args, machine), side)
 
 
 def run_packing(args: argparse.Namespace, machine: Machine) -> Report:
