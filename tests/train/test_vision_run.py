@@ -86,6 +86,7 @@ def test_saved_at_tp2_the_run_goes_on_at_pp2(files, ranks):
 
 def test_a_frozen_tower_is_exported_byte_for_byte(files, ranks):
     more = ("--student-train-parts", "text", "projector", "--export-hf", files / "frozen hf")
+    more += ("--max-image-side", 12)
     (done,) = run_main(ranks, argv(files, "frozen", *more))
     assert done.exit_code == 0, done.stderr
     before, after = all_tensors(files / "student"), all_tensors(files / "frozen hf")
@@ -98,6 +99,10 @@ def test_a_frozen_tower_is_exported_byte_for_byte(files, ranks):
         files / "frozen hf", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    seen = transformers.AutoImageProcessor.from_pretrained(files / "frozen hf", backend="pil")
+    assert seen.size["longest_edge"] == 12 * 12, "transformers reduces images as the student has seen them"
+    saved = next((files / "frozen").glob("iter_*/hf/preprocessor_config.json"))
+    assert saved.read_bytes() == (files / "frozen hf/preprocessor_config.json").read_bytes()
 
 
 def test_an_image_that_changes_after_tokenising_ends_the_run(files, ranks, tmp_path):

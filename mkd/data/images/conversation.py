@@ -12,7 +12,12 @@ import numpy as np
 
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
-from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
+from mkd.data.images.processors import (
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
+    ImageProcessor,
+    load_image_processor,
+)
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -154,7 +159,7 @@ def image_reader(
     if processor is None:
         raise UsageError(
             f"--image-root is given, and the model {folder} reads no images",
-            f"it has no {PREPROCESSOR_FILE} beside its config.json, or no vision part",
+            f"it has neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}, or no vision part in config.json",
             "leave the flag out, or use a vision-language model",
             code="image-root-of-text-model",
         )
