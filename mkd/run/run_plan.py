@@ -53,8 +53,10 @@ class Plan:
 
         With --max-image-side transformers must see the images that the student has learned from.
         """
+        assert self.tokenizers is not None, "a plan without problems has tokenizers"
         images = self.tokenizers.images if self.config.data.max_image_side is not None else None
-        return HFAssets(self.student.assets, self.tokenizers.source, images and images.processor)
+        changed = None if images is None else images.processor
+        return HFAssets(self.student.assets, self.tokenizers.source, changed)
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +15,6 @@ from tests.reported import refused
 from tests.tiny_models import add_tokenizer
 
 
-@dataclass(frozen=True)
-class Model:
-    """The part of a ModelSource that the reader needs."""
-
-    assets: Path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_smolvlm(tmp_path_factory.mktemp("student"))
@@ -33,7 +24,7 @@ def open_(folder, *flags, teachers=()):
     teacher_flags = [word for one in teachers for word in ("--teacher-hf", one)]
     config = load_config([str(word) for word in (*flags, *teacher_flags)]).config
     tokenizer = load_hugging_face(str(folder))
-    return open_images(config, Model(folder), [Model(one) for one in teachers], tokenizer)
+    return open_images(config, folder, teachers, tokenizer)
 
 
 def test_the_flags_reach_the_reader(folder, tmp_path):

@@ -137,3 +137,42 @@ def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
         (done,) = run_main(ranks, argv(files, run, *cross, **given | dict(data_path="texts.jsonl")))
         assert done.exit_code == 0, done.stderr
         assert read_metrics(files / run)[-1]["iteration"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--tensor-model-parallel-size", 2, "--sequence-parallel"),
+        pytest.param(("--pipeline-model-parallel-size", 2, "--micro-batch-size", 2), marks=pytest.mark.slow),
+        pytest.param(("--context-parallel-size", 2), marks=pytest.mark.slow),
+    ],
+    ids=["TP2 + SP", "PP2", "CP2"],
+)
+def test_a_stored_teacher_teaches_as_the_teacher_that_runs(layout, files, ranks):
+    """All ids of the vocabulary are stored, so that the losses are those of the teacher itself."""
+    pytest.importorskip("pyarrow")
+    name = layout[0].strip("-")
+    short = ("--train-iters", 2, *layout)
+    live = run_main(ranks, argv(files, f"live {name}", *short), 2)
+    out = (
+        "--out",
+        files / f"topk {name}",
+        "--k",
+        400,
+        "--logprob-dtype",
+        "float32",
+        "--samples-per-shard",
+        7,
+    )
+    export = [str(word) for word in out] + argv(files, f"export {name}", *short)
+    stored = run_main(ranks, export, 2, command="mkd.commands.topk")
+    offline = argv(
+        files, f"offline {name}", *short, "--teacher-topk", files / f"topk {name}", teacher_hf=None
+    )
+    trained = run_main(ranks, offline, 2)
+    for results in (live, stored, trained):
+        assert [one.exit_code for one in results] == [0, 0], results[0].stderr
+    pairs = zip(read_metrics(files / f"offline {name}"), read_metrics(files / f"live {name}"), strict=True)
+    for own, other in pairs:
+        for metric in ("ce_loss", "kd_loss", "grad_norm"):
+            assert own[metric] == pytest.approx(other[metric], rel=1e-5), metric

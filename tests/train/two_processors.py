@@ -123,13 +123,13 @@ def build(layout: Layout, student: Path, teacher: Path):
     """Return engine, training state and this rank's micro-batches of the first step."""
     from mkd.config.load import load_config
     from mkd.data.build import open_datasets
+    from mkd.data.images.pack_images import ImageLayout
     from mkd.data.loader import TrainStream
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.one_model import join
     from mkd.run.run_plan import plan_run
-    from mkd.run.setup import image_layout
 
     argv = [*layout.argv(student, teacher), "--xtoken-loss", "partition_kl"]
     argv += ["--data-path", str(student / "chats.jsonl"), "--image-root", str(student / "pictures")]
@@ -160,7 +160,7 @@ def build(layout: Layout, student: Path, teacher: Path):
         data_parallel_size=context.dp_size,
         context_parallel_rank=context.cp_rank,
         context_parallel_size=context.cp_size,
-        images=image_layout(context, parallel.sequence_parallel),
+        images=ImageLayout.of_context(context, parallel.sequence_parallel),
     )
     batches = stream.next_step()
     if layout.ranks == 1:

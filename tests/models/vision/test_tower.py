@@ -78,7 +78,7 @@ def looped(query, key, value, borders, key_borders, longest, key_longest):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_one_call_for_all_images_and_windows_equals_a_loop(family):
-    """What the GPU's kernel is handed: borders of images in some blocks, of windows in the others."""
+    """The kernel gets borders of images in some blocks, and of windows in the others."""
     shape = ModelShape.from_hf_config(vision_config(family).to_dict())
     torch.manual_seed(0)
     tower = VisionTower(shape, torch.float32, torch.device("cpu"))
