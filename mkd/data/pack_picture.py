@@ -1,4 +1,4 @@
-"""A pack as one picture: its tokens in boxes, and its images as the model sees them, cut into their tokens."""
+"""A pack as one picture: tokens in boxes, and images as the model sees them, cut into their tokens."""
 
 from __future__ import annotations
 
