@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
+from mkd.plan.feedback_card import preference_rows
 from mkd.plan.model_shape import ModelShape
 
 Row = tuple[str, str]  # label, text
@@ -81,9 +82,14 @@ def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape
 
 def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     ratio = config.kd.kd_ratio
-    terms = [f"{weight:g} {name}" for name, weight in (("CE", 1 - ratio), ("KD", ratio)) if weight]
+    data, row = ("DPO", "pair") if config.feedback.has_pairs else ("CE", "token")
+    terms = [f"{weight:g} {name}" for name, weight in ((data, 1 - ratio), ("KD", ratio)) if weight]
     terms += [name for name, weight in _balance_losses(config).items() if weight]
-    yield "loss", f"{' + '.join(terms)}, nats per token"
+    yield "loss", f"{' + '.join(terms)}, nats per {row}"
+    if config.feedback.has_pairs:
+        yield from preference_rows(config)
+        yield from _experts(config)
+        return
     if ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
     yield "mask", _MASK

@@ -249,6 +249,8 @@ def _loss(config: Config) -> Iterator[tuple[str, object]]:
     for option, value in settings(config):
         if option.path.startswith("kd.") and option.field not in NOT_LOSS:
             yield f"loss.{option.field}", value
+        elif option.path.startswith("feedback.") and value != option.default:
+            yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value
 

@@ -150,7 +150,7 @@ class Reporter:
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Return the sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", *_TEACHER_KEYS}
-        absent |= set() if with_ce else {"ce"}
+        absent |= set() if with_ce and sums.feedback is None else {"ce"}
         present = ((name, value) for name, value in sums.token_sums().items() if name not in absent)
         return {_LOSS_KEYS.get(name, name): value for name, value in present}
 

@@ -1,0 +1,23 @@
+"""The rows of the loss card for losses of judged answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkd.config.models import teacher_names
+from mkd.config.schema import Config
+
+_COUNTED = "counted over all ranks and micro-batches before the first forward"
+
+
+def preference_rows(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of the rows about DPO."""
+    beta, (reference,) = config.feedback.dpo_beta, teacher_names(config.teachers)
+    yield (
+        "DPO",
+        f"-ln sigmoid(z), z = {beta:g} ((s_c - r_c) - (s_r - r_r)); s, r: sums of ln p over an answer under the "
+        f"student and the reference {reference}, T = 1; c the chosen answer, r the rejected one",
+    )
+    yield "mask", "the tokens of both answers, their end included; never the prompt or padding"
+    yield "normaliser", f"sums over the global batch divided once by its number of pairs, {_COUNTED}"
+    yield "same in TRL", f"DPOConfig(beta={beta:g}), if every micro-batch has as many pairs"
