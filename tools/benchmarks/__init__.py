@@ -18,6 +18,9 @@ shapes                 shapes of known models
 synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
 step_benchmark         a whole training step
+megatron_sft           Megatron's own training step
+kernel_times           the time of kernels by kind
+expert_benchmark       a step with experts, beside Megatron's
 packing_benchmark      packs against padded batches
 corpus_benchmark       the start of a run on a large corpus
 tokenise_benchmark     tokenisation beside bare `tokenizers`

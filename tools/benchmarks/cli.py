@@ -74,8 +74,35 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     _add_pair_flags((step, packing, pipeline, trainers))
     _add_layout_flags((step, pipeline))
+    _add_expert_command(commands)
     _add_data_commands(commands)
     return main
+
+
+def _add_expert_command(commands) -> None:
+    text = "a step with experts, beside the teacher's forward and Megatron's SFT step: R10 R20"
+    experts = _add(commands, "experts", run_experts, text)
+    experts.add_argument(
+        "--student-shape",
+        help="student of tools/benchmarks/shapes.py; NAME:N has N of its layers (default: as many layers of "
+        "qwen3-30b-a3b as fit, on a CPU tiny-moe)",
+    )
+    experts.add_argument(
+        "--teacher-shapes",
+        nargs="+",
+        help="teachers (default: qwen3-8b:8 qwen3-235b-a22b:2, on a CPU tiny-teacher tiny-moe)",
+    )
+    experts.add_argument("--seq-length", type=int, help="tokens of a pack (default: 8192, on a CPU 256)")
+    experts.add_argument("--packs", type=int, default=1, help="packs of a micro-batch (default: 1)")
+    experts.add_argument("--microbatches", type=int, default=4, help="micro-batches of a step (default: 4)")
+    experts.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.88,
+        help="share of the GPU that the plan may fill (default: 0.88)",
+    )
+    experts.add_argument("--kernels", type=int, default=12, help="longest kernels to list (default: 12)")
+    experts.add_argument("--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'")
 
 
 def _add_data_commands(commands) -> None:
@@ -233,6 +260,29 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.step_benchmark import benchmark
 
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
+
+
+def run_experts(args: argparse.Namespace, machine: Machine) -> Report:
+    """Spread the experts over all processes."""
+    from tools.benchmarks.expert_benchmark import benchmark
+    from tools.benchmarks.random_engine import PairSettings
+
+    student, teachers, length = "tiny-moe", ["tiny-teacher", "tiny-moe"], 256
+    if machine.is_cuda:
+        student, teachers, length = "qwen3-30b-a3b", ["qwen3-8b:8", "qwen3-235b-a22b:2"], 8192
+    teachers = args.teacher_shapes or teachers
+    processes = dist.get_world_size() if is_parallel() else 1
+    spread = ("--expert-model-parallel-size", str(processes), "--use-distributed-optimizer")
+    settings = PairSettings(
+        args.student_shape or student,
+        teachers[0],
+        args.seq_length or length,
+        micro_batch_size=args.packs,
+        num_microbatches=args.microbatches,
+        flags=(*(spread if processes > 1 else ()), *args.flags.split()),
+    )
+    fits = args.memory_fraction if machine.is_cuda and args.student_shape is None else None
+    return benchmark(machine, detect(), settings, teachers, chat_lengths(machine), fits, args.kernels)
 
 
 def run_packing(args: argparse.Namespace, machine: Machine) -> Report:

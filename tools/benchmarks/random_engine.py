@@ -43,6 +43,10 @@ class PairSettings:
     virtual_stages: int = 1
     flags: tuple[str, ...] = ()  # more flags of pretrain_kd.py
 
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.micro_batch_size * self.seq_length
+
     def argv(self, dtype: torch.dtype, data_parallel: int) -> list[str]:
         """Return the training command's flags.
 

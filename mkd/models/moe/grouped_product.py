@@ -52,10 +52,17 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight.detach() for weight in weights])
 
 
-def place_side_by_side(weights: Sequence[nn.Parameter]) -> None:
-    """Move the weights into one piece of memory, for `stacked`."""
+def place_side_by_side(module: nn.Module, names: Sequence[str]) -> None:
+    """Move the weights of these names into one piece of memory, for `stacked`.
+
+    Megatron's distributed optimizer moves all weights of a model into one buffer, the last registered one
+    first. The weights are therefore registered again, the last one first.
+    """
+    weights = [getattr(module, name) for name in names]
     for weight, place in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):
         weight.data = place
+    for name in reversed(names):
+        module.register_parameter(name, module._parameters.pop(name))
 
 
 def can_group(rows: Tensor, weights: Sequence[Tensor]) -> bool:
