@@ -343,7 +343,7 @@ class Config:
         return self.kd.kd_ratio > 0 or self.feedback.has_pairs
 
     def with_reference(self) -> Config:
-        """Return the configuration with the initial student as the reference, if one is needed and none given."""
+        """Return the configuration; if it needs a reference and has none, with the initial student."""
         initial = self.student.hf or self.student.load
         if self.teachers or not (self.feedback.has_pairs and initial):
             return self

@@ -15,7 +15,6 @@ from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
 
-
 PAIR_NUMBER = "pair"  # name of row values
 
 

@@ -171,8 +171,8 @@ class _Preparation:
         tables = image_tables(teachers.values())
         if store.documents_per_record > 1:
             packing = self.packing
-            place = packing.seq_length, packing.document_multiple, packing.overlong
-            require_pairs_fit(store, *place, documents)
+            room = packing.seq_length, packing.document_multiple
+            require_pairs_fit(store, *room, packing.overlong, documents)
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if is_small(store, packing):
             return _Member(

@@ -352,8 +352,7 @@ def _check_size(kind: str, values: tuple) -> None:
     size = sum(len(one) if isinstance(one, str) else num_characters(one) for one in values)
     if size > MAX_CHARACTERS:
         raise DataError(
-            f"{_NAMES.get(kind, 'a prompt and completion')} "
-            f"of {size} characters, more than {MAX_CHARACTERS}",
+            f"{_NAMES.get(kind, 'a prompt and completion')} of {size} characters, more than {MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
             code="record-too-long",

@@ -66,7 +66,7 @@ def check_string(value: Any, name: str) -> None:
 
 
 def pair_of_answers(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return a prompt with two answers: three texts, or three lists of messages as a chat template takes them.
+    """Return a prompt with two answers: three texts, or three lists of messages for a chat template.
 
     Raises DataError for other values, an empty prompt, and images.
     """
@@ -86,7 +86,8 @@ def pair_of_answers(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, 
     if any(images for _, images in split):
         what, why = "the pair has images", "mkd learns preferences from text only"
         raise DataError(what, why, "remove the record", code="pair-with-images")
-    return tuple(messages for messages, _ in split)
+    (first, _), (second, _), (third, _) = split
+    return first, second, third
 
 
 def json_name(value: Any) -> str:

@@ -15,8 +15,8 @@ def preference_rows(config: Config) -> Iterator[tuple[str, str]]:
     beta, (reference,) = config.feedback.dpo_beta, teacher_names(config.teachers)
     yield (
         "DPO",
-        f"-ln sigmoid(z), z = {beta:g} ((s_c - r_c) - (s_r - r_r)); s, r: sums of ln p over an answer under the "
-        f"student and the reference {reference}, T = 1; c the chosen answer, r the rejected one",
+        f"-ln sigmoid(z), z = {beta:g} ((s_c - r_c) - (s_r - r_r)); s, r: sums of ln p over an answer under "
+        f"the student and the reference {reference}, T = 1; c the chosen answer, r the rejected one",
     )
     yield "mask", "the tokens of both answers, their end included; never the prompt or padding"
     yield "normaliser", f"sums over the global batch divided once by its number of pairs, {_COUNTED}"

@@ -32,7 +32,7 @@ from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_prefetch import TeacherPrefetch
-from mkd.train.teachers.base import FeedbackTerm, Teacher, divergence_settings
+from mkd.train.teachers.base import Teacher, divergence_settings
 from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
 from mkd.train.teachers.stored import Stored
@@ -127,7 +127,7 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
     return tuple(teachers)
 
 
-def build_feedback(plan: Plan) -> FeedbackTerm | None:
+def build_feedback(plan: Plan) -> Preference | None:
     """Return the loss of judged answers; None if the run has the cross entropy."""
     beta = plan.config.feedback.dpo_beta
     return None if beta is None else Preference(beta)

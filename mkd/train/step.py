@@ -3,7 +3,8 @@
 The global batch is cut into micro-batches, and each of them passes through all stages of the pipeline
 (schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
 stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, or a
-loss of judged answers (feedback/), and the divergence from each teacher (teachers/). Then the optimizer makes one update (optimizer.py).
+loss of judged answers (feedback/), and the divergence from each teacher (teachers/). Then the optimizer
+makes one update (optimizer.py).
 """
 
 from __future__ import annotations

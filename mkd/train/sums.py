@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class TermSums:
     tokens: Number = 0.0  # ... both over this number of tokens
     top1_agreement: Number = 0.0
     compared: Number = 0.0  # rows that count for `top1_agreement`
-    feedback: Number = 0.0  # loss of judged answers; see mkd/train/feedback
-    measures: Mapping[str, Number] = field(default_factory=dict)  # sums over rows by metric key
+    feedback: Any = 0.0  # loss of judged answers; see mkd/train/feedback
+    measures: Mapping[str, Any] = field(default_factory=dict)  # sums over rows by metric key
 
     def __add__(self, other: TermSums) -> TermSums:
         numbers = {name: getattr(self, name) + getattr(other, name) for name in NUMBERS}
@@ -115,7 +116,7 @@ class LossSums:
             {name: one + other.teachers[name] for name, one in self.teachers.items()},
             {name: one + other.auxiliary[name] for name, one in self.auxiliary.items()},
             self.num_steps + other.num_steps,
-            self.feedback and self.feedback + other.feedback,
+            self.feedback + other.feedback if self.feedback and other.feedback else None,
         )
 
     def named_as(self, other: LossSums) -> LossSums | None:
@@ -130,7 +131,7 @@ class LossSums:
         return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
 
     @classmethod
-    def from_state(cls, state: Mapping) -> LossSums:
+    def from_state(cls, state: Mapping[str, Any]) -> LossSums:
         """Return the sums from their `asdict`, as saved in JSON."""
         teachers = {name: TermSums(**one) for name, one in state["teachers"].items()}
         feedback = TermSums(**state["feedback"]) if state.get("feedback") else None
@@ -144,10 +145,10 @@ class LossSums:
     def token_sums(self) -> dict[str, float]:
         """Return metric name -> sum over `num_loss_tokens`.
 
-        The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`, and
-        `auxiliary_loss/<name>` for each auxiliary loss, and the measures of judged answers. A teacher's own metrics are weighted as the teachers
-        are. All but `ce` are means times `num_loss_tokens`, because a teacher's rows may differ from the loss
-        tokens.
+        The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`,
+        `auxiliary_loss/<name>` for each auxiliary loss, and the measures of judged answers. A teacher's own
+        metrics are weighted as the teachers are. All but `ce` are means times `num_loss_tokens`, because
+        other rows may differ from the loss tokens.
         """
         count, judged = self.num_loss_tokens, self.feedback
         kd = self.kd_mean * count

@@ -51,7 +51,10 @@ def test_texts_and_conversations_become_two_documents_with_loss_on_the_answer():
         (dict(prompt="p", chosen=said("a"), rejected="b"), "pair-of-two-forms"),
         (dict(prompt="p", chosen=3, rejected="b"), "record-field-not-text"),
         (dict(prompt="p", chosen=None, rejected="b"), "record-field-null"),
-        (dict(prompt=ASK, chosen=[{"role": "user", "content": "a"}], rejected=said("b")), "pair-answer-empty"),
+        (
+            dict(prompt=ASK, chosen=[{"role": "user", "content": "a"}], rejected=said("b")),
+            "pair-answer-empty",
+        ),
         (dict(prompt="p", chosen="a", rejected="b", completion="c"), "record-ambiguous"),
         (
             dict(prompt=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
@@ -106,9 +109,29 @@ def open_pairs(path, tokenizer, folder, **more):
 
 
 def test_packs_hold_whole_pairs_and_number_them(tmp_path, tokenizer, write_jsonl):
-    words = "The quick brown fox jumps over the lazy dog. A model predicts the next token.".split()
+    words = [
+        "The",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "the",
+        "lazy",
+        "dog.",
+        "A",
+        "model",
+        "predicts",
+        "the",
+        "next",
+        "token.",
+    ]
     records = [
-        {"prompt": f"{i}:", "chosen": " ".join(words[: i % 7 + 1]), "rejected": " ".join(words[-(i % 5) - 1 :])}
+        {
+            "prompt": f"{i}:",
+            "chosen": " ".join(words[: i % 7 + 1]),
+            "rejected": " ".join(words[-(i % 5) - 1 :]),
+        }
         for i in range(21)
     ]
     path = write_jsonl("pairs.jsonl", *records)

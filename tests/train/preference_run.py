@@ -11,6 +11,7 @@ from tests.train.command import write_records
 from tests.train.rollout_run import EOS, documents_of
 
 SEQ_LENGTH, BETA = 88, 0.3
+WORDS = ("quick brown", "fox jumps over", "lazy", "the dog is not")
 NUM_PAIRS, NUM_PACKS = 12, 4  # of an epoch
 
 
@@ -20,14 +21,13 @@ def make_files(folder: Path) -> Path:
     add_tokenizer(make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True, **sizes | EOS))
     other = dict(hidden_size=72, num_hidden_layers=4, intermediate_size=128, vocab_size=330)
     add_tokenizer(make_model(folder / "reference", "llama", seed=2, **other | EOS))
-    words = ("quick brown", "fox jumps over", "lazy", "the dog is not")
-    write_records(folder / "pairs.jsonl", *(pair_of(i, words) for i in range(NUM_PAIRS)))
+    write_records(folder / "pairs.jsonl", *(pair_of(i) for i in range(NUM_PAIRS)))
     return folder
 
 
-def pair_of(i: int, words: tuple[str, ...]) -> dict[str, str]:
-    chosen, rejected = words[(i + 1) % 4] * (i % 2 + 1), words[(i + 2) % 4] * (i % 3)
-    return {"prompt": f"{i}: {words[i % 4]}", "chosen": f" {chosen}.", "rejected": f" {rejected}!"}
+def pair_of(i: int) -> dict[str, str]:
+    chosen, rejected = WORDS[(i + 1) % 4] * (i % 2 + 1), WORDS[(i + 2) % 4] * (i % 3)
+    return {"prompt": f"{i}: {WORDS[i % 4]}", "chosen": f" {chosen}.", "rejected": f" {rejected}!"}
 
 
 def argv(files: Path, run: str, *more: object, reference: str | None = "reference") -> list[str]:
@@ -81,7 +81,7 @@ def reference_loss(folder: Path, documents: list, out_dir: Path) -> dict[str, fl
     return found
 
 
-def log_ratio(student, frozen, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_ratio(student, frozen, tokens, labels, mask) -> torch.Tensor:
     """Return the sum of ln p_s - ln p_r over the labels that count."""
     logp = [
         model(tokens[None]).logits[0].log_softmax(1).gather(1, labels[:, None])[:, 0]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.reported import reported_codes
 from tests.train.command import read_metrics, run_main, write_records
 from tests.train.invariance import worst_relative_error
-from tests.train.preference_run import NUM_PACKS, NUM_PAIRS, argv, make_files, one_step, pair_of, reference_loss
+from tests.train.preference_run import NUM_PAIRS, argv, make_files, one_step, pair_of, reference_loss
 from tests.train.rollout_run import Case
 from tests.train.test_resume import train_and_hash
 
@@ -56,10 +56,9 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 def test_loss_and_every_gradient_equal_transformers(single, files):
     """The documents are those of the records, in pairs."""
     tokenizer = AutoTokenizer.from_pretrained(files / "student")
-    words = ("quick brown", "fox jumps over", "lazy", "the dog is not")
     texts = [
         (record["prompt"], record[key])
-        for record in (pair_of(i, words) for i in range(NUM_PAIRS))
+        for record in (pair_of(i) for i in range(NUM_PAIRS))
         for key in ("chosen", "rejected")
     ]
     expected = [(*tokenizer(a)["input_ids"], *tokenizer(b)["input_ids"], 0) for a, b in texts]
@@ -97,9 +96,8 @@ def test_the_initial_student_is_the_reference_and_resuming_is_bitwise(case, file
     flags = (*case.flags, "--valid-data-path", files / "pairs.jsonl", "--eval-interval", 4)
 
     def train(folder, *more):
-        return ranks.run(
-            train_and_hash, case.ranks, argv(files, folder.name, *flags, "--save", folder, *more, reference=None)
-        )
+        arguments = argv(files, folder.name, *flags, "--save", folder, *more, reference=None)
+        return ranks.run(train_and_hash, case.ranks, arguments)
 
     whole = train(straight)
     train(halves, "--exit-interval", 2)
@@ -118,8 +116,7 @@ def test_the_initial_student_is_the_reference_and_resuming_is_bitwise(case, file
 
 def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
     bad = {"prompt": "p", "chosen": "same", "rejected": "same"}
-    words = ("quick brown", "fox jumps over", "lazy", "the dog is not")
-    path = write_records(files / "bad.jsonl", *(pair_of(i, words) for i in range(4)), bad)
+    path = write_records(files / "bad.jsonl", *(pair_of(i) for i in range(4)), bad)
     arguments = argv(files, "command", "--data-path", path, reference=None)
     (result,) = run_main(ranks, arguments)
     assert result.exit_code == 65 and reported_codes(result.stderr) == ["pair-without-difference"]
@@ -129,5 +126,6 @@ def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
     assert "chosen and rejected" in (files / "command" / "quarantine.jsonl").read_text()
     card = (files / "command" / "loss_card.txt").read_text()
     assert "-ln sigmoid(z), z = 0.3" in card and "reference student" in card
-    (result,) = run_main(ranks, [*arguments, "--data-path", str(write_records(files / "t.jsonl", {"text": "a"}))])
+    text = write_records(files / "t.jsonl", {"text": "a"})
+    (result,) = run_main(ranks, [*arguments, "--data-path", str(text)])
     assert result.exit_code == 65 and reported_codes(result.stderr) == ["dpo-without-pairs"]

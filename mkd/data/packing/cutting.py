@@ -39,7 +39,7 @@ def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def whole_records(lengths: np.ndarray, together: int, multiple: int, seq_length: int) -> np.ndarray:
-    """Return the lengths of documents, 0 for those whose record of `together` documents does not fit a pack."""
+    """Return the lengths, 0 for documents whose record of `together` documents does not fit a pack."""
     of_record = padded_lengths(lengths, multiple).reshape(-1, together).sum(axis=1)
     return np.where(np.repeat(of_record <= seq_length, together), lengths, 0)
 

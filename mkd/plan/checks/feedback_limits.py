@@ -26,7 +26,7 @@ def check_preferences(config: Config) -> Iterator[UsageError]:
         why = "pairs are stored answers, and nobody has judged the student's own"
         yield UsageError(what, why, "remove one of them", code="dpo-with-rollouts")
     if len(teachers) > 1:
-        what, why = f"{given} with {len(teachers)} teachers", "one reference is what the student is compared with"
+        what, why = (f"{given} with {len(teachers)} teachers", "the student is compared with one reference")
         yield UsageError(what, why, "keep one of them", code="dpo-with-several-references")
     if any(one.topk for one in teachers):
         what = f"{given} with a stored teacher"

@@ -1,8 +1,7 @@
-"""Coefficient losses: sum over tokens of c ln p(token), where the coefficients c have no gradient.
+"""Coefficient losses: -sum over tokens of c ln p(token), where the coefficients c have no gradient.
 
-The gradient of such a loss is that of a cross entropy whose rows have the weights -c, so one pass of the fused
-head makes it. The coefficients come from log-probabilities that are scored before, in a pass without
-gradient.
+Such a loss has the gradient of a cross entropy whose rows have the weights c, of any sign, so one pass of the
+fused head makes it. The coefficients come from log-probabilities that a pass without gradient scores before.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Preference:
     """The loss -ln sigmoid(z) of each pair; z = beta ((s_c - r_c) - (s_r - r_r)).
 
     s and r are the sums of ln p over the tokens of an answer, under the student and the reference; c is the
-    chosen answer, r the rejected one. The gradient over ln p of a chosen token is -beta sigmoid(-z), over that
+    chosen answer, r the rejected one. The derivative by ln p of a chosen token is -beta sigmoid(-z), by that
     of a rejected one the negative. Source: Rafailov et al. 2023 (arXiv 2305.18290), section 4.
     """
 
