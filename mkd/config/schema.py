@@ -345,6 +345,7 @@ class Config:
     def with_reference(self) -> Config:
         """Return the configuration; if it needs a reference and has none, with the initial student."""
         initial = self.student.hf or self.student.load
-        if self.teachers or not (self.feedback.has_pairs and initial):
+        needs_reference = self.feedback.has_pairs or (self.feedback.has_rewards and self.kd.kd_ratio > 0)
+        if self.teachers or not (needs_reference and initial):
             return self
         return replace(self, teachers=(TeacherConfig(hf=self.student.hf, load=self.student.load),))

@@ -15,7 +15,7 @@ from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
 
-PAIR_NUMBER = "pair"  # name of row values
+PAIR_NUMBER, ADVANTAGE, SAMPLED_LOGP = "pair", "advantage", "sampled_logp"  # names of row values
 
 
 def as_row(values: np.ndarray) -> Tensor:
@@ -96,7 +96,8 @@ class PackedBatch:
     """Name -> [1, t], what terms of the loss know about each token besides its label.
 
     `pair` (int64) numbers the preference pairs from 1: positive for tokens of the chosen document, negative
-    for those of the rejected one, 0 elsewhere.
+    for those of the rejected one, 0 elsewhere. `advantage` and `sampled_logp` (float32) are those of the
+    label, if the student has sampled it.
     """
     num_pairs: int = 0  # preference pairs of the whole row
 

@@ -157,6 +157,25 @@ METRICS = (
         "log-ratio is that of student and reference. Absent without --dpo-beta, as the next one",
     ),
     Metric("dpo/accuracy", "proportion", ROW_MEAN, "fraction of pairs whose margin is above 0"),
+    Metric(
+        "reward/mean",
+        "1",
+        STEP_MEAN,
+        "mean reward of the completions. Absent without --reward, as all of these",
+    ),
+    Metric(
+        "reward/std0_groups",
+        "proportion",
+        STEP_MEAN,
+        "fraction of prompts whose completions all have the same reward: they teach nothing",
+    ),
+    Metric("reward/failed", "completions", STEP_MEAN, "completions of a step whose reward failed"),
+    Metric(
+        "reward/clipped",
+        "proportion",
+        ROW_MEAN,
+        "fraction of sampled tokens whose ratio is clipped, in the last update of each iteration",
+    ),
     Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )
 

@@ -39,6 +39,7 @@ def progress_line(
         f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # the only reason to skip one
         *_optional(record, "dpo margin", "dpo/margin", ".4f"),
         *_optional(record, "dpo accuracy", "dpo/accuracy", ".4f"),
+        *_optional(record, "reward", "reward/mean", ".4f"),
         *_optional(record, "rollout length", "rollout/length", ".1f"),
         *_optional(record, "rollouts truncated", "rollout/truncated", ".3f"),
         *_optional(record, "rollout teacher nll", "rollout/teacher_nll", ".4f"),

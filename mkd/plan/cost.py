@@ -110,7 +110,7 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
     reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
     student_head = config.training.seq_length * student.vocab_size * student.hidden_size
-    total = (6 * passes + 2 * config.feedback.is_on) * student_head
+    total = (6 * passes + 2 * config.feedback.scores_tokens) * student_head
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size

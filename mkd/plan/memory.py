@@ -310,7 +310,7 @@ class _Models:
 
     def _scored_block_bytes(self) -> int:
         """Return the bytes of the pass that scores tokens for a loss of judged answers; 0 without one."""
-        if not self.config.feedback.is_on:
+        if not self.config.feedback.scores_tokens:
             return 0
         rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
         return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)

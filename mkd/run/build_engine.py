@@ -27,6 +27,7 @@ from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeac
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.feedback.policy_gradient import PolicyGradient
 from mkd.train.feedback.preference import Preference
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
@@ -127,10 +128,14 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
     return tuple(teachers)
 
 
-def build_feedback(plan: Plan) -> Preference | None:
+def build_feedback(plan: Plan) -> Preference | PolicyGradient | None:
     """Return the loss of judged answers; None if the run has the cross entropy."""
-    beta = plan.config.feedback.dpo_beta
-    return None if beta is None else Preference(beta)
+    feedback = plan.config.feedback
+    if feedback.dpo_beta is not None:
+        return Preference(feedback.dpo_beta)
+    if feedback.has_rewards:
+        return PolicyGradient(feedback.clip_range, has_ratio=feedback.rollout_updates > 1)
+    return None
 
 
 def place_beside(

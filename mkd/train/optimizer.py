@@ -170,7 +170,7 @@ def build_optimizer(
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    settings = config.optimizer
+    settings, updates = config.optimizer, config.feedback.rollout_updates  # of an iteration
     decay_iters = settings.lr_decay_iters or config.training.train_iters
     warmup_iters = settings.lr_warmup_iters
     if settings.lr_warmup_fraction is not None:
@@ -180,15 +180,15 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamSc
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup_iters,
-        lr_decay_steps=decay_iters,
+        lr_warmup_steps=warmup_iters * updates,
+        lr_decay_steps=decay_iters * updates,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=config.training.train_iters,
+        wd_incr_steps=config.training.train_iters * updates,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run uses its own flags
-        wsd_decay_steps=settings.lr_wsd_decay_iters,
+        wsd_decay_steps=settings.lr_wsd_decay_iters and settings.lr_wsd_decay_iters * updates,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -41,6 +41,7 @@ def test_registry_holds_the_contract_keys_once_in_order():
         "dpo/margin",
         "dpo/accuracy",
     ]
+    more += [f"reward/{name}" for name in ("mean", "std0_groups", "failed", "clipped")]
     more += ["peak_memory_gib"]
     assert [metric.name for metric in METRICS] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS)

@@ -2,4 +2,5 @@
 
 coefficients.py                  what they share: a coefficient for each token, and one pass over the head
 preference.py                    chosen and rejected answers (DPO)
+policy_gradient.py               rewards of sampled answers (GRPO)
 """
