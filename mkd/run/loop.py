@@ -147,11 +147,12 @@ def updates(
 
     Return the result of the last, with the time of all.
     """
-    phase, exchange = partial(run.phase, iteration=iteration), run.guards.stopper.exchange
+    phase, count = partial(run.phase, iteration=iteration), run.config.feedback.rollout_updates
     results: list[StepResult] = []
-    for update in range(run.config.feedback.rollout_updates):
+    for update in range(count):
         observe = run.meter if update == 0 else None  # it compares with the weights that sampled
-        results.append(train_step(run.engine, on_device, exchange, phase, following, observe))
+        calls = run.guards.stopper.exchange, phase, following, observe
+        results.append(train_step(run.engine, on_device, *calls, ends_iteration=update == count - 1))
         try:
             run.guards.non_finite.judge(iteration, results[-1], batches)
         except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished

@@ -88,7 +88,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule, which counts updates."""
+    """AdamW over the student, and its learning-rate schedule, which counts iterations with an update."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -108,7 +108,12 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, exchange: Callable[[bool], StepAgreement] = without_peers) -> Update:
+    def update(
+        self,
+        loss_sum: float,
+        exchange: Callable[[bool], StepAgreement] = without_peers,
+        ends_iteration: bool = True,  # False: another update of the iteration follows
+    ) -> Update:
         """Check, clip and update.
 
         Unless all ranks are finite, parameters, state and schedule stay bit-identical. `exchange` gets True
@@ -127,7 +132,7 @@ class StudentOptimizer:
                     if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
                         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=1)
+        self.scheduler.step(increment=int(ends_iteration))
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:
@@ -170,7 +175,7 @@ def build_optimizer(
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    settings, updates = config.optimizer, config.feedback.rollout_updates  # of an iteration
+    settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
     warmup_iters = settings.lr_warmup_iters
     if settings.lr_warmup_fraction is not None:
@@ -180,15 +185,15 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamSc
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup_iters * updates,
-        lr_decay_steps=decay_iters * updates,
+        lr_warmup_steps=warmup_iters,
+        lr_decay_steps=decay_iters,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=config.training.train_iters * updates,
+        wd_incr_steps=config.training.train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run uses its own flags
-        wsd_decay_steps=settings.lr_wsd_decay_iters and settings.lr_wsd_decay_iters * updates,
+        wsd_decay_steps=settings.lr_wsd_decay_iters,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -86,6 +86,7 @@ def train_step(
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext,  # entered for each part of the step
     following: Sequence[PackedBatch] = (),  # of the next step, for teachers that run ahead; (): none is known
     observe: Callable[[LossInput], None] | None = None,  # called on the last stage for every micro-batch
+    ends_iteration: bool = True,  # see StudentOptimizer.update
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
@@ -105,7 +106,7 @@ def train_step(
             sums, load = routed.added_to(sums), routed.load
     with phase(OPTIMIZER):
         learning_rate = engine.optimizer.learning_rate
-        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
+        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange, ends_iteration)
         if engine.experts is not None and agreed.finite:
             engine.experts.move_biases(routed)
     step_time_ms = 1000 * (time.perf_counter() - start)
