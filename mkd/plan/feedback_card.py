@@ -28,7 +28,10 @@ def reward_rows(config: Config) -> Iterator[tuple[str, str]]:
     feedback, ratio = config.feedback, config.kd.kd_ratio
     e, group = feedback.clip_range, config.rollout.samples_per_prompt
     several = f"min(rho A, clip(rho, {1 - e:g}, {1 + e:g}) A), rho = p_s / p when it was sampled"
-    yield "policy", f"-{several if feedback.rollout_updates > 1 else 'A ln p_s (its gradient; the value is A)'}"
+    yield (
+        "policy",
+        f"-{several if feedback.rollout_updates > 1 else 'A ln p_s (its gradient; the value is A)'}",
+    )
     yield "A", f"(R - mean) / (std + 1e-6) of the {group} completions of a prompt; R = {feedback.reward}"
     if ratio:
         yield "beta", f"{ratio / (1 - ratio):.6g}: KD / policy, as other engines weigh the divergence"

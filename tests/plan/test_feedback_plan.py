@@ -37,3 +37,14 @@ def test_the_loss_card_shows_dpo():
     card = loss_card(config(*DPO), STUDENT, [STUDENT])
     assert "1 DPO, nats per pair" in card and "-ln sigmoid(z), z = 0.1 " in card and "number of pairs" in card
     assert "DPOConfig(beta=0.1)" in card and "CE" not in card
+
+
+def test_the_loss_card_shows_grpo_and_only_several_updates_cost_a_pass():
+    fresh = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--samples-per-prompt", 8)
+    grpo = (*fresh, "--reward", "rewards:exact", "--kd-ratio", 0.2, "--kd-divergence", "reverse_kl")
+    one, several = config(*grpo), config(*grpo, "--rollout-updates", 2, "--clip-range", 0.1)
+    card = loss_card(several, STUDENT, [STUDENT])
+    assert "0.8 policy + 0.2 KD" in card and "clip(rho, 0.9, 1.1)" in card and "0.25: KD / policy" in card
+    assert "R = rewards:exact" in card and "clip(" not in loss_card(one, STUDENT, [STUDENT])
+    heads = [pair_cost(settings, STUDENT, (STUDENT,), 1).head_ms for settings in (one, several)]
+    assert heads[1] / heads[0] > 1.1

@@ -125,7 +125,9 @@ def test_several_updates_resume_bitwise(case, files, ranks):
     assert train(halves, "--load", halves) == whole
     steps, again = read_metrics(straight), read_metrics(halves)
     names = ("loss", "kd_loss", "reward/mean", "reward/clipped", "learning_rate", "rollout/logp_gap")
-    assert [[line[name] for name in names] for line in again] == [[one[name] for name in names] for one in steps]
+    assert [[line[name] for name in names] for line in again] == [
+        [one[name] for name in names] for one in steps
+    ]
     assert len(steps) == 4 and all(line["reward/clipped"] > 0 and line["kd_loss"] > 0 for line in steps)
     assert all(line["ce_loss"] is None and line["rollout/logp_gap"] < 1e-5 for line in steps)
 
