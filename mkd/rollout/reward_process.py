@@ -34,7 +34,7 @@ def main() -> None:
     while True:
         call = json.loads(calls.get())
         try:
-            result = {"value": float(function(*call))}
+            result: dict[str, Any] = {"value": float(function(*call))}
         except BaseException as error:
             result = {"error": describe(error)}
         answer(answers, result)
