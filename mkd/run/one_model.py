@@ -24,9 +24,11 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
 from mkd.plan.checks.model_alone import find_model_problems, teacher_alone
 from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform, processes_of_machine
+from mkd.platform.fp8_support import fp8_problems
 from mkd.run.build_engine import build_teacher_parts, load_weights
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.tokenizers.load import load_tokenizer
@@ -73,6 +75,7 @@ def plan_model(
     if teacher is not None:
         alone, models = teacher_alone(config, shape, teacher)
         problems += check_machine(alone, world_size, processes_of_machine(world_size), models)
+        problems += fp8_problems(fp8_recipes(alone))
     if problems:
         return None
     assert source is not None, "a model without a source is a problem"

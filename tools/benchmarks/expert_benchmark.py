@@ -87,11 +87,10 @@ def benchmark(
             settings = with_most_layers(settings, teachers, machine, context, memory_fraction)
         trial = Trial(machine, context, settings, lengths, num_kernels)
         trial.say(_describe(settings, teachers))
-        for index, teacher in enumerate(teachers):
+        for teacher in teachers:
             trial.attempt(trial.distil, teacher)
-            if index == 0:  # the figure that every teacher's is compared with
-                trial.attempt(trial.train_with_megatron)
         trial.attempt(trial.train_alone)
+        trial.attempt(trial.train_with_megatron)  # last: its dispatchers keep the memory of a graph
         title = f"experts {settings.student}, {context.world_size} processes, "
         title += f"{settings.num_microbatches} x {settings.tokens_per_microbatch} tokens each"
         if context.rank == 0:

@@ -58,8 +58,8 @@ def test_weights_that_follow_each_other_are_not_copied():
     assert torch.equal(stacked(weights[::-1]), apart.flip(0))
 
 
-def view_in_buffers(distributed_optimizer):
-    """Wrap two layers' weights in Megatron's buffers; return which weights and gradients are views."""
+def wrapped_layers(distributed_optimizer=False):
+    """Return Megatron's wrapper of two layers, and the weights of each, in Megatron's buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -73,7 +73,13 @@ def view_in_buffers(distributed_optimizer):
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    DistributedDataParallel(config, settings, model.to(context.device), pg_collection=context.groups)
+    model = model.to(context.device)
+    return DistributedDataParallel(config, settings, model, pg_collection=context.groups), layers
+
+
+def view_in_buffers(distributed_optimizer):
+    """Return which weights and gradients are views."""
+    _, layers = wrapped_layers(distributed_optimizer)
     groups = layers + [[weight.main_grad for weight in weights] for weights in layers]
     expected = [make_weights()] * 2
     for found, weights in zip(layers, expected, strict=True):
@@ -84,6 +90,54 @@ def view_in_buffers(distributed_optimizer):
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_weights_stay_together_in_buffers(distributed_optimizer, ranks):
     assert ranks.run(view_in_buffers, 1, distributed_optimizer) == [[True] * 4]
+
+
+def accumulated_gradients():
+    """Return calls of `add_` by Megatron, gradients of two micro-batches in its buffers, and their sums."""
+    model, (weights, _) = wrapped_layers()
+    expected, calls = [torch.zeros(weight.shape) for weight in weights], 0
+    add = torch.Tensor.add_
+
+    def counted(self, *args, **options):
+        nonlocal calls
+        calls += 1
+        return add(self, *args, **options)
+
+    torch.Tensor.add_ = counted
+    try:
+        for step in range(2):
+            model.zero_grad_buffer()
+            for total in expected:
+                total.zero_()
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(10 * step + seed)
+                rows = torch.randn(15, WIDTHS[0], generator=generator).bfloat16().to(weights[0].device)
+                plain = [nn.Parameter(weight.detach().clone()) for weight in weights]
+                grouped_product(rows, COUNTS, plain).square().sum().backward()
+                for total, weight in zip(expected, plain, strict=True):
+                    add(total, weight.grad.float().cpu())
+                grouped_product(rows, COUNTS, weights).square().sum().backward()
+                assert all(weight.grad is None for weight in weights), "the hooks have run"
+    finally:
+        torch.Tensor.add_ = add
+    return calls, [weight.main_grad.cpu() for weight in weights], expected
+
+
+def check_accumulation(pool):
+    ((calls, found, expected),) = pool.run(accumulated_gradients, 1)
+    assert calls == 4, "one addition for each micro-batch of each step"
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert any(gradient.any() for gradient in found)
+
+
+def test_gradients_are_added_to_the_buffers_in_one_call(ranks):
+    check_accumulation(ranks)
+
+
+@pytest.mark.gpu
+def test_gradients_are_added_to_the_buffers_in_one_call_on_a_gpu(gpu_ranks):
+    check_accumulation(gpu_ranks)
 
 
 def test_neighbours_by_chance_are_copied():
