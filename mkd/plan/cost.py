@@ -20,7 +20,7 @@ from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_teachers import Teacher, layer_bytes, plan_teachers
-from mkd.plan.towers import towers_time
+from mkd.plan.towers import IMAGE_SHARE, towers_time
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
@@ -64,7 +64,8 @@ def pair_cost(
 
     Attention is counted for documents of `document_length` student tokens, or of a whole pack if that is
     shorter. Documents of a cross-tokenizer teacher are longer or shorter in proportion to its packs. Every
-    token counts as a loss token. Block recomputation is counted as if stages were equal.
+    token counts as a loss token, except the assumed image tokens. Block recomputation is counted as if stages
+    were equal.
     """
     rates, training = rates or Rates(), config.training
     planned = plan_teachers(config, teachers)
@@ -83,7 +84,8 @@ def pair_cost(
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
     towers = towers_time(config, student, teachers, rates)
-    return PairCost(learning, frozen, milliseconds(head_flops, rates.head), towers)
+    loss_share = 1.0 if student.vision is None else 1 - IMAGE_SHARE
+    return PairCost(learning, frozen, milliseconds(loss_share * head_flops, rates.head), towers)
 
 
 def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:

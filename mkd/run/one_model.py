@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config, ParallelConfig, TeacherConfig
+from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
@@ -116,10 +118,16 @@ def evaluate_student(
         raise ErrorList(problems)
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.source.assets))
+    images = image_reader(
+        plan.source.assets, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side
+    )
     context = plan.join(platform)
-    sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
+    seen: dict[str, Any] = dict(images=images, sequence_parallel=config.parallel.sequence_parallel)
+    sizes: dict[str, Any] = dict(
+        seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size
+    )
     vocab_size = plan.source.shape.vocab_size
-    evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
+    evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes, **seen)
     for line in evaluator.describe():
         LOG.info(line)
     metrics = evaluator.evaluate(plan.build(context))

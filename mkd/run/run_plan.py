@@ -51,8 +51,14 @@ class Plan:
 
     @property
     def assets(self) -> HFAssets:
-        """Small files that are written beside the student's weights, with the tokenizer of the run."""
-        return HFAssets(self.student.assets, self.tokenizers.source)
+        """Small files that are written beside the student's weights, with the tokenizer of the run.
+
+        With --max-image-side transformers must see the images that the student has learned from.
+        """
+        assert self.tokenizers is not None, "a plan without problems has tokenizers"
+        images = self.tokenizers.images if self.config.data.max_image_side is not None else None
+        changed = None if images is None else images.processor
+        return HFAssets(self.student.assets, self.tokenizers.source, changed)
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
