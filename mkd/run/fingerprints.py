@@ -228,7 +228,7 @@ def _option_path(name: str) -> str:
     return of_first if field.startswith("teachers[") else f"kd.{field}"
 
 
-def _corpus(store: TokenStore) -> dict:
+def _corpus(store: TokenStore) -> dict[str, object]:
     """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
     paths = (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
@@ -260,7 +260,8 @@ def _rollout(config: Config) -> Iterator[tuple[str, object]]:
 def _loss(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the loss."""
     for option, value in settings(config):
-        if option.path.startswith("kd.") and option.field not in NOT_LOSS:
+        is_judged = option.path.startswith("feedback.") and value != option.default
+        if is_judged or (option.path.startswith("kd.") and option.field not in NOT_LOSS):
             yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value
