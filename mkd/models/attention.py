@@ -28,13 +28,13 @@ class LayerRopeAttention(SelfAttention):
     1, d], because Megatron hands one tensor to all layers.
     """
 
-    def __init__(self, *args, rope_index: int, **options):
+    def __init__(self, *args: Any, rope_index: int, **options: Any):
         super().__init__(*args, **options)
         self.rope_index = rope_index
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options
-    ):
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         rope = rotary_pos_emb[self.rope_index]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rope, **options)
 
