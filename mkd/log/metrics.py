@@ -136,6 +136,13 @@ METRICS = (
         for number in (1, 2, 3, 4)
     ),
     Metric(
+        "rollout/coverage",
+        "proportion",
+        STEP_MEAN,
+        "fraction of the sampled tokens that a cross-tokenizer teacher is compared on, of several teachers "
+        "the smallest; absent without one",
+    ),
+    Metric(
         "rollout/logp_gap",
         "nats/token",
         STEP_MEAN,

@@ -6,6 +6,7 @@ In reading order:
   kv_cache     the keys and values of earlier tokens, and the attention that reads them
   decoding     sequences in slots, run through the training model token by token
   stop_ids     the tokens that end a completion
+  rollout_teachers   completions as each teacher reads them, aligned with other tokenizers
   rollout_packs      completions as packs for training
   rollout_figures    length, truncation, repetition and entropy of a step's completions
   rollout_stream     the batches of a run: stored packs and fresh completions

@@ -23,6 +23,7 @@ from mkd.plan.rollout_plan import RolloutBatch
 from mkd.rollout.decoding import sample_completions
 from mkd.rollout.rollout_figures import TruncationWatch, figures
 from mkd.rollout.rollout_packs import RolloutPacks, RolloutRows
+from mkd.rollout.rollout_teachers import RolloutTeacher
 from mkd.rollout.rollouts import Request, Rollout, Sampling
 
 LOG = logging.getLogger("mkd")
@@ -68,7 +69,7 @@ class RolloutStream:
     micro_batch_size: int
     seq_length: int
     pad_id: int
-    num_teachers: int
+    teachers: Sequence[RolloutTeacher]
     seed: int
     shuffle: bool
     drops_truncated: bool
@@ -101,7 +102,7 @@ class RolloutStream:
         limit = self.source.sampling.max_new_tokens
         self._truncation.judge(self.iteration, self.figures["rollout/truncated"], limit)
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.num_teachers)
+        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
         self._stored = self._next_stored()
         batches, self.rows = [], []
         for samples in self._mine():

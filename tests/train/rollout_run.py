@@ -81,6 +81,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
         "rollouts": {(r.request.prompt, r.request.sample): (r.request.ids, r.ids, r.logp) for r in rollouts},
         "documents": [document for batch in batches for document in documents_of(batch)],
         "num_microbatches": len(batches),
+        "num_packs": len(stream._packs),
         "sources": [
             [stream.documents_of(one) for one in stream.last_samples() if (one >= stream._first) == is_own]
             for is_own in (False, True)

@@ -51,11 +51,6 @@ def _teachers(config: Config) -> Iterator[UsageError]:
         what = "rollouts cannot have a stored teacher"
         why = "its predictions are of stored text, and the student's own text is new in every step"
         yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollout-with-stored-teacher")
-    if any(one.xtoken for one in config.teachers):
-        what = "rollouts cannot have a cross-tokenizer teacher yet"
-        why = "sampled ids are not aligned with another tokenizer's"
-        do = f"use teachers with the student's tokenizer, {OFF}"
-        yield UsageError(what, why, do, code="rollout-with-cross-tokenizer-teacher")
 
 
 def _layout(config: Config) -> Iterator[UsageError]:

@@ -37,7 +37,6 @@ def test_a_sound_run_needs_no_stored_text():
         (("--kd-ratio", "0.5"), "rollout-with-cross-entropy"),
         (("--max-new-tokens", "64"), "max-new-tokens-too-many"),
         (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollout-with-stored-teacher"),
-        (("--xtoken-loss", "uld"), "rollout-with-cross-tokenizer-teacher"),
         (("--context-parallel-size", "2"), "rollout-with-context-parallel"),
         (("--teacher-prefetch", "auto"), "rollout-with-teacher-prefetch"),
         (("--rollout-temperature", "-1"), "value-out-of-range"),
