@@ -149,6 +149,12 @@ METRICS = (
         "mean difference of ln p of the sampled tokens between training and sampling, without sign. It is "
         "rounding; more means that both do not run the same model",
     ),
+    Metric(
+        "rollout/version_lag",
+        "updates",
+        STEP_MEAN,
+        "mean number of updates since the weights that sampled a completion, 0 or 1",
+    ),
     Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
     Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )

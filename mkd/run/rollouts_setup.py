@@ -17,9 +17,10 @@ from mkd.operations.phases import ROLLOUT, Phases
 from mkd.plan.rollout_plan import RolloutBatch
 from mkd.rollout.rollout_stream import InProcessSource, RolloutStream
 from mkd.rollout.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
-from mkd.rollout.rollouts import Sampling
+from mkd.rollout.rollouts import RolloutSource, Sampling
 from mkd.rollout.stop_ids import stop_ids
 from mkd.run.cross_tokenizer_setup import CrossTokenizerTeacher, teacher_texts
+from mkd.run.rollout_server_setup import build_server_source
 from mkd.run.run_plan import Plan
 from mkd.train.rollout_meter import RolloutMeter
 from mkd.train.step import Engine
@@ -46,9 +47,9 @@ def build_prompts(plan: Plan) -> PromptSet | None:
 
 
 def with_room(
+    plan: Plan,
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
     prompts: PromptSet | None,
-    seq_length: int,  # tokens of the student's packs
     document_multiple: int,
 ) -> dict[int, CrossTokenizerTeacher]:
     """Return the teachers with packs that have room for completions.
@@ -59,6 +60,7 @@ def with_room(
     found = dict(cross_tokenizer)
     if prompts is None:
         return found
+    seq_length = plan.config.training.seq_length
     for index, one in cross_tokenizer.items():
         ours = sum(len(prompt.ids) for prompt in prompts.prompts)
         theirs = sum(len(prompt.of_teachers[one.text.name]) for prompt in prompts.prompts)
@@ -70,10 +72,12 @@ def with_room(
 
 def teacher_seq_lengths(
     plan: Plan,
-    dataset: BlendedDataset | None,  # stored packs of the run, if there are any
+    train_set: BlendedDataset | None,
+    valid_set: BlendedDataset | None,
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
 ) -> tuple[int, ...]:
     """Return the tokens of every teacher's packs, which all data sets and the completions share."""
+    dataset = train_set if train_set is not None else valid_set
     if dataset is not None:
         return dataset.teacher_seq_lengths
     texts = teacher_texts(plan, cross_tokenizer)
@@ -98,6 +102,7 @@ def build_rollouts(
     phases: Phases,
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
     seq_lengths: Sequence[int],  # tokens of every teacher's packs
+    fingerprints: Mapping[str, object],  # of the run
 ) -> tuple[RolloutStream, RolloutMeter]:
     """Return this rank's batches from `position` on, and the meter of its steps."""
     config, training, rollout = plan.config, plan.config.training, plan.config.rollout
@@ -112,8 +117,15 @@ def build_rollouts(
         prefill_tokens=training.seq_length * plan.batch.micro_batch_size,
         seed=training.seed,
     )
+    source: RolloutSource
+    if rollout.samples_here:
+        source = InProcessSource(state.models, engine.context, sampling, engine.parameters_gathered)
+    else:
+        resumes = bool(config.checkpoint.load)
+        source = build_server_source(plan, engine, state, sampling, fingerprints, resumes)
     stream = RolloutStream(
-        source=InProcessSource(state.models, engine.context, sampling, engine.parameters_gathered),
+        source=source,
+        context=engine.context,
         prompts=prompts,
         dataset=dataset,
         batch=RolloutBatch.from_config(config, plan.batch.global_batch_size),
@@ -125,6 +137,7 @@ def build_rollouts(
         shuffle=config.data.shuffle,
         drops_truncated=rollout.rollout_truncated == "drop",
         iteration=position.iteration,
+        last_iteration=training.train_iters,
         consumed_prompts=position.consumed_prompts,
         consumed_samples=position.consumed_samples,
         announce=lambda iteration: phases.enter(ROLLOUT, iteration),

@@ -68,16 +68,13 @@ def build_run(
     tokenizer = plan.tokenizers.student
     prompts = build_prompts(plan)
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
-    room = config.training.seq_length, context.document_multiple
-    cross_tokenizer = with_room(cross_tokenizer, prompts, *room)
+    cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     tasks = build_tasks(config, tokenizer, vocab_size, context)
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    seq_lengths = teacher_seq_lengths(
-        plan, train_set if train_set is not None else valid_set, cross_tokenizer
-    )
+    seq_lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
     engine, state = build_engine(plan, context, cross_tokenizer, seq_lengths)
     position = load_start(start_folder, engine, state)
     start = read_state(start_folder) if start_folder else {}
@@ -91,8 +88,9 @@ def build_run(
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:
-        sides = cross_tokenizer, seq_lengths
-        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases, *sides)
+        known: Any = run_identity.get("fingerprints", {})
+        text = prompts, train_set, position, phases, cross_tokenizer, seq_lengths
+        rollouts, meter = build_rollouts(plan, engine, state, *text, known)
     streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or train_set, signals)
     phases.follow(guards.stopper)

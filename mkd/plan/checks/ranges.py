@@ -31,7 +31,7 @@ _GROUPS = (
     ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
     ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
     ("from 0 to below 1", lambda x: 0 <= x < 1, "lr_warmup_fraction adam_beta1 adam_beta2"),
-    ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps"),
+    ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps rollout_server_timeout_s"),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
     ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),
     ("at most a trillion", lambda x: x <= 10**12, "train_iters"),
@@ -51,6 +51,7 @@ _GROUPS = (
         "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots max_image_pixels "
         "max_image_side max_patches_per_pack",
     ),
+    ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )
