@@ -5,6 +5,7 @@ In reading order:
   sampling     the next token of each row, from vocabulary-parallel logits
   kv_cache     the keys and values of earlier tokens, and the attention that reads them
   pipeline_forward   a row of tokens through all stages
+  fixed_rows   rows of fixed shapes, as CUDA graphs
   decoding     sequences in slots, run through the training model token by token
   stop_ids     the tokens that end a completion
   rollout_teachers   completions as each teacher reads them, aligned with other tokenizers

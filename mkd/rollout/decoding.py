@@ -21,6 +21,7 @@ from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
 from mkd.parallel.context import ParallelContext
+from mkd.rollout.fixed_rows import FixedRows, run_as_graphs
 from mkd.rollout.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
 from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
@@ -73,6 +74,7 @@ def sample_completions(
     progress: Callable[[int], None] = lambda done: (
         None
     ),  # called for every row of tokens, with the finished completions
+    fixed_rows: str = "auto",  # "graphs", "plain" or "off" (see fixed_rows.py); auto: graphs on one GPU
 ) -> list[Rollout]:
     """Return a completion for every request, equal on all ranks of the replica.
 
@@ -86,6 +88,11 @@ def sample_completions(
     slots = min(sampling.slots, len(requests))
     decoder = _Decoder(PipelineForward(parts, context), KVCache(slots, longest), sampling, iteration)
     decoder.queue.extend(enumerate(requests))
+    if fixed_rows == "auto":
+        fixed_rows = "graphs" if run_as_graphs(parts, context) else "off"
+    if fixed_rows != "off":
+        captures = fixed_rows == "graphs"
+        decoder.fixed = FixedRows(decoder.forward, decoder.cache, sampling, captures)
     num_groups = min(slots, context.pp_size if len(parts) == 1 else 1)
     groups = [_Group(part) for part in _shares(slots, num_groups)]
     with cached_attention(parts, decoder.cache):
@@ -115,6 +122,7 @@ class _Decoder:
     iteration: int
     queue: deque[tuple[int, Request]] = field(default_factory=deque)
     done: dict[int, Rollout] = field(default_factory=dict)  # by place of the request
+    fixed: FixedRows | None = None  # None: a row has one place for every active sequence
 
     def receive(self, group: _Group) -> None:
         """Add the sampled tokens to the sequences of `group`, and free the slots of those that end."""
@@ -150,13 +158,17 @@ class _Decoder:
 
     def send(self, group: _Group) -> None:
         """Run the next tokens of `group` through the model, and sample on the last stage."""
-        hidden = [self.forward.run(*self._token_row(group.active))] if group.active else []
-        hidden += [self.forward.run(*self._prompt_row(prompts)) for prompts in self._bundles(group.newcomers)]
-        group.waiting = group.active + group.newcomers
+        active, newcomers = group.active, group.newcomers
+        early = [self._fixed_row(active)] if active and self.fixed else []
+        hidden = [self.forward.run(*self._token_row(active))] if active and not self.fixed else []
+        hidden += [self.forward.run(*self._prompt_row(prompts)) for prompts in self._bundles(newcomers)]
+        group.waiting = active + newcomers
         group.active, group.newcomers = list(group.waiting), []
-        if not group.waiting or hidden[0] is None:
+        if not group.waiting or (hidden and hidden[0] is None):
             return
-        group.values = self._sample(torch.cat(hidden), group.waiting)
+        if hidden:
+            early.append(self._sample(torch.cat(hidden), newcomers if early else group.waiting))
+        group.values = torch.cat(early, dim=1)
         if self.forward.context.pp_size > 1:
             group.arrival = dist.broadcast(
                 group.values, self.forward.last_rank, group=self.forward.context.pp_group, async_op=True
@@ -195,7 +207,7 @@ class _Decoder:
         self.cache.row = TokenRow(
             self.forward.on_device(np.array(slots)), places[:n], max(positions) + 1, first
         )
-        border = torch.tensor([0, n + missing], dtype=torch.int32, device=self.forward.context.device)
+        border = self.forward.token_border(n + missing)
         packed = packed_documents(border, border, n + missing)
         packed.token_positions = places
         tokens = np.array([int(one.tokens[-1][0]) for one in sequences] + missing * [0])
@@ -204,15 +216,25 @@ class _Decoder:
     def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
         """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""
         logits = head_logits(hidden, self.forward.parts[-1].head_weight(), compute_dtype(hidden))
-        prompts = np.array([one.request.prompt for one in sequences])
-        samples = np.array([one.request.sample for one in sequences])
-        positions = np.array([len(one.tokens) for one in sequences])
-        numbers = uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
         sampled = sample_tokens(
             logits,
-            self.forward.on_device(numbers),
+            self.forward.on_device(self._numbers(sequences)),
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
             tp_group=self.forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])
+
+    def _numbers(self, sequences: Sequence[_Sequence]) -> np.ndarray:
+        """Return the uniform number that decides the next token of each, fp64 [n]."""
+        prompts = np.array([one.request.prompt for one in sequences])
+        samples = np.array([one.request.sample for one in sequences])
+        positions = np.array([len(one.tokens) for one in sequences])
+        return uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
+
+    def _fixed_row(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """Return the same as `_sample` for the next token of each, from a row of a fixed shape."""
+        assert self.fixed is not None
+        slots = [one.slot for one in sequences]
+        tokens = [int(one.tokens[-1][0]) for one in sequences]
+        return self.fixed.run(slots, tokens, [one.length - 1 for one in sequences], self._numbers(sequences))

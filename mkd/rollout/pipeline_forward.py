@@ -39,7 +39,7 @@ class PipelineForward:
     context: ParallelContext
     _sends: _Sends = field(default_factory=_Sends)
 
-    def run(self, tokens: Tensor, packed: PackedDocuments, rows: list[int]) -> Tensor | None:
+    def run(self, tokens: Tensor, packed: PackedDocuments, rows: list[int] | slice) -> Tensor | None:
         """Run a row through all stages; return the final hidden states [n, h] of `rows`, or None elsewhere.
 
         Ranks of the last stage have the result. `rows` count the row's tokens.
@@ -68,6 +68,15 @@ class PipelineForward:
     def finish(self) -> None:
         """Wait until all messages have left."""
         self._sends.wait()
+
+    def token_border(self, tokens: int) -> Tensor:
+        """Return the borders of a row of single tokens, which counts as one document, int32 [2].
+
+        Unless a kernel reads them, they stay on the host: Megatron's rotation asks for their values.
+        """
+        on_device = self.parts[0].config.apply_rope_fusion
+        device = self.context.device if on_device else torch.device("cpu")
+        return torch.tensor([0, tokens], dtype=torch.int32, device=device)
 
     def missing(self, tokens: int) -> int:
         """Return the padding of a row: sequence parallelism divides it over the tensor-parallel ranks."""

@@ -72,7 +72,13 @@ def parser() -> argparse.ArgumentParser:
     )
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, packing, pipeline, trainers))
+    decode = _add(
+        commands, "decode", run_decode, "sampling beside transformers, and its share of a step: R20"
+    )
+    decode.add_argument("--batch", type=int, help="completions at a time (default: 256, on a CPU 4)")
+    decode.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: 128, on a CPU 16)")
+    decode.add_argument("--new-tokens", type=int, help="tokens of a completion (default: 512, on a CPU 24)")
+    _add_pair_flags((step, packing, pipeline, trainers, decode))
     _add_layout_flags((step, pipeline))
     _add_data_commands(commands)
     return main
@@ -247,6 +253,15 @@ def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
 
     documents = args.documents or (64 if machine.is_cuda else 16)
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
+
+
+def run_decode(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.decode_benchmark import DecodeCase, benchmark
+
+    default = (256, 128, 512) if machine.is_cuda else (4, 16, 24)
+    given = args.batch, args.prompt_tokens, args.new_tokens
+    case = DecodeCase(*(value or other for value, other in zip(given, default, strict=True)))
+    return benchmark(machine, detect(), pair_settings(args, machine), case)
 
 
 def run_corpus(args: argparse.Namespace, machine: Machine) -> Report:

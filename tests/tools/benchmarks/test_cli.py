@@ -55,6 +55,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("trainers", "--documents", "5"), {"R13"}),
         (("pipeline",), {"R11"}),
         (("tokenise", "--mebibytes", "1", "--workers", "0"), {"R19"}),
+        (("decode", "--batch", "3", "--new-tokens", "4"), {"R20"}),
     ],
 )
 def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
