@@ -6,6 +6,7 @@ In reading order:
   kv_cache     the keys and values of earlier tokens, and the attention that reads them
   pipeline_forward   a row of tokens through all stages
   fixed_rows   rows of fixed shapes, as CUDA graphs
+  lockstep     replicas that share experts, row by row together
   decoding     sequences in slots, run through the training model token by token
   stop_ids     the tokens that end a completion
   rollout_teachers   completions as each teacher reads them, aligned with other tokenizers

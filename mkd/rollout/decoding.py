@@ -23,6 +23,7 @@ from mkd.models.packed import PackedDocuments, packed_documents
 from mkd.parallel.context import ParallelContext
 from mkd.rollout.fixed_rows import FixedRows, run_as_graphs
 from mkd.rollout.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
+from mkd.rollout.lockstep import Lockstep
 from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
 from mkd.rollout.sampling import sample_tokens, uniforms
@@ -82,10 +83,11 @@ def sample_completions(
     Communication inside the replica: see `sample_tokens` for tensor parallelism; over the pipeline, a hidden
     state from stage to stage, and a broadcast of [3, n] fp64 from the last one, for every row.
     """
-    if not requests:
+    lockstep = Lockstep(context)
+    if not requests and lockstep.is_alone:
         return []
-    longest = max(len(one.ids) for one in requests) + sampling.max_new_tokens
-    slots = min(sampling.slots, len(requests))
+    longest = max((len(one.ids) for one in requests), default=0) + sampling.max_new_tokens
+    slots = min(sampling.slots, max(len(requests), 1))
     decoder = _Decoder(PipelineForward(parts, context), KVCache(slots, longest), sampling, iteration)
     decoder.queue.extend(enumerate(requests))
     if fixed_rows == "auto":
@@ -93,14 +95,16 @@ def sample_completions(
     if fixed_rows != "off":
         captures = fixed_rows == "graphs"
         decoder.fixed = FixedRows(decoder.forward, decoder.cache, sampling, captures)
-    num_groups = min(slots, context.pp_size if len(parts) == 1 else 1)
+    num_groups = context.pp_size if len(parts) == 1 else 1
+    if lockstep.is_alone:
+        num_groups = min(slots, num_groups)
     groups = [_Group(part) for part in _shares(slots, num_groups)]
     with cached_attention(parts, decoder.cache):
-        while decoder.queue or any(group.active or group.waiting for group in groups):
+        while lockstep.any(decoder.queue or any(group.active or group.waiting for group in groups)):
             for group in groups:
                 decoder.receive(group)
                 decoder.admit(group)
-                decoder.send(group)
+                decoder.send(group, lockstep)
             progress(len(decoder.done))
         decoder.forward.finish()
     return [decoder.done[place] for place in range(len(requests))]
@@ -156,12 +160,16 @@ class _Decoder:
                 one.slot = slot
         group.active.sort(key=lambda one: one.slot)
 
-    def send(self, group: _Group) -> None:
+    def send(self, group: _Group, lockstep: Lockstep) -> None:
         """Run the next tokens of `group` through the model, and sample on the last stage."""
         active, newcomers = group.active, group.newcomers
+        prompt_rows = list(self._bundles(newcomers))
+        padding = lockstep.missing(bool(active) + len(prompt_rows))  # before the first row waits for others
         early = [self._fixed_row(active)] if active and self.fixed else []
         hidden = [self.forward.run(*self._token_row(active))] if active and not self.fixed else []
-        hidden += [self.forward.run(*self._prompt_row(prompts)) for prompts in self._bundles(newcomers)]
+        hidden += [self.forward.run(*self._prompt_row(prompts)) for prompts in prompt_rows]
+        for _ in range(padding):
+            self.forward.run(*self._idle_row())
         group.waiting = active + newcomers
         group.active, group.newcomers = list(group.waiting), []
         if not group.waiting or (hidden and hidden[0] is None):
@@ -212,6 +220,16 @@ class _Decoder:
         packed.token_positions = places
         tokens = np.array([int(one.tokens[-1][0]) for one in sequences] + missing * [0])
         return self.forward.on_device(tokens), packed, list(range(n))
+
+    def _idle_row(self) -> tuple[Tensor, PackedDocuments, list[int]]:
+        """Return a row of padding, for experts that wait for the rows of all replicas."""
+        count = 1 + self.forward.missing(1)
+        none = self.forward.on_device(np.zeros(0, dtype=np.int64))
+        self.cache.row = TokenRow(none, none, 0, None)
+        border = self.forward.token_border(count)
+        packed = packed_documents(border, border, count)
+        packed.token_positions = self.forward.on_device(np.zeros(count, dtype=np.int64))
+        return packed.token_positions, packed, []
 
     def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
         """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""

@@ -70,7 +70,8 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches, run.meter)
     sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
-    student = Path(arguments[arguments.index("--student-hf") + 1])
+    places = [place for place, word in enumerate(arguments) if word == "--student-hf"]
+    student = Path(arguments[places[-1] + 1])
     with gradients_as_parameters(engine, engine.context):
         export_student(engine, run.state, student, out_dir)
     run.reporter.close()

@@ -110,12 +110,6 @@ def _layout(config: Config) -> Iterator[UsageError]:
         what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
         why = "the next completions, and the number of their micro-batches, depend on the update of this step"
         yield UsageError(what, why, f"remove --teacher-prefetch, {OFF}", code="rollout-with-teacher-prefetch")
-    if parallel.expert_model_parallel_size > 1:
-        what = f"rollouts cannot have expert-model-parallel-size {parallel.expert_model_parallel_size}"
-        why = "data-parallel replicas sample different numbers of tokens, and shared experts need all of them"
-        yield UsageError(
-            what, why, f"use --expert-model-parallel-size 1, {OFF}", code="rollout-with-expert-parallel"
-        )
 
 
 def check_rollout_model(
