@@ -335,8 +335,9 @@ def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
 def _no_image_reader() -> DataError:
     return DataError(
         "the conversation has images, and nothing here can read them",
-        "the folder of the tokenizer has no preprocessor_config.json of a supported vision-language model",
-        "name the folder of such a model, or remove the records with images",
+        "student or teacher has no preprocessor_config.json of a supported vision-language model, and reads "
+        "text alone",
+        "use vision-language models, or remove the records with images",
         code="images-without-processor",
     )
 

@@ -137,11 +137,18 @@ def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
-        yield label, share + term.formula() + stored
+        yield label, share + term.formula() + stored + _rounded(teacher)
         if index < len(vocabularies) > 1:
             yield f"vocabulary {name}", vocabularies[index]
     if len(vocabularies) == 1:
         yield "vocabulary", vocabularies[0]
+
+
+def _rounded(teacher: TeacherConfig) -> str:
+    """Return what FP8 changes in the probabilities of a teacher that runs."""
+    if teacher.precision != "fp8" or teacher.topk:
+        return ""
+    return f"; p_t of layers in FP8 (E4M3, {teacher.fp8_recipe} scales)"
 
 
 def _vocabulary(teacher: TeacherConfig, shape: ModelShape, student: ModelShape) -> str:

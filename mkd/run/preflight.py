@@ -78,7 +78,8 @@ def open_tokenizers(
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     images = None
     if student is not None:
-        images = collect_error(problems, partial(open_images, config, student, teachers, tokenizer))
+        folders = [None if one is None else one.assets for one in teachers]
+        images = collect_error(problems, partial(open_images, config, student.assets, folders, tokenizer))
     return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)), images)
 
 

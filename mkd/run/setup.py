@@ -71,7 +71,7 @@ def build_run(
     cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
-    tasks = build_tasks(config, tokenizer, vocab_size, context)
+    tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
     seq_lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
@@ -152,7 +152,7 @@ def build_streams(
         data_parallel_size=context.dp_size,
         context_parallel_rank=context.cp_rank,
         context_parallel_size=context.cp_size,
-        images=image_layout(context, plan.config.parallel.sequence_parallel),
+        images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
@@ -161,14 +161,6 @@ def build_streams(
     if valid_set is not None and training.eval_iters:
         held_out = EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
     return rollouts or TrainStream(train_set, **order, **sizes), held_out
-
-
-def image_layout(context: ParallelContext, sequence_parallel: bool) -> ImageLayout:
-    """Return this rank's share of the images of a row."""
-    tensor_rank, tensor_size = (context.tp_rank, context.tp_size) if sequence_parallel else (0, 1)
-    rank = context.cp_rank * context.tp_size + context.tp_rank
-    ranks = context.cp_size * context.tp_size
-    return ImageLayout(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.tiny_vision_models import IMAGE, START, Row, make_document, make_row, make_vision_model, row_images
+from tests.train import two_processors
 from tests.train.invariance import (
     DISTRIBUTED,
     NUM_PACKS,
@@ -170,4 +171,5 @@ TABLES = (
 
 
 if __name__ == "__main__":
-    sys.exit(print_tables(TABLES, run_vision_layout))
+    failed = print_tables(TABLES, run_vision_layout)
+    sys.exit(print_tables(two_processors.TABLES, two_processors.run_two_processors) or failed)

@@ -19,6 +19,7 @@ from mkd.parallel.image_row import Grid, num_patches
 from mkd.tokenizers.tokenizer import Tokenizer, sha256_of
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILE = "processor_config.json"  # of transformers 5; it counts before the other
 IDEFICS_TYPES = ("idefics3", "smolvlm")
 QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -90,6 +91,11 @@ class ImageProcessor(ABC):
     def save(self, folder: str | Path) -> None:
         """Write the settings of the processor, `--max-image-side` included, as transformers reads them."""
         self.backend.save_pretrained(folder)
+        settings = _own_settings(Path(folder))
+        if settings is not None:
+            settings["image_processor"] = json.loads((Path(folder) / PREPROCESSOR_FILE).read_text("utf-8"))
+            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+            (Path(folder) / PROCESSOR_FILE).write_text(text, encoding="utf-8")
 
     @property
     def _rescale(self) -> float:
@@ -190,7 +196,8 @@ def load_image_processor(
     `max_side`: --max-image-side. Raises UsageError for one that is not supported.
     """
     folder = Path(folder)
-    if not (folder / PREPROCESSOR_FILE).is_file() or not (folder / "config.json").is_file():
+    has_processor = (folder / PREPROCESSOR_FILE).is_file() or _own_settings(folder) is not None
+    if not has_processor or not (folder / "config.json").is_file():
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind, vision = config.model_type, getattr(config, "vision_config", None)
@@ -207,6 +214,15 @@ def load_image_processor(
     if kind in QWEN_TYPES:
         return QwenImages(backend, tokenizer, max_side)
     return IdeficsImages(backend, tokenizer, max_side, vision.patch_size, config.scale_factor)
+
+
+def _own_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `PROCESSOR_FILE` if it has an image processor."""
+    try:
+        found = json.loads((folder / PROCESSOR_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "image_processor" in found else None
 
 
 def _load_backend(folder: Path) -> Any:

@@ -106,10 +106,12 @@ class TopKMeta:
 
 
 def pack_digest(pack: Pack) -> bytes:
-    """Return 16 bytes that identify a pack: a digest of tokens, labels, loss mask and document borders."""
+    """Return 16 bytes that identify a pack: a digest of tokens, labels, mask, document borders, images."""
     digest = hashlib.blake2b(digest_size=16)
     for array in (pack.tokens, pack.labels, pack.loss_mask, pack.lengths, pack.spans):
         digest.update(np.ascontiguousarray(array).tobytes())
+    if pack.images is not None:
+        digest.update(pack.images.records["sha256"].tobytes())
     return digest.digest()
 
 

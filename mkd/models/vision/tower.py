@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.families.vision import VISION_FAMILIES
+from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_inputs
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
 
@@ -36,6 +37,9 @@ class VisionTower(nn.Module):
             parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.requires_grad_(False).eval()
+        varlen = None if self.shape.image_size else find_varlen(self.shape, dtype, device)
+        if varlen is not None:
+            attend_varlen(self.visual, varlen)
 
     def train_parts(self, parts: Collection[str]) -> None:
         """Train the named parts, `tower` and `projector`; all others stay frozen.
@@ -68,11 +72,21 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return the features of some images, [n, 1 + deepstack, h]; see `ImageRow` for the arguments."""
         if self.shape.image_size:
-            patches = self.vision_model(pixel_values=pixels).last_hidden_state
-            return self.connector(patches).flatten(0, 1)[:, None]
-        output = self.visual(pixels, grid_thw=torch.tensor(grids, device=pixels.device))
+            return self.connector(self._tiles(pixels)).flatten(0, 1)[:, None]
+        output = self.visual(pixels, **pass_inputs(self.visual, self.shape, grids, pixels.device))
         further = output.deepstack_features if self.shape.deepstack else []
         return torch.stack([output.pooler_output, *further], dim=1)
+
+    def _tiles(self, pixels: Tensor) -> Tensor:
+        """Return the features of the patches of whole tiles [n, patches, width].
+
+        Called with its mask, transformers' module would read it back from the device in every pass.
+        """
+        model, side = self.vision_model, self.shape.image_size // self.shape.patch_size
+        whole = torch.ones(len(pixels), side, side, dtype=torch.bool, device=pixels.device)
+        hidden = model.embeddings(pixel_values=pixels, patch_attention_mask=whole)
+        hidden = model.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+        return model.post_layernorm(hidden)
 
 
 def _recompute_blocks(module: PreTrainedModel) -> None:
