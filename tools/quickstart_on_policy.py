@@ -87,14 +87,15 @@ def measure(
 
     tokenizer = AutoTokenizer.from_pretrained(student_dir, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
         for path in (student_dir, teacher_dir)
     )
     torch.manual_seed(0)
     sums, count, texts = dict.fromkeys(("kl", "teacher_nll", "entropy"), 0.0), 0, []
     settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS)
-    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)
     first = inputs["input_ids"].shape[1]
     with torch.no_grad():
         rows = student.generate(**inputs, **settings, pad_token_id=tokenizer.pad_token_id)
