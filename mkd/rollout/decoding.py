@@ -90,11 +90,12 @@ def sample_completions(
     slots = min(sampling.slots, max(len(requests), 1))
     decoder = _Decoder(PipelineForward(parts, context), KVCache(slots, longest), sampling, iteration)
     decoder.queue.extend(enumerate(requests))
-    if fixed_rows == "auto":
+    is_auto = fixed_rows == "auto"
+    if is_auto:
         fixed_rows = "graphs" if run_as_graphs(parts, context) else "off"
     if fixed_rows != "off":
         captures = fixed_rows == "graphs"
-        decoder.fixed = FixedRows(decoder.forward, decoder.cache, sampling, captures)
+        decoder.fixed = FixedRows(decoder.forward, decoder.cache, sampling, captures, is_auto)
     num_groups = context.pp_size if len(parts) == 1 else 1
     if lockstep.is_alone:
         num_groups = min(slots, num_groups)

@@ -7,6 +7,7 @@ every slot, also for those without a sequence, and reads keys up to a rounded le
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,9 @@ from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import Sampling
 from mkd.rollout.sampling import sample_tokens
 
+LOG = logging.getLogger("mkd")
 LENGTH_STEP = 256  # keys are read up to a multiple of it
+WARM_UPS = 2  # runs of a row before its graph is made
 ROW_HALVINGS = 4  # rows have all slots, a half, a quarter, an eighth or a sixteenth of them
 
 
@@ -44,7 +47,8 @@ class FixedRows:
     forward: PipelineForward
     cache: KVCache
     sampling: Sampling
-    captures: bool  # False: the same rows without graphs, for comparison
+    captures: bool  # False: the same rows without graphs
+    may_fall_back: bool = False  # go on without graphs if a row cannot be captured
     _shapes: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Tensor]] = field(default_factory=dict)
     _pool: object | None = None  # memory that all graphs share
 
@@ -53,6 +57,8 @@ class FixedRows:
         self._inputs = torch.zeros(3, slots, dtype=torch.float64, device=device)  # ids, positions, uniforms
         self._slots = torch.arange(slots, device=device)
         self._heights = sorted({-(-slots // 2**i) for i in range(ROW_HALVINGS + 1)})
+        # Made here: a graph cannot copy from the host's memory.
+        self._borders = {height: self.forward.token_border(height) for height in self._heights}
 
     def run(
         self,
@@ -67,22 +73,32 @@ class FixedRows:
         host = np.zeros((3, height))
         host[:, list(slots)] = tokens, positions, uniforms
         self._inputs[:, :height].copy_(torch.from_numpy(host))
-        if not self.captures:
-            values = self._compute(height, length)
-        else:
-            graph, values = self._captured(height, length)
-            graph.replay()
+        values = self._replayed(height, length) if self.captures else self._compute(height, length)
         return values[:, self.forward.on_device(np.array(slots))]
 
+    def _replayed(self, height: int, length: int) -> Tensor:
+        """Return the result of a graph, which its next replay overwrites."""
+        try:
+            graph, values = self._captured(height, length)
+        except RuntimeError as error:
+            if not self.may_fall_back:
+                raise
+            LOG.warning("sampling goes on without CUDA graphs: %s", str(error).splitlines()[0])
+            self.captures = False
+            return self._compute(height, length)
+        graph.replay()
+        return values
+
     def _captured(self, height: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Return the graph of a shape and its result, which every replay overwrites."""
+        """Return the graph of a shape and its result."""
         key = height, length
         if key not in self._shapes:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries choose kernels and make their work spaces now
-                self._compute(height, length)
+                for _ in range(WARM_UPS):
+                    self._compute(height, length)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as NCCL's watchdog, may use CUDA meanwhile.
@@ -98,8 +114,7 @@ class FixedRows:
         forward, model = self.forward, self.forward.parts[0]
         tokens, positions = self._inputs[:2, :height].long()
         self.cache.row = TokenRow(self._slots[:height], positions, length, first=0)
-        border = forward.token_border(height)
-        packed = packed_documents(border, border, height)
+        packed = packed_documents(self._borders[height], self._borders[height], height)
         packed.token_positions = positions
         hidden = forward.run(tokens, packed, slice(None))
         assert hidden is not None, "one stage"
