@@ -9,6 +9,9 @@ In reading order:
   lockstep     replicas that share experts, row by row together
   decoding     sequences in slots, run through the training model token by token
   stop_ids     the tokens that end a completion
+  reward_process     calls a reward function, in a process that imports nothing of mkd
+  reward_calls       starts this process, and limits the time of a call
+  rewards            rewards of all completions of a step, and their advantages
   rollout_teachers   completions as each teacher reads them, aligned with other tokenizers
   rollout_packs      completions as packs for training
   rollout_figures    length, truncation, repetition and entropy of a step's completions

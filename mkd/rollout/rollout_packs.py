@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mkd.data.batch import Pack, empty_pack
+from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, Pack, empty_pack
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.rollout.rollout_teachers import RolloutTeacher
 from mkd.rollout.rollouts import Rollout
@@ -71,6 +71,7 @@ class RolloutPacks:
     def build(self, number: int, sample_id: int) -> tuple[Pack, RolloutRows]:
         """Return a pack: loss on the sampled tokens, each predicted by the token before it."""
         pack, parts, start, starts = empty_pack(self.seq_length, self.pad_id), [], 0, []
+        advantage, logp = np.zeros((2, self.seq_length), dtype=np.float32)
         for one in self.packs[number]:
             starts.append(start)
             ids, count = np.concatenate([one.request.ids, one.ids]), len(one.ids)
@@ -78,16 +79,19 @@ class RolloutPacks:
             pack.tokens[start:end] = ids
             pack.labels[start : end - 1] = ids[1:]
             pack.loss_mask[first : end - 1] = 1
+            advantage[first : end - 1], logp[first : end - 1] = one.advantage, one.logp
             parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp))
             start = end
         lengths = np.array([len(one.request.ids) + len(one.ids) for one in self.packs[number]])
         spans = lengths.copy()
         spans[-1] += self.seq_length - start
+        judged = {ADVANTAGE: advantage, SAMPLED_LOGP: logp}
         inputs = tuple(
             teacher.pack(documents[number], starts, pack)
             for teacher, documents in zip(self.teachers, self.aligned, strict=True)
         )
-        pack = replace(pack, lengths=lengths, spans=spans, sample_id=sample_id, teacher_inputs=inputs)
+        described = dict(lengths=lengths, spans=spans, sample_id=sample_id, row_values=judged)
+        pack = replace(pack, **described, teacher_inputs=inputs)
         return pack, RolloutRows.joined(parts)
 
     def empty(self) -> Pack:

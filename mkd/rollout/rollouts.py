@@ -31,6 +31,7 @@ class Rollout:
     entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats; a server's: -logp
     finish: str  # STOP or LENGTH
     lag: int = 0  # updates of the student since the weights that sampled it
+    advantage: float = 0.0  # of its reward over the others of the same prompt; see rewards.py
 
     @property
     def is_truncated(self) -> bool:

@@ -13,8 +13,13 @@ from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
 from mkd.data.teacher_input import SharedTokens
+from mkd.operations.cleanup import Cleanup
 from mkd.operations.phases import ROLLOUT, Phases
+from mkd.operations.run_folders import log_folder
+from mkd.parallel.context import ParallelContext
 from mkd.plan.rollout_plan import RolloutBatch
+from mkd.rollout.reward_calls import RewardCalls
+from mkd.rollout.rewards import Rewards
 from mkd.rollout.rollout_stream import InProcessSource, RolloutStream
 from mkd.rollout.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
 from mkd.rollout.rollouts import RolloutSource, Sampling
@@ -28,6 +33,7 @@ from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
 
 SPARE_ROOM = 1.25  # in the packs of cross-tokenizer teachers: texts vary
+FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
 
 
 def build_prompts(plan: Plan) -> PromptSet | None:
@@ -87,6 +93,32 @@ def teacher_seq_lengths(
     )
 
 
+def build_rewards(
+    plan: Plan, prompts: PromptSet | None, context: ParallelContext, phases: Phases, cleanup: Cleanup
+) -> Rewards | None:
+    """Start the reward function, which `cleanup` ends; None for a run without one. Collective.
+
+    Raises UsageError if it is none.
+    """
+    feedback = plan.config.feedback
+    if prompts is None or feedback.reward is None:
+        return None
+    assert plan.tokenizers is not None, "a run reads text"
+    rewards = Rewards(
+        calls=RewardCalls(feedback.reward, feedback.reward_timeout_s),
+        prompts=prompts,
+        tokenizer=plan.tokenizers.student,
+        context=context,
+        group_size=plan.config.rollout.samples_per_prompt,
+        max_failed=feedback.max_failed_rewards,
+        file=log_folder(plan.config) / FAILED_REWARDS_FILE,
+        announce=lambda iteration: phases.enter(ROLLOUT, iteration),
+    )
+    rewards.start()
+    cleanup.add(lambda error: rewards.calls.close())
+    return rewards
+
+
 def known_ids(plan: Plan) -> int:
     """Return the number of ids that the student and all teachers with its tokens know."""
     return min(source.shape.vocab_size for source in plan.same_vocabulary)
@@ -103,6 +135,7 @@ def build_rollouts(
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
     seq_lengths: Sequence[int],  # tokens of every teacher's packs
     fingerprints: Mapping[str, object],  # of the run
+    rewards: Rewards | None = None,
 ) -> tuple[RolloutStream, RolloutMeter]:
     """Return this rank's batches from `position` on, and the meter of its steps."""
     config, training, rollout = plan.config, plan.config.training, plan.config.rollout
@@ -141,6 +174,7 @@ def build_rollouts(
         consumed_prompts=position.consumed_prompts,
         consumed_samples=position.consumed_samples,
         announce=lambda iteration: phases.enter(ROLLOUT, iteration),
+        rewards=rewards,
     )
     teachers = [one for one in engine.teachers if isinstance(one, SameTokens | CrossTokenizer)]
     return stream, RolloutMeter(engine.context, stream, teachers, sampling.vocab_size)

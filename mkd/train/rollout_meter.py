@@ -94,6 +94,7 @@ class RolloutMeter:
             found["rollout/teacher_nll"] += one.share * mean(nll, sum(counts))
             if isinstance(one, CrossTokenizer):
                 covered.append(mean(sum(counts), count))
+        found = found if self.teachers else {}
         found["rollout/logp_gap"] = mean(gap, count)
         if covered:
             found["rollout/coverage"] = min(covered)

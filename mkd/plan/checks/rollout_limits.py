@@ -30,7 +30,7 @@ def check_rollouts(config: Config) -> Iterator[UsageError]:
         what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
         do = "give --prompt-data-path FILE"
         yield UsageError(what, "the student completes prompts", do, code="prompt-data-path-missing")
-    if config.kd.kd_ratio != 1:
+    if config.kd.kd_ratio != 1 and not config.feedback.has_rewards:
         yield UsageError(
             f"on-policy-fraction is {rollout.on_policy_fraction}, but kd-ratio is {config.kd.kd_ratio}",
             "the cross entropy with the student's own samples has a mean gradient of 0: it is only noise",
@@ -46,6 +46,7 @@ def check_rollouts(config: Config) -> Iterator[UsageError]:
             code="max-new-tokens-too-many",
         )
     yield from _server(rollout)
+    yield from _staleness(config)
     yield from _teachers(config)
     yield from _layout(config)
 
@@ -69,6 +70,15 @@ def _server(rollout: RolloutConfig) -> Iterator[UsageError]:
         why = "whoever reaches such a server can run code on it, and its answers become training data"
         do = "use http://127.0.0.1:PORT, or add --rollout-server-remote"
         yield UsageError(what, why, do, code="rollout-server-not-loopback")
+
+
+def _staleness(config: Config) -> Iterator[UsageError]:
+    feedback = config.feedback
+    if config.rollout.max_staleness and feedback.has_rewards and feedback.rollout_updates == 1:
+        what = "max-staleness is 1 with a reward"
+        why = "the gradient of one update leaves out the ratio to the older weights that sampled"
+        do = "use --max-staleness 0, or --rollout-updates 2, whose loss has this ratio"
+        yield UsageError(what, why, do, code="staleness-without-ratio")
 
 
 def _host(url: str) -> str | None:

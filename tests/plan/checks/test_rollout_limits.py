@@ -79,6 +79,21 @@ def test_addresses_of_servers(url, expected):
         (SERVER[:2], "rollout-server-url-missing"),
         ((*SERVER, "http://127.0.0.1:1", "--max-staleness", "2"), "value-out-of-range"),
         (("--max-staleness", "1"), "setting-without-effect"),
+        (
+            (
+                *SERVER,
+                "http://127.0.0.1:1",
+                "--max-staleness",
+                "1",
+                "--reward",
+                "m:f",
+                "--kd-ratio",
+                "0.5",
+                "--samples-per-prompt",
+                "2",
+            ),
+            "staleness-without-ratio",
+        ),
         (SERVER[2:] + ("http://127.0.0.1:1",), "setting-without-effect"),
     ],
 )
