@@ -3,6 +3,7 @@
 sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
 messages.py             conversations checked, and their images separated from their text
 documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
+pairs.py                preference pairs, each as two documents
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut
 drafts.py               names of files that are still being written; removal of abandoned ones

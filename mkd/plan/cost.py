@@ -15,7 +15,7 @@ from itertools import islice
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
+from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -96,7 +96,7 @@ def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int,
     nbytes = layer_bytes(teacher, layer, tensor_parallel, element)
     if teacher.residency == "host":
         return nbytes / HOST_BYTES_PER_MS
-    return nbytes * (teacher.peers - 1) / teacher.peers / LINK_BYTES_PER_MS
+    return nbytes * (teacher.peers - 1) / teacher.peers / GATHER_BYTES_PER_MS
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
@@ -105,13 +105,15 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
     The student's head runs with both gradients (3 products) in every pass, each teacher's head once. A single
     divergence over the student's tokens (an average of teachers is one) shares its pass with the cross
     entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on the
-    pack read every teacher's logits a second time.
+    pack read every teacher's logits a second time. Judged answers read the student's once more without
+    gradient, because their coefficients come before the loss.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
     reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
-    total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
+    student_head = config.training.seq_length * student.vocab_size * student.hidden_size
+    total = (6 * passes + 2 * config.feedback.scores_tokens) * student_head
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size

@@ -16,7 +16,7 @@ from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.head import head_block_rows
+from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import Parameters, stage_parameters
@@ -302,13 +302,22 @@ class _Models:
         sequence parallelism hidden states are gathered.
         """
         student = self._student_activations
-        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in self.teachers] or [()]
+        compared = self.teachers if self.config.kd.kd_ratio > 0 else ()
+        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in compared] or [()]
         if self.config.kd.averages_teachers:
             groups = [self.teachers]
         whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
         for teacher in map(self._activations, self.teachers):
             whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        return whole + max(self._head_block_bytes(group, with_gradient) for group in groups)
+        blocks = [self._head_block_bytes(group, with_gradient) for group in groups]
+        return whole + max([*blocks, self._scored_block_bytes()])
+
+    def _scored_block_bytes(self) -> int:
+        """Return the bytes of the pass that scores tokens for a loss of judged answers; 0 without one."""
+        if not self.config.feedback.scores_tokens:
+            return 0
+        rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
+        return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
 
     def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
         """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).

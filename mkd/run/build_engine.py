@@ -29,6 +29,8 @@ from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeac
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.feedback.policy_gradient import PolicyGradient
+from mkd.train.feedback.preference import Preference
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
@@ -83,7 +85,8 @@ def build_engine(
     context.seed(config.training.seed)
     teachers = build_teachers(plan, vocabularies)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts)
+    feedback = build_feedback(plan)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, feedback)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
@@ -108,6 +111,8 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
     Their shares are the weights divided by the sum of all weights. `vocabularies` maps the number of a
     cross-tokenizer teacher to its vocabulary, on ranks with the last stage.
     """
+    if plan.config.kd.kd_ratio == 0:  # a model that runs then is a reference
+        return ()
     configured = plan.config.teachers[: len(plan.teacher_names)]
     total = sum(one.weight for one in configured)
     teachers: list[Teacher] = []
@@ -123,6 +128,16 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
             )
             teachers.append(CrossTokenizer(name, share, index, chunk_settings, vocabularies.get(index)))
     return tuple(teachers)
+
+
+def build_feedback(plan: Plan) -> Preference | PolicyGradient | None:
+    """Return the loss of judged answers; None if the run has the cross entropy."""
+    feedback = plan.config.feedback
+    if feedback.dpo_beta is not None:
+        return Preference(feedback.dpo_beta)
+    if feedback.has_rewards:
+        return PolicyGradient(feedback.clip_range, has_ratio=feedback.rollout_updates > 1)
+    return None
 
 
 def place_beside(

@@ -40,7 +40,7 @@ class Plan:
 
     config: Config
     student: ModelSource
-    # The teachers that run: none if kd_ratio is 0 or the teacher is stored.
+    # The teachers that run, or the reference: none if no loss reads them, or the teacher is stored.
     teachers: tuple[ModelSource, ...]
     batch: BatchPlan
     virtual_stages: int
@@ -100,7 +100,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     teachers = zip(teacher_roles(config.teachers), config.teachers, strict=True)
     sources: list[ModelSource | None] = []
     stored_teacher = None
-    if config.kd.kd_ratio > 0:
+    if config.needs_models:
         sources = [locate_model(problems, role, one) for role, one in teachers]
     shapes = [source.shape if source else None for source in sources]
     if sources and config.teachers[0].topk:

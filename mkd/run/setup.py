@@ -42,7 +42,7 @@ from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identit
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
-from mkd.run.rollouts_setup import build_prompts, build_rollouts
+from mkd.run.rollouts_setup import build_prompts, build_rewards, build_rollouts
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
@@ -71,6 +71,9 @@ def build_run(
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
     prompts = build_prompts(plan)
+    rewards = build_rewards(plan, prompts, context, phases)
+    if rewards is not None:
+        cleanup.add(lambda error: rewards.calls.close())
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
     engine, state = build_engine(
@@ -88,7 +91,7 @@ def build_run(
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:
-        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases)
+        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases, rewards)
     streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or train_set, signals)
     phases.follow(guards.stopper)

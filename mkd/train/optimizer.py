@@ -88,7 +88,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule, which counts updates."""
+    """AdamW over the student, and its learning-rate schedule, which counts iterations with an update."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -108,7 +108,12 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, exchange: Callable[[bool], StepAgreement] = without_peers) -> Update:
+    def update(
+        self,
+        loss_sum: float,
+        exchange: Callable[[bool], StepAgreement] = without_peers,
+        ends_iteration: bool = True,  # False: another update of the iteration follows
+    ) -> Update:
         """Check, clip and update.
 
         Unless all ranks are finite, parameters, state and schedule stay bit-identical. `exchange` gets True
@@ -127,7 +132,7 @@ class StudentOptimizer:
                     if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
                         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=1)
+        self.scheduler.step(increment=int(ends_iteration))
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:

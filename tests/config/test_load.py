@@ -17,6 +17,8 @@ WORLD_SIZES = {
     "quickstart.yaml": 2,
     "qwen2.5_vl_3b_from_7b.yaml": 8,
     "qwen3_1.7b_from_8b.yaml": 32,
+    "qwen3_1.7b_dpo.yaml": 8,
+    "qwen3_1.7b_grpo.yaml": 8,
     "qwen3_1.7b_on_policy.yaml": 8,
     "qwen3_30b_a3b_from_235b.yaml": 64,
     "two_teachers.yaml": 8,

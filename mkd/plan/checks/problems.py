@@ -13,6 +13,7 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
+from mkd.plan.checks.feedback_limits import check_preferences, check_rewards
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
@@ -46,6 +47,8 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
     check_rollouts: ("on_policy_fraction", "max_new_tokens", "seq_length"),
+    check_preferences: (),
+    check_rewards: (),
     check_folders: (),
     check_tasks: (),
     check_schedule: (),

@@ -84,7 +84,7 @@ def check_machine(
 
 def running_teachers(config: Config) -> Mapping[int, TeacherConfig]:
     """Return the teachers that run, by their numbers."""
-    teachers = enumerate(config.teachers if config.kd.kd_ratio > 0 else ())
+    teachers = enumerate(config.teachers if config.needs_models else ())
     return {index: teacher for index, teacher in teachers if not teacher.topk}
 
 
