@@ -17,6 +17,7 @@ loader.py               the micro-batches of one rank for training and for evalu
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 pack_view.py            packs as text for people
+pack_picture.py         packs with their images as one picture
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
 images/                 images of conversations: tokens, tables, packs, pixels
 stored/                 the top-k predictions of a teacher that ran earlier

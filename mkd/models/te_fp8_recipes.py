@@ -79,7 +79,10 @@ class BlockwiseRecipe:
 
 def fp8_recipe(name: str) -> Fp8Recipe:
     """Return the recipe of `--teacher-fp8-recipe`."""
-    return {"tensorwise": TensorwiseRecipe, "blockwise": BlockwiseRecipe}[name]()
+    if name == "blockwise":
+        return BlockwiseRecipe()
+    assert name == "tensorwise", name
+    return TensorwiseRecipe()
 
 
 def _e4m3() -> Any:

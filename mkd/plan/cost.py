@@ -15,7 +15,7 @@ from itertools import islice
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
+from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -96,7 +96,7 @@ def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int,
     nbytes = layer_bytes(teacher, layer, tensor_parallel, element)
     if teacher.residency == "host":
         return nbytes / HOST_BYTES_PER_MS
-    return nbytes * (teacher.peers - 1) / teacher.peers / LINK_BYTES_PER_MS
+    return nbytes * (teacher.peers - 1) / teacher.peers / GATHER_BYTES_PER_MS
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:

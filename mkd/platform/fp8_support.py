@@ -1,4 +1,4 @@
-"""Whether this machine can multiply in FP8: a GPU with FP8 products, and Transformer Engine."""
+"""Check that this machine can multiply in FP8: a GPU with FP8 products, and Transformer Engine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.config.split import parse_split
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.images.conversation import ConversationImages
@@ -180,6 +180,11 @@ def _describe(
     return outcome
 
 
+def _precision(teacher: TeacherConfig | None) -> str:
+    assert teacher is not None, "the plan is of a teacher"
+    return f"fp8 {teacher.fp8_recipe}" if teacher.precision == "fp8" else teacher.precision
+
+
 def _write_description(
     plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
 ) -> TopKMeta:
@@ -196,6 +201,7 @@ def _write_description(
         data=data_settings(plan.config),
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
+        precision=_precision(plan.teacher.teacher),
     )
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)

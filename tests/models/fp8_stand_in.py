@@ -1,4 +1,4 @@
-"""An FP8 recipe for CPUs: it rounds weights as Transformer Engine does, and multiplies with the result."""
+"""An FP8 recipe for CPUs: it rounds as Transformer Engine does, and multiplies in full precision."""
 
 from __future__ import annotations
 
@@ -77,6 +77,28 @@ def spread(scales, shape):
 def rounded(data, scales):
     """Return the values of FP8 numbers, fp32."""
     return data.view(torch.float8_e4m3fn).float() * spread(scales, data.shape)
+
+
+def rounded_activations(x, name):
+    """Round the input of a linear layer, [t, 1, h], as the recipe of that name does."""
+    values = x.float()
+    blocks = values.unflatten(-1, (-1, BLOCK)) if name == "blockwise" and x.shape[-1] % BLOCK == 0 else values
+    largest = blocks.abs().amax(-1, keepdim=True) if name == "blockwise" else blocks.abs().max()
+    scales = largest.clamp(min=1e-30) / E4M3_MAX
+    if name == "blockwise":  # scales are powers of two there
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).reshape(x.shape).to(x.dtype)
+
+
+def round_activations(model, name):
+    """Let all linear layers of a model in FP8 round their input, too."""
+    from mkd.models.fp8_weights import LINEARS
+
+    for layer in model.decoder.layers:
+        for linear in LINEARS:
+            layer.get_submodule(linear).register_forward_pre_hook(
+                lambda module, args: (rounded_activations(args[0], name), *args[1:])
+            )
 
 
 @contextmanager

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --endure 1000    # tiny models, many steps
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --tiny           # rehearsal
 
-A step is forward and backward of all micro-batches, without update. The ideal is the own time of all stages
-on one micro-batch x micro-batches / ranks. `--endure` trains, and compares the first steps with those without
-forwards ahead, bit for bit.
+A step is forward and backward of all micro-batches, without update; one before creates the optimizer's state.
+The ideal is the own time of all stages on one micro-batch x micro-batches / ranks. `--endure` trains, and
+compares the first steps with those without forwards ahead, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def engine_of(args: argparse.Namespace, microbatches: int, ahead: int, machine: 
 
 def compare(args: argparse.Namespace, machine: Machine, context) -> None:
     """Print step over ideal for every number of micro-batches, without forwards ahead and with them."""
-    from mkd.train.step import training_objective
+    from mkd.train.step import train_step, training_objective
     from tools.benchmarks.pipeline_benchmark import _stage_times
 
     for microbatches in args.microbatches:
         ideal_ms = None
         for ahead in (0, 2 * context.pp_size):
             engine, plan, batches = engine_of(args, microbatches, ahead, machine, context)
+            train_step(engine, batches)  # creates the moments, which the plan counts
             objective = training_objective(engine, batches)
 
             def run(engine=engine, batches=batches, objective=objective) -> None:
@@ -103,7 +104,7 @@ def endure(args: argparse.Namespace, machine: Machine, context) -> int:
             following = orders[(step + 1) % microbatches] if step + 1 < steps else ()
             result = train_step(engine, orders[step % microbatches], following=following)
             found.append((result.sums.token_sums()["loss"], result.grad_norm))
-            if context.rank == 0 and (step + 1) % max(1, args.endure // 4) == 0:
+            if context.rank == 0 and step + 1 in (1, 20, 50, *range(100, steps + 1, 100)):
                 ms = 1000 * (time.perf_counter() - begin) / (step + 1)
                 print(f"N = {ahead}: {step + 1} steps, {ms:.1f} ms each, loss {found[-1][0]:.6g}", flush=True)
         expected = expected or found

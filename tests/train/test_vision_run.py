@@ -56,7 +56,7 @@ RUNS = {
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("DP2") else name for name in RUNS]
+    "name", [name if "finer" in name else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_resume_is_bitwise_in_the_middle_of_an_epoch(name, files, ranks):
     world, layout, teacher = RUNS[name]
@@ -176,3 +176,35 @@ def test_a_stored_teacher_teaches_as_the_teacher_that_runs(layout, files, ranks)
     for own, other in pairs:
         for metric in ("ce_loss", "kd_loss", "grad_norm"):
             assert own[metric] == pytest.approx(other[metric], rel=1e-5), metric
+
+
+def without_network(argv: list[str]):
+    """Run the command while every connection to another machine, and every look-up of a name, fails."""
+    import socket
+    from unittest.mock import patch
+
+    from tests.train.command import call_main
+
+    connect, tried = socket.socket.connect, []
+
+    def local_only(self, address):
+        if self.family != socket.AF_UNIX:
+            tried.append(address)
+            raise OSError("the network is forbidden")
+        return connect(self, address)
+
+    def no_name(*arguments, **_):
+        tried.append(arguments)
+        raise OSError("the network is forbidden")
+
+    with patch("socket.socket.connect", local_only), patch("socket.getaddrinfo", no_name):
+        return *call_main(argv), tried
+
+
+def test_a_run_needs_no_network(files, ranks):
+    """Tokenising, workers that decode, training, evaluation and the export open no connection."""
+    more = ("--num-workers", 1, "--data-cache-path", files / "no network cache", "--train-iters", 2)
+    more += ("--export-hf", files / "no network hf", "--split", "80,20,0", "--eval-interval", 2)
+    ((code, _, stderr, tried),) = ranks.run(without_network, 1, argv(files, "no network", *more))
+    assert (code, tried) == (0, []), stderr
+    assert (files / "no network hf" / "config.json").is_file()

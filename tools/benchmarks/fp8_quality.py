@@ -7,6 +7,9 @@ First KL(bf16 || FP8) per token on held-out files for both recipes, and KL(fp32 
 students (every second layer of the teacher) are distilled from the teacher in bf16 and in FP8, with several
 seeds that shuffle the data. They are compared by KL(teacher in fp32 || student) on held-out files, and by
 their loss curves. The text is that of distillation_pays.py.
+
+Without a GPU the rounding of weights and activations is simulated in fp32. --only-teacher leaves out the
+students.
 """
 
 from __future__ import annotations
@@ -113,10 +116,13 @@ def of_teacher(args: argparse.Namespace, rows: Tensor) -> None:
 
     def part(settings: TeacherConfig) -> torch.nn.Module:
         if not platform.is_cuda:
-            from tests.models.fp8_stand_in import stand_in_recipes
+            from tests.models.fp8_stand_in import round_activations, stand_in_recipes
         with nullcontext() if platform.is_cuda else stand_in_recipes():
-            options = ModelOptions(dtype=torch.bfloat16)
-            return build_teacher_parts(source, settings, layout, options, context)[0].eval()
+            options = ModelOptions(dtype=torch.bfloat16 if platform.is_cuda else torch.float32)
+            built = build_teacher_parts(source, settings, layout, options, context)[0].eval()
+        if settings.precision == "fp8" and not platform.is_cuda:
+            round_activations(built, settings.fp8_recipe)
+        return built
 
     exact, plain = hugging_face(args.teacher_hf, context.device), part(TeacherConfig())
     found = {"fp32 || bf16": compare(reference_logits(exact, rows), mkd_logits(plain, rows))}
@@ -217,6 +223,7 @@ def main() -> None:
     flags.add_argument("--flags", default="--bf16", help="more flags of pretrain_kd.py (default: --bf16)")
     flags.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="teachers (default: both)")
     flags.add_argument("--warm", action="store_true", help="run one student first, which makes the cache")
+    flags.add_argument("--only-teacher", action="store_true", help="leave out the students")
     args = flags.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     if not (args.folder / "train.jsonl").exists():
@@ -225,7 +232,8 @@ def main() -> None:
     rows = held_out_rows(args.folder, args.teacher_hf, args.files, args.length)
     say("data and student written")
     of_teacher(args, rows)
-    of_students(args, rows, args.arms)
+    if not args.only_teacher:
+        of_students(args, rows, args.arms)
 
 
 if __name__ == "__main__":

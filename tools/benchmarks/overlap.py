@@ -1,4 +1,4 @@
-"""How much of some kernels runs beside others: from a profile, or from intervals."""
+"""Measure how much of some kernels runs beside others, from a profile or from intervals."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.images.rotary_positions import rotary_positions
+from mkd.errors import UsageError
 from mkd.families.vision_shape import VisionShape
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
@@ -30,8 +31,8 @@ from mkd.train.step import Engine
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
-from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.step_benchmark import KD, SFT, TEACHER, memory_note, step_of
+from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine, random_plan
+from tools.benchmarks.step_benchmark import GIB, KD, SFT, TEACHER, memory_note, step_of
 from tools.benchmarks.synthetic_documents import lay_out
 
 TOWERS, LOOPED, REPLICATED = "towers, forward", "KD step, looped attention", "KD step, towers replicated"
@@ -54,6 +55,18 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, side
     return _report(times, settings)
 
 
+def require_room(machine: Machine, plan: Plan) -> None:
+    """Raise `UsageError` if the models do not fit on the GPU by the plan, before they are built."""
+    if not machine.is_cuda:
+        return
+    total = torch.cuda.get_device_properties(machine.device).total_memory / GIB
+    needed = max(rank.allocated_gib for rank in plan.forecast.memory().ranks)
+    if needed > 0.93 * total:
+        what = f"both models need {needed:.1f} GiB by the plan, the GPU has {total:.1f}"
+        do = "take fewer layers: --student-shape qwen2.5-vl-3b:18 --teacher-shape qwen2.5-vl-7b:14"
+        raise UsageError(what, "a step would run out of memory", do, code="benchmark-beyond-memory")
+
+
 def print_on_rank_0(context: ParallelContext) -> Callable[[str], None]:
     """Return a function that prints at once on rank 0, because a long benchmark may be cut."""
     return lambda text: print(text, flush=True) if context.rank == 0 else None
@@ -67,6 +80,7 @@ def _distillation(
     speak: Callable[[str], None],
 ) -> dict[str, float]:
     """Time the arms that need both models. Print plan, memory and every median."""
+    require_room(machine, random_plan(settings, machine, context))
     engine, plan = random_engine(settings, machine, context)
     batches = batches_of(plan, settings, side, machine, context)
     images = sum(len(batch.images.rows) for batch in batches)

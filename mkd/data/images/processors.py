@@ -71,6 +71,15 @@ class ImageProcessor(ABC):
         assert found.shape[1:] == self.width, (found.shape, self.width)
         return found.astype(np.uint8)
 
+    @abstractmethod
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return `pixels` of an image of this size as one picture for people, uint8 [height, width, 3]."""
+
+    @property
+    @abstractmethod
+    def token_side(self) -> int:
+        """Pixels of the side of the square that becomes one token."""
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides tokens and pixels."""
@@ -147,6 +156,17 @@ class QwenImages(ImageProcessor):
     def _pixels(self, image: np.ndarray) -> np.ndarray:
         return _processed(self.backend, image)
 
+    @property
+    def token_side(self) -> int:
+        return int(self.backend.patch_size) * self.merge
+
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        _, rows, columns = self.shape(*size).grid
+        merge, side = self.merge, self.backend.patch_size
+        blocks = pixels.reshape(rows // merge, columns // merge, merge, merge, 3, -1, side, side)
+        picture = blocks[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)  # the first of equal frames
+        return np.ascontiguousarray(picture).reshape(rows * side, columns * side, 3)
+
 
 class IdeficsImages(ImageProcessor):
     """Idefics3 and SmolVLM: an image is cut into square tiles, and a small copy of it is one more."""
@@ -179,6 +199,21 @@ class IdeficsImages(ImageProcessor):
 
     def _pixels(self, image: np.ndarray) -> np.ndarray:
         return _processed(self.backend, image)[0]
+
+    @property
+    def token_side(self) -> int:
+        return self.width[1] // self._side * self.merge
+
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return the tiles in their places, and the small copy of the whole image below the first."""
+        _, rows, columns = self.backend.get_number_of_image_patches(*size, {})
+        side, tiles = self.width[1], pixels.transpose(0, 2, 3, 1)
+        picture = np.full(((rows + 1) * side, max(columns, 1) * side, 3), 255, np.uint8)
+        picture[-side:, :side] = tiles[-1]
+        for number, tile in enumerate(tiles[:-1]):
+            y, x = divmod(number, columns)
+            picture[y * side : (y + 1) * side, x * side : (x + 1) * side] = tile
+        return picture
 
     def _ids(self, rows: int, columns: int) -> np.ndarray:
         from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string

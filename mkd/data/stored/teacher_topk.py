@@ -49,6 +49,7 @@ class TopKMeta:
     parts: dict[str, int]  # data set -> packs
     samples_per_shard: int
     format_version: int = field(default=FORMAT_VERSION)
+    precision: str = "bf16"  # of the teacher's products: that of the export's run, or fp8 and its recipe
 
     @classmethod
     def read(cls, folder: Path) -> TopKMeta:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.families.vision import VISION_FAMILIES
+from mkd.families.vision_shape import VisionShape
 from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_inputs
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
@@ -37,6 +38,7 @@ class VisionTower(nn.Module):
             parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.requires_grad_(False).eval()
+        self._positions = tile_positions(self.shape).to(device)
         varlen = None if self.shape.image_size else find_varlen(self.shape, dtype, device)
         if varlen is not None:
             attend_varlen(self.visual, varlen)
@@ -80,13 +82,27 @@ class VisionTower(nn.Module):
     def _tiles(self, pixels: Tensor) -> Tensor:
         """Return the features of the patches of whole tiles [n, patches, width].
 
-        Called with its mask, transformers' module would read it back from the device in every pass.
+        transformers' module would read back from the device that tiles are whole, in every pass, and some
+        versions of it round positions to bf16.
         """
-        model, side = self.vision_model, self.shape.image_size // self.shape.patch_size
-        whole = torch.ones(len(pixels), side, side, dtype=torch.bool, device=pixels.device)
-        hidden = model.embeddings(pixel_values=pixels, patch_attention_mask=whole)
+        model = self.vision_model
+        patches = model.embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        hidden = patches + model.embeddings.position_embedding(self._positions)
         hidden = model.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
         return model.post_layernorm(hidden)
+
+
+def tile_positions(shape: VisionShape) -> Tensor:
+    """Return the number of the learned position of each patch of a tile, int64 [patches]; empty for Qwen's.
+
+    They are those of transformers in fp32, whose rounding repeats some where the side is no power of two.
+    """
+    side = shape.image_size // shape.patch_size
+    if not side:
+        return torch.zeros(0, dtype=torch.int64)
+    at = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    bucket = torch.bucketize(at, torch.arange(1 / side, 1.0, 1 / side), right=True)
+    return (bucket[:, None] * side + bucket).flatten()
 
 
 def _recompute_blocks(module: PreTrainedModel) -> None:

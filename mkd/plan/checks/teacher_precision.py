@@ -8,12 +8,19 @@ from collections.abc import Iterator, Sequence
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import PlannedModel
+from mkd.plan.batch import document_multiple
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.teacher_peers import place_of, running_teachers
 from mkd.plan.model_shape import ModelShape
 
 ROWS, WIDTHS = 8, 16
 """Multiples of the tokens and of the channels that an FP8 product takes, in Transformer Engine."""
+
+BLOCK = 128
+"""Multiple of both if sequence parallelism gathers activations that have a scale for each block."""
+
+LENGTH_UNIT = 64
+"""Multiple of the length of packs that follows from the data (mkd/data/aligned/teacher_pieces.py)."""
 
 
 def fp8_recipes(config: Config) -> set[str]:
@@ -38,33 +45,33 @@ def check_precision(config: Config) -> Iterator[UsageError]:
 
 
 def _check_rows(config: Config, teacher: TeacherConfig, place: str) -> Iterator[UsageError]:
-    """Check that a process has a multiple of `ROWS` tokens. Packs of unknown length are made to fit."""
+    """Check that the tokens of a process in front of a product are a fitting number."""
     parallel, packs = config.parallel, config.training.micro_batch_size
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     length, label = config.training.seq_length, "--seq-length"
     if teacher.xtoken is not None:
-        if teacher.xtoken.seq_length is None:
-            return
-        length, label = teacher.xtoken.seq_length, "the teacher's seq_length"
-    shards = row_shards(config)
-    if packs * length % (ROWS * shards):
-        sizes = f"context-parallel-size {parallel.context_parallel_size}"
-        if parallel.sequence_parallel:
-            sizes += f" x tensor-model-parallel-size {parallel.tensor_model_parallel_size}"
-        fitting = ROWS * shards // math.gcd(packs, ROWS * shards)
+        known = teacher.xtoken.seq_length
+        length, label = known or LENGTH_UNIT * document_multiple(context), "the teacher's xtoken seq_length"
+    rows = BLOCK if _gathers_blocks(config, teacher) else ROWS
+    multiple = rows * context * (tensor if parallel.sequence_parallel else 1)
+    if packs * length % multiple:
+        sizes = f"context-parallel-size {context}"
+        sizes += f" x tensor-model-parallel-size {tensor}" if parallel.sequence_parallel else ""
+        unit = multiple // math.gcd(packs, multiple)
         yield UsageError(
             f"{place}precision fp8: {label} {length} x micro-batch-size {packs} over {sizes} is not a "
-            f"multiple of {ROWS} tokens",
+            f"multiple of {rows} tokens",
             "FP8 products take only such numbers of rows",
-            f"use {label} {fitting * math.ceil(length / fitting)}",
+            f"use {label} {unit * math.ceil(length / unit)}",
             code="fp8-rows-not-divisible",
         )
 
 
-def row_shards(config: Config) -> int:
-    """Return the processes that share the tokens of a micro-batch in front of a product."""
+def _gathers_blocks(config: Config, teacher: TeacherConfig) -> bool:
+    """Return True if tensor-parallel processes gather activations with scales of blocks."""
     parallel = config.parallel
-    shards = parallel.context_parallel_size
-    return shards * parallel.tensor_model_parallel_size if parallel.sequence_parallel else shards
+    is_sharded = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+    return is_sharded and teacher.fp8_recipe == "blockwise"
 
 
 def check_precision_of_models(
@@ -73,13 +80,17 @@ def check_precision_of_models(
     """Check the models: dense layers with plain attention, whose widths fit."""
     running = running_teachers(config)
     for model in models:
-        teacher = None if model.teacher is None else running.get(model.teacher)
-        if teacher is not None and teacher.precision == "fp8":
+        if model.teacher is None or model.teacher not in running:
+            continue
+        teacher = running[model.teacher]
+        if teacher.precision == "fp8":
             place = f"{place_of(model.teacher)}precision fp8"
-            yield from _check_shape(config, place, model.shape)
+            width = BLOCK if _gathers_blocks(config, teacher) else WIDTHS
+            yield from _check_shape(config, place, model.shape, width)
 
 
-def _check_shape(config: Config, place: str, shape: ModelShape) -> Iterator[UsageError]:
+def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> Iterator[UsageError]:
+    """Check one teacher, whose hidden size has to be a multiple of `hidden`."""
     do = f"remove {place}: --teacher-residency peers or host saves memory, too"
     if shape.moe is not None:
         what, why = f"{place}, but the teacher has experts", "FP8 products of experts are not supported yet"
@@ -90,6 +101,13 @@ def _check_shape(config: Config, place: str, shape: ModelShape) -> Iterator[Usag
     else:
         tensor = config.parallel.tensor_model_parallel_size
         widths = sorted(width for width in _widths(shape, tensor) if width % WIDTHS)
+        if not widths and shape.hidden_size % hidden:
+            what = (
+                f"{place} with blockwise scales and sequence parallelism, but hidden size {shape.hidden_size}"
+            )
+            why = f"blocks of activations have {hidden} channels"
+            do = "use --teacher-fp8-recipe tensorwise"
+            yield UsageError(what, why, do, code="fp8-blocks-not-divisible")
         if widths:
             given = ", ".join(map(str, widths))
             what = f"{place}, but weights of the teacher have {given} channels on a process"

@@ -115,3 +115,18 @@ def test_a_pass_takes_its_indices_from_the_host(family):
     expected = tower.visual(torch.ones(48, 96), grid_thw=torch.tensor([[1, 6, 8]])).pooler_output
     given["grid_thw"] = None
     assert torch.equal(tower.visual(torch.ones(48, 96), **given).pooler_output, expected)
+
+
+@pytest.mark.parametrize("side", [4, 7, 26, 27, 32])
+@pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
+def test_positions_in_a_tile_are_those_of_transformers(family, side):
+    """Sides that are no power of two round to other positions; Idefics3-8B has 26 patches."""
+    sizes = dict(image_size=4 * side, patch_size=4, hidden_size=16, num_hidden_layers=1)
+    shape = ModelShape.from_hf_config(
+        vision_config(family, vision=sizes, scale_factor=1 if side % 2 else 2).to_dict()
+    )
+    torch.manual_seed(0)
+    tower = VisionTower(shape, torch.float32, torch.device("cpu"))
+    pixels = torch.randn(2, 3, 4 * side, 4 * side)
+    expected = tower.vision_model(pixel_values=pixels).last_hidden_state
+    torch.testing.assert_close(tower._tiles(pixels), expected, rtol=0, atol=1e-6)
