@@ -93,6 +93,7 @@ def reward_of(folder: Path, name: str, student: Path, more: Sequence[str]) -> fl
 def compare(folder: Path, student: str, more: Sequence[str], args: argparse.Namespace) -> None:
     """Train the common start and both arms, and print their held-out rewards."""
     problems, samples = folder / "train.jsonl", args.prompts * args.group
+    more = ["--micro-batch-size", str(samples), *more]  # short packs: all of a step in one row
     start, text = folder / "start" / "hf", ["--data-path", problems, *more]
     seconds = run(
         folder,
