@@ -262,15 +262,17 @@ class Forecast:
         exchange = (
             f"all-to-all of experts: {exchange_ms:.4g} ms of a rank's step, share {exchange_ms / step_ms:.3f}"
         )
+        is_fp8 = any(one.fp8_recipe for one in plan_teachers(self.config, self.teachers))
+        precision, peak = ("bf16 and FP8", " of the bf16 peak") if is_fp8 else ("bf16", "")
         share = f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"
         return [
-            f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
+            f"predicted on H200 in {precision}, forward + backward ms of a micro-batch by stage: {by_stage}",
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *self._ahead(),
             *([copies] if copies_ms > 0 else []),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
-            f"{self.mfu(step_ms):.3f}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
+            f"{self.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
             *([share] if self.teachers else []),
             *([exchange] if exchange_ms > 0 else []),
         ]

@@ -104,6 +104,13 @@ def test_fp8_is_the_fastest_and_the_choice_without_it_is_named():
     assert first.endswith("without FP8 nothing fits; all places:")
 
 
+def test_the_forecast_says_which_peak_its_mfu_is_of():
+    fp8 = forecast(1, "--teacher-precision", "fp8").describe()
+    assert "on H200 in bf16 and FP8, " in fp8 and " of the bf16 peak; at MFU 0.5" in fp8
+    plain = forecast(1).describe()
+    assert "on H200 in bf16, " in plain and "peak; at" not in plain
+
+
 def test_teachers_that_cannot_be_in_fp8_are_planned_in_bf16():
     assert not any("fp8" in name for name in by_name(forecast(8, teachers=(MOE_TEACHER,))))
     blockwise = forecast(8, "--teacher-precision", "fp8", "--teacher-fp8-recipe", "blockwise")
