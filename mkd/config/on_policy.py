@@ -38,6 +38,28 @@ class RolloutConfig:
         "completions that a data-parallel replica samples at the same time. Raise it while memory for keys "
         "and values allows",
     )
+    rollout_source: str = option(
+        "in-process",
+        "sampler of completions. in-process: the training model itself. server: a vLLM server, which gets "
+        "the weights of every step through files",
+        choices=("in-process", "server"),
+    )
+    rollout_server_url: str | None = option(
+        None, "address of the server, http://127.0.0.1:PORT (required with --rollout-source server)"
+    )
+    rollout_server_remote: bool = option(
+        False,
+        "allow a server on another machine. Its requests that exchange weights run code: use a network that "
+        "nobody else reaches",
+    )
+    rollout_server_timeout_s: float = option(
+        600.0, "seconds until a request to the server counts as failed. It is tried three times more"
+    )
+    max_staleness: int = option(
+        0,
+        "updates that completions of a server may lag behind, 0 or 1. With 1 the server samples for the next "
+        "step while this one trains",
+    )
     rollout_truncated: str = option(
         "keep",
         "treatment of completions that reach --max-new-tokens without a stop token: keep them in the loss, "
@@ -49,3 +71,8 @@ class RolloutConfig:
     def is_on(self) -> bool:
         """True if the student's own text takes part in training."""
         return self.on_policy_fraction > 0
+
+    @property
+    def samples_here(self) -> bool:
+        """True if the training processes sample."""
+        return self.is_on and self.rollout_source == "in-process"

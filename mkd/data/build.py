@@ -375,7 +375,8 @@ def _attach_teachers(
                 if file
                 else (store, TeacherPieces.in_memory(store, dataset.index, document_multiple))
             )
-        seq_length = text.seq_length or max(pieces.pack_length(document_multiple) for _, pieces in found)
+        needed = max(pieces.pack_length(document_multiple) for _, pieces in found)
+        seq_length = text.seq_length or max(needed, text.least_seq_length)
         _check_length(text, seq_length, document_multiple)
         sides.append(
             [TeacherSide(store, text, pieces, seq_length, document_multiple) for store, pieces in found]

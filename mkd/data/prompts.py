@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ class Prompt:
     path: str  # its file
     line: int  # its line or row there, from 1
     fields: Mapping[str, Any]  # all other keys of its record
+    is_chat: bool = False  # a conversation, whose answer ends with the end of a turn
+    of_teachers: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # cross-tokenizer teacher -> its tokens
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class PromptSet:
 
     prompts: Sequence[Prompt]
     num_bad_records: int
-    fingerprint: str  # SHA-256 of the tokens of all prompts
+    fingerprint: str  # SHA-256 of the tokens of all prompts, those of teachers included
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -52,8 +57,12 @@ def read_prompts(
     longest: int,  # tokens that a prompt may have
     vocab_size: int,  # ids known to all models of the run
     max_bad_records: int = 0,
+    teachers: Mapping[str, Tokenizer] = MappingProxyType({}),  # name -> tokenizer of cross-tokenizer teachers
 ) -> PromptSet:
-    """Read and tokenise all prompts. Raises DataError, or ErrorList with the first ten bad records."""
+    """Read and tokenise all prompts, each model in its own chat template.
+
+    Raises DataError, or ErrorList with the first ten bad records; those of a teacher have its name.
+    """
     prompts: list[Prompt] = []
     bad: list[BadRecord] = []
     for path in paths:
@@ -64,7 +73,16 @@ def read_prompts(
             except DataError as error:
                 bad.append(BadRecord.from_row(path, number, row, error))
                 continue
-            prompts.append(Prompt(ids, path, number, fields))
+            theirs = {}
+            for name, own in teachers.items():
+                try:
+                    theirs[name], _ = encode_prompt(row, own)
+                except DataError as error:
+                    bad.append(BadRecord.from_row(path, number, row, error).for_teacher(name))
+                    break
+            else:
+                is_chat = raw_fields(row).get("prompt") is None
+                prompts.append(Prompt(ids, path, number, fields, is_chat, theirs))
     if len(bad) > max_bad_records:
         raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
     if not prompts:
@@ -72,7 +90,8 @@ def read_prompts(
         raise DataError(what, "there is nothing to complete", "check how it was made", code="prompts-empty")
     digest = hashlib.sha256()
     for one in prompts:
-        digest.update(len(one.ids).to_bytes(8, "little") + one.ids.tobytes())
+        for ids in (one.ids, *one.of_teachers.values()):
+            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     return PromptSet(prompts, len(bad), "sha256:" + digest.hexdigest())
 
 
@@ -119,12 +138,13 @@ def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
         raise DataError(what, "some model has no embedding for it", do, code="prompt-beyond-vocabulary")
 
 
-def first_prompts(path: str, tokenizer: Tokenizer, count: int) -> Iterator[DataError]:
-    """Yield the problem of a file, if none of its first `count` records is a prompt."""
+def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Iterator[DataError]:
+    """Yield the problem of a file, if none of its first `count` records is a prompt in all `tokenizers`."""
     refused = None
     for place, (number, row) in enumerate(read_rows(path, whole=True)):
         try:
-            encode_prompt(row, tokenizer)
+            for tokenizer in tokenizers:
+                encode_prompt(row, tokenizer)
             return
         except DataError as error:
             refused = refused or error.located(f"--prompt-data-path {path}:{number}")

@@ -142,11 +142,24 @@ METRICS = (
         for number in (1, 2, 3, 4)
     ),
     Metric(
+        "rollout/coverage",
+        "proportion",
+        STEP_MEAN,
+        "fraction of the sampled tokens that a cross-tokenizer teacher is compared on, of several teachers "
+        "the smallest; absent without one",
+    ),
+    Metric(
         "rollout/logp_gap",
         "nats/token",
         STEP_MEAN,
         "mean difference of ln p of the sampled tokens between training and sampling, without sign. It is "
         "rounding; more means that both do not run the same model",
+    ),
+    Metric(
+        "rollout/version_lag",
+        "updates",
+        STEP_MEAN,
+        "mean number of updates since the weights that sampled a completion, 0 or 1",
     ),
     Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
     Metric(

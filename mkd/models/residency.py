@@ -25,8 +25,11 @@ LayerTensors = Callable[[nn.Module], Sequence[Tensor]]
 
 
 def layer_parameters(layer: nn.Module) -> list[Tensor]:
-    """Return all parameters of a decoder layer."""
-    return list(layer.parameters())
+    """Return all parameters of a decoder layer, the last registered one first.
+
+    Megatron's buffers have this order, and weights of experts are neighbours in it (grouped_product.py).
+    """
+    return list(layer.parameters())[::-1]
 
 
 class LayerWeights(Protocol):

@@ -250,7 +250,7 @@ class _Models:
         table = self.vocab_rows * self.student.hidden_size * self.element
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
-        if self.config.rollout.is_on:  # the cache exists while the student samples
+        if self.config.rollout.samples_here:  # the cache exists while the student samples
             yield (
                 self._cache_bytes(rank),
                 student.forward_bytes() + sampling_bytes(self.config, self.vocab_rows),

@@ -152,7 +152,7 @@ def changes(
     while size:
         yield _set("batch", f"--micro-batch-size {size}", "training", micro_batch_size=size)
         size //= 2
-    slots = config.rollout.rollout_slots // 2 if config.rollout.is_on else 0
+    slots = config.rollout.rollout_slots // 2 if config.rollout.samples_here else 0
     while slots:
         yield _set("slots", f"--rollout-slots {slots}", "rollout", rollout_slots=slots)
         slots //= 2

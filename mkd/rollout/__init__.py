@@ -4,12 +4,21 @@ In reading order:
   rollouts     a prompt to complete, its sampled completion, how sampling is configured
   sampling     the next token of each row, from vocabulary-parallel logits
   kv_cache     the keys and values of earlier tokens, and the attention that reads them
+  pipeline_forward   a row of tokens through all stages
+  fixed_rows   rows of fixed shapes, as CUDA graphs
+  lockstep     replicas that share experts, row by row together
   decoding     sequences in slots, run through the training model token by token
   stop_ids     the tokens that end a completion
   reward_process     calls a reward function, in a process that imports nothing of mkd
   reward_calls       starts this process, and limits the time of a call
   rewards            rewards of all completions of a step, and their advantages
+  rollout_teachers   completions as each teacher reads them, aligned with other tokenizers
   rollout_packs      completions as packs for training
   rollout_figures    length, truncation, repetition and entropy of a step's completions
+  server_client      requests to a vLLM server
+  sampling_job       completions that a server samples in the background
+  rollout_record     these completions on disk
+  server_probe       which weights a server has
+  server_source      completions from a server that gets the student's weights
   rollout_stream     the batches of a run: stored packs and fresh completions
 """

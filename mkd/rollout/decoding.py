@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mkd.losses.fused_linear import head_logits
@@ -22,7 +21,10 @@ from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
 from mkd.parallel.context import ParallelContext
+from mkd.rollout.fixed_rows import FixedRows, run_as_graphs
 from mkd.rollout.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
+from mkd.rollout.lockstep import Lockstep
+from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
 from mkd.rollout.sampling import sample_tokens, uniforms
 
@@ -73,6 +75,7 @@ def sample_completions(
     progress: Callable[[int], None] = lambda done: (
         None
     ),  # called for every row of tokens, with the finished completions
+    fixed_rows: str = "auto",  # "graphs", "plain" or "off" (see fixed_rows.py); auto: graphs on one GPU
 ) -> list[Rollout]:
     """Return a completion for every request, equal on all ranks of the replica.
 
@@ -80,22 +83,31 @@ def sample_completions(
     Communication inside the replica: see `sample_tokens` for tensor parallelism; over the pipeline, a hidden
     state from stage to stage, and a broadcast of [3, n] fp64 from the last one, for every row.
     """
-    if not requests:
+    lockstep = Lockstep(context)
+    if not requests and lockstep.is_alone:
         return []
-    longest = max(len(one.ids) for one in requests) + sampling.max_new_tokens
-    slots = min(sampling.slots, len(requests))
-    decoder = _Decoder(parts, context, KVCache(slots, longest), sampling, iteration)
+    longest = max((len(one.ids) for one in requests), default=0) + sampling.max_new_tokens
+    slots = min(sampling.slots, max(len(requests), 1))
+    decoder = _Decoder(PipelineForward(parts, context), KVCache(slots, longest), sampling, iteration)
     decoder.queue.extend(enumerate(requests))
-    num_groups = min(slots, context.pp_size if len(parts) == 1 else 1)
+    is_auto = fixed_rows == "auto"
+    if is_auto:
+        fixed_rows = "graphs" if run_as_graphs(parts, context) else "off"
+    if fixed_rows != "off":
+        captures = fixed_rows == "graphs"
+        decoder.fixed = FixedRows(decoder.forward, decoder.cache, sampling, captures, is_auto)
+    num_groups = context.pp_size if len(parts) == 1 else 1
+    if lockstep.is_alone:
+        num_groups = min(slots, num_groups)
     groups = [_Group(part) for part in _shares(slots, num_groups)]
     with cached_attention(parts, decoder.cache):
-        while decoder.queue or any(group.active or group.waiting for group in groups):
+        while lockstep.any(decoder.queue or any(group.active or group.waiting for group in groups)):
             for group in groups:
                 decoder.receive(group)
                 decoder.admit(group)
-                decoder.send(group)
+                decoder.send(group, lockstep)
             progress(len(decoder.done))
-        decoder.hidden_sends.wait()
+        decoder.forward.finish()
     return [decoder.done[place] for place in range(len(requests))]
 
 
@@ -105,33 +117,17 @@ def _shares(slots: int, groups: int) -> Iterator[range]:
     yield from (range(*pair) for pair in zip(borders, borders[1:], strict=False))
 
 
-class _Sends:
-    """Messages on their way, which must not be freed."""
-
-    def __init__(self) -> None:
-        self._open: list[tuple[dist.Work, Tensor]] = []
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._open = [one for one in self._open if not one[0].is_completed()]
-        self._open.append((work, tensor))
-
-    def wait(self) -> None:
-        for work, _ in self._open:
-            work.wait()
-
-
 @dataclass
 class _Decoder:
     """The state of one call of `sample_completions`."""
 
-    parts: Sequence[LanguageModel]
-    context: ParallelContext
+    forward: PipelineForward
     cache: KVCache
     sampling: Sampling
     iteration: int
     queue: deque[tuple[int, Request]] = field(default_factory=deque)
     done: dict[int, Rollout] = field(default_factory=dict)  # by place of the request
-    hidden_sends: _Sends = field(default_factory=_Sends)
+    fixed: FixedRows | None = None  # None: a row has one place for every active sequence
 
     def receive(self, group: _Group) -> None:
         """Add the sampled tokens to the sequences of `group`, and free the slots of those that end."""
@@ -139,8 +135,8 @@ class _Decoder:
             return
         if group.values is None:
             size = 3, len(group.waiting)
-            group.values = torch.empty(size, dtype=torch.float64, device=self.context.device)
-            dist.broadcast(group.values, self._last_rank, group=self.context.pp_group)
+            group.values = torch.empty(size, dtype=torch.float64, device=self.forward.context.device)
+            dist.broadcast(group.values, self.forward.last_rank, group=self.forward.context.pp_group)
         elif group.arrival is not None:
             group.arrival.wait()
         for one, values in zip(group.waiting, group.values.t().tolist(), strict=True):
@@ -165,18 +161,26 @@ class _Decoder:
                 one.slot = slot
         group.active.sort(key=lambda one: one.slot)
 
-    def send(self, group: _Group) -> None:
+    def send(self, group: _Group, lockstep: Lockstep) -> None:
         """Run the next tokens of `group` through the model, and sample on the last stage."""
-        hidden = [self._run(*self._token_row(group.active))] if group.active else []
-        hidden += [self._run(*self._prompt_row(prompts)) for prompts in self._bundles(group.newcomers)]
-        group.waiting = group.active + group.newcomers
+        active, newcomers = group.active, group.newcomers
+        prompt_rows = list(self._bundles(newcomers))
+        padding = lockstep.missing(bool(active) + len(prompt_rows))  # before the first row waits for others
+        early = [self._fixed_row(active)] if active and self.fixed else []
+        hidden = [self.forward.run(*self._token_row(active))] if active and not self.fixed else []
+        hidden += [self.forward.run(*self._prompt_row(prompts)) for prompts in prompt_rows]
+        for _ in range(padding):
+            self.forward.run(*self._idle_row())
+        group.waiting = active + newcomers
         group.active, group.newcomers = list(group.waiting), []
-        if not group.waiting or hidden[0] is None:
+        if not group.waiting or (hidden and hidden[0] is None):
             return
-        group.values = self._sample(torch.cat(hidden), group.waiting)
-        if self.context.pp_size > 1:
+        if hidden:
+            early.append(self._sample(torch.cat(hidden), newcomers if early else group.waiting))
+        group.values = torch.cat(early, dim=1)
+        if self.forward.context.pp_size > 1:
             group.arrival = dist.broadcast(
-                group.values, self._last_rank, group=self.context.pp_group, async_op=True
+                group.values, self.forward.last_rank, group=self.forward.context.pp_group, async_op=True
             )
 
     def _bundles(self, newcomers: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
@@ -193,81 +197,63 @@ class _Decoder:
     def _prompt_row(self, sequences: Sequence[_Sequence]) -> tuple[Tensor, PackedDocuments, list[int]]:
         """Return (tokens [t], their description, the rows of the last tokens) of whole prompts."""
         lengths = [len(one.request.ids) for one in sequences]
-        spans = [*lengths[:-1], lengths[-1] + self._missing(sum(lengths))]
+        spans = [*lengths[:-1], lengths[-1] + self.forward.missing(sum(lengths))]
         self.cache.row = PromptRow([one.slot for one in sequences], lengths, spans)
         tokens = np.concatenate([one.request.ids for one in sequences])
         tokens = np.pad(tokens, (0, spans[-1] - lengths[-1]))
-        real = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.context.device)
-        padded = torch.tensor(np.cumsum([0, *spans]), dtype=torch.int32, device=self.context.device)
-        packed = packed_documents(real, padded, max(spans), self.context.platform.transformer_engine)
-        return self._on_device(tokens), packed, (np.cumsum(lengths) - 1).tolist()
+        real = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.forward.context.device)
+        padded = torch.tensor(np.cumsum([0, *spans]), dtype=torch.int32, device=self.forward.context.device)
+        packed = packed_documents(real, padded, max(spans), self.forward.context.platform.transformer_engine)
+        return self.forward.on_device(tokens), packed, (np.cumsum(lengths) - 1).tolist()
 
     def _token_row(self, sequences: Sequence[_Sequence]) -> tuple[Tensor, PackedDocuments, list[int]]:
         """Return the same for the last token of each sequence: one document, with a position for each."""
         slots = [one.slot for one in sequences]
         positions = [one.length - 1 for one in sequences]
-        n, missing = len(slots), self._missing(len(slots))
+        n, missing = len(slots), self.forward.missing(len(slots))
         first = slots[0] if slots == list(range(slots[0], slots[0] + n)) else None
-        places = self._on_device(np.array(positions + missing * [0]))
-        self.cache.row = TokenRow(self._on_device(np.array(slots)), places[:n], max(positions) + 1, first)
-        border = torch.tensor([0, n + missing], dtype=torch.int32, device=self.context.device)
+        places = self.forward.on_device(np.array(positions + missing * [0]))
+        self.cache.row = TokenRow(
+            self.forward.on_device(np.array(slots)), places[:n], max(positions) + 1, first
+        )
+        border = self.forward.token_border(n + missing)
         packed = packed_documents(border, border, n + missing)
         packed.token_positions = places
         tokens = np.array([int(one.tokens[-1][0]) for one in sequences] + missing * [0])
-        return self._on_device(tokens), packed, list(range(n))
+        return self.forward.on_device(tokens), packed, list(range(n))
 
-    def _run(self, tokens: Tensor, packed: PackedDocuments, rows: list[int]) -> Tensor | None:
-        """Run a row through all stages; return the final hidden states [n, h] of `rows`, or None elsewhere.
-
-        Ranks of the last stage have the result. `rows` count the row's tokens.
-        """
-        context = self.context
-        config = self.parts[0].config
-        shards = context.tp_size if config.sequence_parallel else 1
-        for part in self.parts:
-            if not part.pre_process:
-                size = tokens.numel() // shards, 1, config.hidden_size
-                received = torch.empty(size, dtype=config.params_dtype, device=context.device)
-                dist.recv(received, self._rank_of(context.pp_rank - 1), group=context.pp_group)
-                part.set_input_tensor(received)
-            hidden = part(tokens[None], tokens[None], packed_seq_params=packed)
-            part.set_input_tensor(None)
-            if not part.post_process:
-                target = self._rank_of(context.pp_rank + 1)
-                hidden = hidden.contiguous()
-                self.hidden_sends.add(dist.isend(hidden, target, group=context.pp_group), hidden)
-        if not self.parts[-1].post_process:
-            return None
-        if config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
-        return hidden[rows, 0]
+    def _idle_row(self) -> tuple[Tensor, PackedDocuments, list[int]]:
+        """Return a row of padding, for experts that wait for the rows of all replicas."""
+        count = 1 + self.forward.missing(1)
+        none = self.forward.on_device(np.zeros(0, dtype=np.int64))
+        self.cache.row = TokenRow(none, none, 0, None)
+        border = self.forward.token_border(count)
+        packed = packed_documents(border, border, count)
+        packed.token_positions = self.forward.on_device(np.zeros(count, dtype=np.int64))
+        return packed.token_positions, packed, []
 
     def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
         """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""
-        logits = head_logits(hidden, self.parts[-1].head_weight(), compute_dtype(hidden))
-        prompts = np.array([one.request.prompt for one in sequences])
-        samples = np.array([one.request.sample for one in sequences])
-        positions = np.array([len(one.tokens) for one in sequences])
-        numbers = uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
+        logits = head_logits(hidden, self.forward.parts[-1].head_weight(), compute_dtype(hidden))
         sampled = sample_tokens(
             logits,
-            self._on_device(numbers),
+            self.forward.on_device(self._numbers(sequences)),
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
-            tp_group=self.context.tp_group,
+            tp_group=self.forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])
 
-    def _missing(self, tokens: int) -> int:
-        """Return the padding of a row: sequence parallelism divides it over the tensor-parallel ranks."""
-        return -tokens % (self.context.tp_size if self.parts[0].config.sequence_parallel else 1)
+    def _numbers(self, sequences: Sequence[_Sequence]) -> np.ndarray:
+        """Return the uniform number that decides the next token of each, fp64 [n]."""
+        prompts = np.array([one.request.prompt for one in sequences])
+        samples = np.array([one.request.sample for one in sequences])
+        positions = np.array([len(one.tokens) for one in sequences])
+        return uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
 
-    def _rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self.context.pp_group, stage % self.context.pp_size)
-
-    @property
-    def _last_rank(self) -> int:
-        return self._rank_of(-1)
-
-    def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.context.device)
+    def _fixed_row(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """Return the same as `_sample` for the next token of each, from a row of a fixed shape."""
+        assert self.fixed is not None
+        slots = [one.slot for one in sequences]
+        tokens = [int(one.tokens[-1][0]) for one in sequences]
+        return self.fixed.run(slots, tokens, [one.length - 1 for one in sequences], self._numbers(sequences))

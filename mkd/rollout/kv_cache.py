@@ -82,6 +82,8 @@ class CachedAttention(nn.Module):
             return self.inner(query, key, value, mask, **options)
         assert row is not None, "the decoder says what runs"
         n = len(row.slots)
+        if not n:
+            return query.new_zeros(query.size(0), query[0].numel())
         keys[row.slots, :, row.positions] = key[:n]
         values[row.slots, :, row.positions] = value[:n]
         which = row.slots if row.first is None else slice(row.first, row.first + n)

@@ -29,6 +29,7 @@ def figures(rollouts: Sequence[Rollout], time_ms: float) -> dict[str, float]:
         "rollout/truncated": sum(one.is_truncated for one in rollouts) / len(rollouts),
         "rollout/repetition": sum(repetition(one.ids) for one in rollouts) / len(rollouts),
         "rollout/entropy": float(sum(one.entropy.sum(dtype=np.float64) for one in rollouts)) / tokens,
+        "rollout/version_lag": sum(one.lag for one in rollouts) / len(rollouts),
         "rollout/time_ms": time_ms,
     }
 

@@ -24,7 +24,8 @@ from mkd.rollout.decoding import sample_completions
 from mkd.rollout.rewards import Rewards
 from mkd.rollout.rollout_figures import TruncationWatch, figures
 from mkd.rollout.rollout_packs import RolloutPacks, RolloutRows
-from mkd.rollout.rollouts import Request, Rollout, Sampling
+from mkd.rollout.rollout_teachers import RolloutTeacher
+from mkd.rollout.rollouts import Request, Rollout, RolloutSource, Sampling
 
 LOG = logging.getLogger("mkd")
 LINE_S = 30.0  # between lines about a long phase
@@ -40,7 +41,11 @@ class InProcessSource:
     parameters_gathered: Callable[[], AbstractContextManager[None]]  # all weights are here inside of it
 
     def sample(
-        self, requests: Sequence[Request], iteration: int, progress: Callable[[int], None]
+        self,
+        requests: Sequence[Request],
+        iteration: int,
+        progress: Callable[[int], None],
+        following: Sequence[Request] = (),
     ) -> list[Rollout]:
         """Return all completions, equal on all ranks. Data-parallel replicas share the work. Collective."""
         size, rank, group = self.context.dp_size, self.context.dp_rank, self.context.dp_group
@@ -62,18 +67,20 @@ class RolloutStream:
     micro-batches varies with the length of the completions; empty packs fill up the last ones.
     """
 
-    source: InProcessSource
+    source: RolloutSource
+    context: ParallelContext
     prompts: PromptSet
     dataset: BlendedDataset | None  # stored packs; None: a step has none
     batch: RolloutBatch
     micro_batch_size: int
     seq_length: int
     pad_id: int
-    num_teachers: int
+    teachers: Sequence[RolloutTeacher]
     seed: int
     shuffle: bool
     drops_truncated: bool
     iteration: int  # steps so far
+    last_iteration: int  # of the run: no completions are sampled for a step after it
     consumed_prompts: int
     consumed_samples: int
     announce: Callable[[int], None] = lambda iteration: None  # called for every token that is sampled
@@ -93,11 +100,15 @@ class RolloutStream:
     def next_step(self) -> list[PackedBatch]:
         """Sample completions, and return this rank's micro-batches of the next optimizer step. Collective.
 
-        Raises DataError for stored data that cannot be read.
+        Raises DataError for stored data that cannot be read, and ServerLost if the source is gone.
         """
         self.iteration += 1
         start = time.perf_counter()
-        rollouts = self.source.sample(self._requests(), self.iteration, self._progress(start))
+        requests = self._requests(self.consumed_prompts)
+        self.consumed_prompts += self.batch.prompts
+        is_last = self.iteration >= self.last_iteration
+        following = () if is_last else self._requests(self.consumed_prompts)
+        rollouts = self.source.sample(requests, self.iteration, self._progress(start), following)
         self.figures = figures(rollouts, 1000 * (time.perf_counter() - start))
         self.figures["consumed_prompts"] = self.consumed_prompts
         limit = self.source.sampling.max_new_tokens
@@ -106,7 +117,7 @@ class RolloutStream:
             rollouts, judged = self.rewards(rollouts, self.iteration)
             self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.num_teachers)
+        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
         self._stored = self._next_stored()
         batches, self.rows = [], []
         for samples in self._mine():
@@ -157,9 +168,9 @@ class RolloutStream:
         """Sample number of the first pack of completions."""
         return 0 if self.dataset is None else len(self.dataset)
 
-    def _requests(self) -> list[Request]:
-        chosen = self._order(self.consumed_prompts, self.batch.prompts).tolist()
-        self.consumed_prompts += self.batch.prompts
+    def _requests(self, consumed: int) -> list[Request]:
+        """Return the requests of the step that begins after `consumed` prompts."""
+        chosen = self._order(consumed, self.batch.prompts).tolist()
         requests, asked = [], Counter[int]()  # a prompt comes twice where epochs meet, or if there are few
         for prompt in chosen:
             for _ in range(self.batch.samples_per_prompt):
@@ -177,7 +188,7 @@ class RolloutStream:
 
     def _mine(self) -> Iterator[list[int]]:
         """Yield the samples of this rank's micro-batches; EMPTY ones fill up the last ones."""
-        context, samples = self.source.context, self.last_samples()
+        context, samples = self.context, self.last_samples()
         unit = self.micro_batch_size * context.dp_size
         unit *= context.pp_size if context.virtual_stages > 1 else 1  # Megatron's interleaved schedule
         self.step_packs = max(1, -(-len(samples) // unit)) * unit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -26,8 +28,9 @@ class Rollout:
     request: Request
     ids: np.ndarray  # [c] int64, sampled tokens, at least one
     logp: np.ndarray  # [c] float32, ln p of each token at T = 1, as the sampler computed it, nats
-    entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats
+    entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats; a server's: -logp
     finish: str  # STOP or LENGTH
+    lag: int = 0  # updates of the student since the weights that sampled it
     advantage: float = 0.0  # of its reward over the others of the same prompt; see rewards.py
 
     @property
@@ -46,3 +49,20 @@ class Sampling:
     slots: int = 32  # completions that are sampled at the same time on a data-parallel replica
     prefill_tokens: int = 8192  # prompt tokens that run through the model together, unless one is longer
     seed: int = 0
+
+
+class RolloutSource(Protocol):
+    """Where completions come from."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Settings of sampling."""
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        iteration: int,
+        progress: Callable[[int], None],  # called now and then, with the number of finished completions
+        following: Sequence[Request] = (),  # of the next step, for a source that samples ahead
+    ) -> list[Rollout]:
+        """Return all completions, equal on all ranks. Collective."""

@@ -45,7 +45,11 @@ NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed,
 NOT_OF_TEACHER = frozenset(
     {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
 )
-NOT_OF_ROLLOUT = frozenset({"prompt_data_path", "rollout_slots"})  # the prompts have a fingerprint
+# The prompts have a fingerprint; the others decide where and how fast completions are sampled.
+NOT_OF_ROLLOUT = frozenset(
+    {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
+    | {"rollout_server_timeout_s"}
+)
 NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"

@@ -16,9 +16,11 @@ from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
+from mkd.operations.console import LOG
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
 from mkd.rollout.rollout_stream import RolloutStream
+from mkd.rollout.server_client import ServerLost
 from mkd.run.checkpoints import Saver
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
@@ -97,16 +99,19 @@ def train(run: Run) -> Stop | None:
     training, checkpoint = run.config.training, run.config.checkpoint
     stop = run.guards.stopper.agreed() or evaluate_and_report(run)
     while run.position.iteration < training.train_iters and not stop:
+        before = run.position.iteration
         stop = one_step(run)
         iteration = run.position.iteration
         ends = is_last(iteration, training)
-        run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
+        if iteration > before:
+            run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
         if ends or stop:  # the line of these steps comes before that of the evaluation
             run.reporter.flush()
         stop = stop or evaluate_and_report(run)
         if stop:
             run.reporter.flush()
-        if run.saver and (ends or stop or is_due(iteration, checkpoint.save_interval)):
+        is_wanted = ends or stop or is_due(iteration, checkpoint.save_interval)
+        if run.saver and is_wanted and (iteration > before or iteration > run.progress.kept_iteration):
             save(run, wait=ends or bool(stop))
         elif run.saver and run.saver.pending:
             with run.phase(SAVE, iteration):  # publishing may take as long as saving
@@ -122,7 +127,11 @@ def one_step(run: Run) -> Stop | None:
     """Fetch, step, advance (also without an update), report; return why the run ends after this step."""
     iteration = run.position.iteration + 1
     with run.phase(DATA, iteration):
-        batches = run.data.train.next_step()
+        try:
+            batches = run.data.train.next_step()
+        except ServerLost as lost:  # on all ranks: what was trained is kept
+            LOG.warning("%s", lost)
+            return Stop(lost.what, is_preempted=True)
         on_device = [batch.to(run.engine.context.device) for batch in batches]
         looks_ahead = run.engine.schedule.prefetch and not is_last(iteration, run.config.training)
         following = run.data.train.following_step() if looks_ahead else ()

@@ -29,7 +29,8 @@ def rollout_problems(
     for path in config.rollout.prompt_data_path:
         collect_error(problems, partial(require_file, path, "--prompt-data-path"))
         if not problems and tokenizers is not None:
-            problems += first_prompts(path, tokenizers.student, looked_at)
+            readers = (tokenizers.student, *(one for one in tokenizers.teachers if one is not None))
+            problems += first_prompts(path, readers, looked_at)
     if student is not None and tokenizers is not None:
         problems += _stop_problems(config, tokenizers, student, teachers)
     return problems
@@ -46,7 +47,15 @@ def _stop_problems(
         do = "write eos_token_id into its generation_config.json"
         yield UsageError(what, why, do, code="stop-ids-missing")
         return
-    for role, source in zip(teacher_roles(config.teachers), teachers, strict=False):
+    for role, source, own in zip(teacher_roles(config.teachers), teachers, tokenizers.teachers, strict=False):
+        if own is not None:
+            if not own.roles.keys() & {"eos", "end_of_turn"}:
+                what = f"the tokenizer of the {role} has no token that ends a text"
+                why = "the student would never learn to stop from it, and its texts would grow without end"
+                yield UsageError(
+                    what, why, "name its eos_token in tokenizer_config.json", code="stop-ids-missing"
+                )
+            continue
         theirs = stop_ids(source.assets) if source is not None else frozenset()
         if theirs and theirs != mine:
             yield UsageError(

@@ -42,7 +42,13 @@ from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identit
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
-from mkd.run.rollouts_setup import build_prompts, build_rewards, build_rollouts
+from mkd.run.rollouts_setup import (
+    build_prompts,
+    build_rewards,
+    build_rollouts,
+    teacher_seq_lengths,
+    with_room,
+)
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
@@ -66,19 +72,17 @@ def build_run(
     phases = Phases(watchdog)
     begin(plan, context, phases, cleanup)
     tokenizer = plan.tokenizers.student
+    prompts = build_prompts(plan)
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
+    cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
-    prompts = build_prompts(plan)
-    rewards = build_rewards(plan, prompts, context, phases)
-    if rewards is not None:
-        cleanup.add(lambda error: rewards.calls.close())
+    rewards = build_rewards(plan, prompts, context, phases, cleanup)
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    engine, state = build_engine(
-        plan, context, cross_tokenizer, train_set.teacher_seq_lengths if train_set is not None else ()
-    )
+    seq_lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
+    engine, state = build_engine(plan, context, cross_tokenizer, seq_lengths)
     position = load_start(start_folder, engine, state)
     start = read_state(start_folder) if start_folder else {}
     # The fingerprint of the evaluation before the first step.
@@ -91,7 +95,9 @@ def build_run(
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:
-        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases, rewards)
+        known: Any = run_identity.get("fingerprints", {})
+        text = prompts, train_set, position, phases, cross_tokenizer, seq_lengths
+        rollouts, meter = build_rollouts(plan, engine, state, *text, known, rewards)
     streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or train_set, signals)
     phases.follow(guards.stopper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,20 @@ from mkd.rollout.rollout_packs import QUARTERS, RolloutRows
 from mkd.rollout.rollout_stream import RolloutStream
 from mkd.train.sums import mean
 from mkd.train.teachers.base import LossInput
+from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
+from mkd.xtoken.segments import sum_segments
+
+OF_TEACHER = 2 * QUARTERS + 1  # ln p - ln q and tokens of each quarter, -ln q
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """The sampled tokens of a micro-batch."""
+
+    rows: Tensor  # [n] int64, ascending: their loss rows
+    quarter: Tensor  # [n] int64
+    logp: Tensor  # [n] fp64, ln p of the student
 
 
 @dataclass
@@ -25,39 +39,41 @@ class RolloutMeter:
     """Adds up scores of the sampled tokens over the micro-batches of one step.
 
     ln p(y) - ln q(y), averaged over tokens y that the student sampled at T = 1, estimates KL(p || q) without
-    bias. Its gradient is another matter: the loss never uses it.
+    bias. Its gradient is another matter: the loss never uses it. A cross-tokenizer teacher is compared on the
+    text of whole chunks: the sums of ln p and of ln q over their tokens.
     """
 
     context: ParallelContext
     stream: RolloutStream
-    teachers: Sequence[SameTokens]
+    teachers: Sequence[SameTokens | CrossTokenizer]
     vocab_size: int  # ids that can be sampled
     _rows: list[RolloutRows] = field(default_factory=list)  # of the micro-batches to come
-    _sums: Tensor | None = None  # [2 * QUARTERS + 2] fp64
+    _sums: Tensor | None = None  # [teachers * OF_TEACHER + 2] fp64; the last: |ln p - sampler's|, tokens
 
     def start(self) -> None:
         """Prepare for the step of the stream's last micro-batches."""
         self._rows = list(self.stream.rows)
-        self._sums = torch.zeros(2 * QUARTERS + 2, dtype=torch.float64, device=self.context.device)
+        size = len(self.teachers) * OF_TEACHER + 2
+        self._sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
 
     def __call__(self, given: LossInput) -> None:
-        """Add the next micro-batch. Two passes over the heads without gradients; see `token_scores`."""
+        """Add the next micro-batch. Passes over the heads without gradients; see `token_scores`."""
         assert self._sums is not None
         rows, device = self._rows.pop(0), self.context.device
         quarter = torch.from_numpy(rows.quarter).to(device)
         mine = quarter >= 0
-        places, quarter = given.batch.loss_rows[mine], quarter[mine]
+        places = given.batch.loss_rows[mine]
         sampler = torch.from_numpy(rows.logp).to(device)[mine].double()
         student = self._logp(given, given.output.hidden, given.stage.student, places)
-        teacher = torch.zeros_like(student)
-        for one in self.teachers:
-            (index,) = one.indices
-            model, hidden = given.stage.teachers[index], given.output.teacher_hiddens[index]
-            teacher += one.share * self._logp(given, hidden, model, places)
-        values = torch.stack([student - teacher, torch.ones_like(student)])
-        per_quarter = values @ F.one_hot(quarter, QUARTERS).double()
-        totals = torch.stack([-teacher.sum(), (student - sampler).abs().sum()])
-        self._sums += torch.cat([per_quarter.flatten(), totals])
+        sampled = _Sampled(places, quarter[mine], student)
+        parts = [
+            self._of_chunks(given, one, sampled)
+            if isinstance(one, CrossTokenizer)
+            else self._of_tokens(given, one, sampled)
+            for one in self.teachers
+        ]
+        gap = torch.stack([(student - sampler).abs().sum(), student.new_tensor(len(student))])
+        self._sums += torch.cat([*parts, gap])
 
     def finish(self) -> dict[str, float]:
         """Return the metrics of the step, the stream's included.
@@ -67,15 +83,50 @@ class RolloutMeter:
         assert self._sums is not None
         dist.all_reduce(self._sums, group=self.context.dp_cp_group)
         dist.all_reduce(self._sums, group=self.context.pp_group)
-        values = self._sums.tolist()
-        kl, counts, (nll, gap) = values[:QUARTERS], values[QUARTERS : 2 * QUARTERS], values[2 * QUARTERS :]
-        found = {
-            f"rollout/kl_quarter_{i + 1}": mean(*pair) for i, pair in enumerate(zip(kl, counts, strict=True))
-        }
-        count = sum(counts)
-        found["rollout/teacher_nll"] = mean(nll, count)
+        *values, gap, count = self._sums.tolist()
+        found = {f"rollout/kl_quarter_{i + 1}": 0.0 for i in range(QUARTERS)} | {"rollout/teacher_nll": 0.0}
+        covered = []
+        for place, one in enumerate(self.teachers):
+            part = values[place * OF_TEACHER : (place + 1) * OF_TEACHER]
+            kl, counts, nll = part[:QUARTERS], part[QUARTERS : 2 * QUARTERS], part[-1]
+            for i, pair in enumerate(zip(kl, counts, strict=True)):
+                found[f"rollout/kl_quarter_{i + 1}"] += one.share * mean(*pair)
+            found["rollout/teacher_nll"] += one.share * mean(nll, sum(counts))
+            if isinstance(one, CrossTokenizer):
+                covered.append(mean(sum(counts), count))
         found = found if self.teachers else {}
-        return self.stream.figures | found | {"rollout/logp_gap": mean(gap, count)}
+        found["rollout/logp_gap"] = mean(gap, count)
+        if covered:
+            found["rollout/coverage"] = min(covered)
+        return self.stream.figures | found
+
+    def _of_tokens(self, given: LossInput, teacher: SameTokens, sampled: _Sampled) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher that reads the student's tokens."""
+        (index,) = teacher.indices
+        model, hidden = given.stage.teachers[index], given.output.teacher_hiddens[index]
+        logp = self._logp(given, hidden, model, sampled.rows)
+        return _sums(sampled.logp, logp, torch.ones_like(logp), sampled.quarter)
+
+    def _of_chunks(self, given: LossInput, teacher: CrossTokenizer, sampled: _Sampled) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher with other tokens, over the chunks of completions."""
+        part: Any = given.batch.teacher_inputs[teacher.index]
+        chunks = part.chunks
+        ours, theirs, count = chunks.student, chunks.teacher, len(chunks.kinds)
+        scores = teacher.pack_scores(given).scores.label.double()
+        if not count or not len(sampled.rows):  # the heads of all tensor-parallel ranks have run
+            return sampled.logp.new_zeros(OF_TEACHER)
+        numbers = torch.arange(count, device=scores.device)
+        of_student, of_teacher = (
+            numbers.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
+            for side in (ours, theirs)
+        )
+        places = torch.searchsorted(sampled.rows, ours.rows).clamp(max=len(sampled.rows) - 1)
+        first = ours.offsets[:-1]
+        is_sampled = sampled.rows[places[first]] == ours.rows[first]  # a chunk of stored text is left out
+        student = sum_segments(of_student, sampled.logp[places], count)
+        logp = sum_segments(of_teacher, scores, count)
+        tokens, quarter = ours.offsets.diff().double(), sampled.quarter[places[first]]
+        return _sums(*(one[is_sampled] for one in (student, logp, tokens, quarter)))
 
     def _logp(self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor) -> Tensor:
         """Return ln p of the labels of `rows`, fp64 [n]."""
@@ -89,3 +140,9 @@ class RolloutMeter:
             sequence_parallel=model.config.sequence_parallel,
         )
         return scores.label.double()
+
+
+def _sums(student: Tensor, teacher: Tensor, tokens: Tensor, quarter: Tensor) -> Tensor:
+    """Return ln p - ln q and tokens of each quarter, then -ln q, [OF_TEACHER], of rows [n] each."""
+    values = torch.stack([student - teacher, tokens]) @ F.one_hot(quarter, QUARTERS).double()
+    return torch.cat([values.flatten(), -teacher.sum()[None]])

@@ -91,3 +91,22 @@ def test_many_bad_records_are_one_list(tokenizer, tmp_path):
     with pytest.raises(ErrorList) as caught:
         read(path, tokenizer, max_bad_records=3)
     assert len(caught.value.errors) == 10
+
+
+def test_every_teacher_reads_prompts_in_its_own_template(tokenizer, tmp_path):
+    """A record that a teacher's template refuses is a bad record with the teacher's name."""
+    other = add_tokenizer(tmp_path / "other", 290)
+    (other / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.content }}]{% endfor %}"
+    )
+    teachers = {"big": open_tokenizer(str(other))}
+    records = [{"messages": [{"role": "user", "content": text}]} for text in ("a fox?", "no")]
+    path = write_records(tmp_path / "p.jsonl", {"prompt": "the fox"}, *records)
+    found = read(path, tokenizer, teachers=teachers, max_bad_records=1)
+    texts = [teachers["big"].decode(one.of_teachers["big"].tolist()) for one in found.prompts]
+    assert texts == ["the fox", "[a fox?]"] and [one.is_chat for one in found.prompts] == [False, True]
+    assert found.fingerprint != read(path, tokenizer, max_bad_records=1).fingerprint
+    with refused("chat-template-refuses") as caught:
+        read(path, tokenizer, teachers=teachers)
+    assert caught.value.entry["teacher"] == "big" and caught.value.entry["line"] == 3

@@ -37,7 +37,7 @@ def test_registry_holds_the_contract_keys_once_in_order():
     own_text = ["length", "truncated", "repetition", "entropy", "teacher_nll"]
     own_text += [f"kl_quarter_{number}" for number in (1, 2, 3, 4)]
     more += [
-        *(f"rollout/{name}" for name in (*own_text, "logp_gap", "time_ms")),
+        *(f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")),
         "dpo/margin",
         "dpo/accuracy",
     ]

@@ -111,9 +111,10 @@ def where_weights_are(folder, peers):
 
 
 def packed_like(buffer, layer):
+    from mkd.models.residency import layer_parameters
     from mkd.platform.host_memory import packed_views
 
-    return packed_views(buffer, list(layer.parameters()))
+    return packed_views(buffer, layer_parameters(layer))
 
 
 @pytest.mark.parametrize("peers", [0, 3])

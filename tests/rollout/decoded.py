@@ -61,7 +61,7 @@ def requests(count: int, samples: int = 1) -> list:
     return [Request(p, s, ids) for p, ids in enumerate(prompts) for s in range(samples)]
 
 
-def sample(folder: Path, place: Place, asked: list, **settings) -> list[tuple]:
+def sample(folder: Path, place: Place, asked: list, fixed_rows: str = "auto", **settings) -> list[tuple]:
     """Return (prompt, sample, ids, ln p, finish) of the completions of this data-parallel rank."""
     from mkd.rollout.decoding import sample_completions
     from mkd.rollout.rollouts import Sampling
@@ -69,7 +69,7 @@ def sample(folder: Path, place: Place, asked: list, **settings) -> list[tuple]:
     context, parts = load_parts(folder, place)
     sampling = Sampling(stop_ids=frozenset({STOP_ID}), vocab_size=VOCAB_SIZE, seed=11, **settings)
     mine = asked[context.dp_rank :: context.dp_size]
-    found = sample_completions(parts, context, mine, sampling, iteration=3)
+    found = sample_completions(parts, context, mine, sampling, iteration=3, fixed_rows=fixed_rows)
     assert all(part.training for part in parts)
     assert not [name for part in parts for name, one in part.named_modules() if hasattr(one, "cache")]
     return [(r.request.prompt, r.request.sample, r.ids.tolist(), r.logp, r.finish) for r in found]

@@ -48,6 +48,12 @@ def sample_greedily(folder, place, asked):
     return sample(folder, place, asked, max_new_tokens=NEW_TOKENS, temperature=0.0)
 
 
+def sample_in_fixed_rows(folder, place, asked, temperature=1.0):
+    """Sample as GPUs do, without graphs."""
+    settings = dict(max_new_tokens=NEW_TOKENS, slots=5, prefill_tokens=20, temperature=temperature)
+    return sample(folder, place, asked, fixed_rows="plain", **settings)
+
+
 @torch.no_grad()
 def generated(folder, asked) -> list[list[int]]:
     """Return the greedy completions of transformers, one prompt at a time."""
@@ -95,6 +101,16 @@ def single(ranks, tmp_path_factory):
 def test_every_layout_samples_the_same_tokens(place, single, ranks):
     folder, asked, expected = single
     found = by_completion(ranks.run(sample_refilled, place.ranks, folder, place, asked))
+    assert {key: ids for key, (ids, _, _) in found.items()} == {
+        key: ids for key, (ids, *_) in expected.items()
+    }
+    assert max(np.abs(logp - expected[key][1]).max() for key, (_, logp, _) in found.items()) < 1e-5
+
+
+def test_rows_of_fixed_shapes_sample_the_same_tokens(single, ranks):
+    """Slots without a sequence take part, and keys are read up to a rounded length."""
+    folder, asked, expected = single
+    found = by_completion(ranks.run(sample_in_fixed_rows, 1, folder, SINGLE, asked))
     assert {key: ids for key, (ids, _, _) in found.items()} == {
         key: ids for key, (ids, *_) in expected.items()
     }

@@ -23,6 +23,7 @@ def test_figures():
         "rollout/truncated": pytest.approx(1 / 3),
         "rollout/repetition": pytest.approx((2 / 6) / 3),
         "rollout/entropy": 0.5,
+        "rollout/version_lag": 0.0,
         "rollout/time_ms": 3.5,
     }
     assert repetition(np.array([4] * 10)) == pytest.approx(6 / 7)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import skip_unless_gpus_take
-from tests.rollout.decoded import Place, packed_scores, requests
+from tests.rollout.decoded import Place, packed_scores, requests, sample
 from tests.rollout.test_decoding import by_completion, sample_refilled
 from tests.tiny_models import make_model
 
@@ -25,6 +25,36 @@ def test_log_probabilities_are_those_of_the_packed_forward(family, dtype, tolera
     (expected,) = gpu_ranks.run(packed_scores, 1, folder, pairs, place)
     gaps = [np.abs(logp - scores) for (_, _, _, logp, _), scores in zip(found, expected, strict=True)]
     assert np.concatenate(gaps).mean() < tolerance
+
+
+def sample_fixed(folder, place, asked, fixed_rows, temperature):
+    """Sample with fewer slots than completions, beyond the first length of keys."""
+    settings = dict(max_new_tokens=300, slots=6, temperature=temperature)
+    return sample(folder, place, asked, fixed_rows=fixed_rows, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_sample_what_their_kernels_do(dtype, temperature, tmp_path, gpu_ranks):
+    """The same rows without graphs: equal ids, and equal ln p to the bit."""
+    folder, place = make_model(tmp_path / "qwen3", "qwen3", **SIZES), Place("one GPU", dtype=dtype)
+    asked = requests(10)
+    results = [
+        by_completion(gpu_ranks.run(sample_fixed, 1, folder, place, asked, rows, temperature))
+        for rows in ("graphs", "plain")
+    ]
+    for key, (ids, logp, finish) in results[0].items():
+        assert results[1][key][0] == ids and results[1][key][2] == finish
+        assert np.array_equal(results[1][key][1], logp)
+
+
+def test_graphs_sample_what_rows_of_free_shapes_do(tmp_path, gpu_ranks):
+    folder, place, asked = make_model(tmp_path / "qwen3", "qwen3", **SIZES), Place("one GPU"), requests(10)
+    graphs, free = (
+        by_completion(gpu_ranks.run(sample_fixed, 1, folder, place, asked, rows, 1.0))
+        for rows in ("graphs", "off")
+    )
+    assert {key: ids for key, (ids, *_) in graphs.items()} == {key: ids for key, (ids, *_) in free.items()}
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches, run.meter)
     sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
-    student = Path(arguments[arguments.index("--student-hf") + 1])
+    places = [place for place, word in enumerate(arguments) if word == "--student-hf"]
+    student = Path(arguments[places[-1] + 1])
     with gradients_as_parameters(engine, engine.context):
         export_student(engine, run.state, student, out_dir)
     run.reporter.close()
@@ -81,6 +82,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
         "rollouts": {(r.request.prompt, r.request.sample): (r.request.ids, r.ids, r.logp) for r in rollouts},
         "documents": [document for batch in batches for document in documents_of(batch)],
         "num_microbatches": len(batches),
+        "num_packs": len(stream._packs),
         "sources": [
             [stream.documents_of(one) for one in stream.last_samples() if (one >= stream._first) == is_own]
             for is_own in (False, True)

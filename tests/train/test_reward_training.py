@@ -6,6 +6,7 @@ import json
 import statistics
 
 import pytest
+import torch
 
 from tests.reported import reported_codes
 from tests.rollout.reward_functions import of_length
@@ -65,6 +66,10 @@ def test_advantages_come_from_the_rewards_of_each_group(single, files):
         spread = statistics.stdev(rewards) + 1e-6
         for reward, advantage in group:
             assert advantage == pytest.approx((reward - statistics.mean(rewards)) / spread, abs=1e-6)
+    advantages = {(*one.request.ids, *one.ids): one.advantage for one in single["rollouts"]}
+    assert len(single["documents"]) == len(advantages) == 12
+    for tokens, _, mask, advantage, _ in single["documents"]:
+        assert (advantage == mask * torch.tensor(advantages[tuple(tokens.tolist())])).all()
     rewards = [reward for group in groups.values() for reward, _ in group]
     flat = statistics.mean(len({reward for reward, _ in group}) == 1 for group in groups.values())
     expected = {"reward/mean": statistics.mean(rewards), "reward/std0_groups": flat, "reward/failed": 0}

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from tests.reported import reported_codes
+from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, read_weights, run_main, with_fault, write_records
 from tests.train.invariance import worst_relative_error
 from tests.train.rollout_run import (
+    EOS,
     NEW_TOKENS,
+    VOCAB_SIZES,
     Case,
     argv,
     expected_figures,
@@ -139,6 +142,37 @@ def test_two_teachers_on_the_host_equal_transformers(files, ranks):
     assert found["sums"]["loss"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
     error, where = worst_relative_error(files / "two gradients", files / "two reference")
     assert error <= 1e-5, where
+
+
+EP2 = ("--expert-model-parallel-size", 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("EP2", 2, (*EP2, "--use-distributed-optimizer")), id="EP2"),
+        pytest.param(Case("PP2 EP2", 4, (*PP2, *EP2)), id="PP2 EP2", marks=SLOW),
+        pytest.param(Case("TP2 EP2 + SP", 4, (*TP2, *SP, *EP2)), id="TP2 EP2", marks=SLOW),
+    ],
+)
+def test_experts_over_processes_equal_one_process(case, files, ranks):
+    """Replicas with 6 and 5 completions of different lengths, in 3 slots, and with 1 and none."""
+    if not (files / "experts").exists():
+        sizes = dict(num_hidden_layers=4, vocab_size=VOCAB_SIZES[0])
+        add_tokenizer(make_model(files / "experts", "qwen3_moe", seed=3, **sizes | EOS))
+    for prompts, samples in ((11, 1), (1, 1)):
+        more = ("--student-hf", files / "experts", "--rollout-prompts", prompts)
+        more += ("--samples-per-prompt", samples)
+        (single,) = ranks.run(one_step, 1, argv(files, "moe", *more), files / "moe gradients")
+        arguments = argv(files, "moe layout", *more, *case.flags)
+        results = ranks.run(one_step, case.ranks, arguments, files / "moe layout gradients")
+        for found in results:
+            for key, (_, ids, _) in single["rollouts"].items():
+                assert found["rollouts"][key][1].tolist() == ids.tolist()
+        for name, value in single["sums"].items():
+            assert results[0]["sums"][name] == pytest.approx(value, rel=1e-5), name
+        error, where = worst_relative_error(files / "moe layout gradients", files / "moe gradients")
+        assert error <= 1e-5, where
 
 
 FIGURES = ("loss", "rollout/length", "rollout/entropy", "rollout/teacher_nll", "consumed_prompts")

@@ -56,7 +56,7 @@ RUNS = {
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("DP2") else name for name in RUNS]
+    "name", [name if "finer" in name else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_resume_is_bitwise_in_the_middle_of_an_epoch(name, files, ranks):
     world, layout, teacher = RUNS[name]

@@ -141,7 +141,7 @@ def vision_batches(layout: Layout, context, vision) -> list:
         is_sharded = "--sequence-parallel" in layout.flags
         images = row_images([rows[index] for index in group], sequence_parallel=is_sharded, **place)
         shard = batch.context_parallel_shard(context.cp_rank, context.cp_size)
-        batches.append(replace(shard, images=images))
+        batches.append(replace(shard, images=images).to(context.device))
     return batches
 
 

@@ -27,4 +27,6 @@ packing_benchmark      packs against padded batches
 corpus_benchmark       the start of a run on a large corpus
 tokenise_benchmark     tokenisation beside bare `tokenizers`
 pipeline_benchmark     the pipeline against the bubble formula
+arithmetic_reward      a reward function that checks sums
+reward_gain            GRPO against SFT at equal samples (a command of its own)
 """

@@ -26,6 +26,7 @@ from tools.benchmarks.runners import (
     run_ceilings,
     run_chunks,
     run_corpus,
+    run_decode,
     run_experts,
     run_head,
     run_logits,
@@ -87,11 +88,21 @@ def parser() -> argparse.ArgumentParser:
     )
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, packing, pipeline, trainers, vision))
+    _add_pair_flags((step, packing, pipeline, trainers, vision, _add_decode_command(commands)))
     _add_layout_flags((step, pipeline, vision))
     _add_expert_command(commands)
     _add_data_commands(commands)
     return main
+
+
+def _add_decode_command(commands) -> argparse.ArgumentParser:
+    decode = _add(
+        commands, "decode", run_decode, "sampling beside transformers, and its share of a step: R24"
+    )
+    decode.add_argument("--batch", type=int, help="completions at a time (default: 256, on a CPU 4)")
+    decode.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: 128, on a CPU 16)")
+    decode.add_argument("--new-tokens", type=int, help="tokens of a completion (default: 512, on a CPU 24)")
+    return decode
 
 
 def _add_expert_command(commands) -> None:

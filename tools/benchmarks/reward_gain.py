@@ -93,6 +93,7 @@ def reward_of(folder: Path, name: str, student: Path, more: Sequence[str]) -> fl
 def compare(folder: Path, student: str, more: Sequence[str], args: argparse.Namespace) -> None:
     """Train the common start and both arms, and print their held-out rewards."""
     problems, samples = folder / "train.jsonl", args.prompts * args.group
+    more = ["--micro-batch-size", str(samples), *more]  # short packs: all of a step in one row
     start, text = folder / "start" / "hf", ["--data-path", problems, *more]
     seconds = run(
         folder,
@@ -139,9 +140,9 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=60, help="SFT steps of the common start")
     parser.add_argument("--steps", type=int, default=60, help="steps of each arm")
     parser.add_argument("--prompts", type=int, default=32, help="problems of a step of GRPO")
-    parser.add_argument("--group", type=int, default=8, help="completions of each")
-    parser.add_argument("--lr", type=float, default=1e-4, help="of SFT")
-    parser.add_argument("--rl-lr", type=float, default=1e-5, help="of GRPO")
+    parser.add_argument("--group", type=int, default=8, help="completions of each problem")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of SFT")
+    parser.add_argument("--rl-lr", type=float, default=1e-5, help="learning rate of GRPO")
     args, more = parser.parse_known_args()  # the rest goes to pretrain_kd.py
     folder = Path(args.folder).absolute()
     if args.what == "problems":

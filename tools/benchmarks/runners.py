@@ -57,6 +57,15 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
 
 
+def run_decode(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.decode_benchmark import DecodeCase, benchmark
+
+    default = (256, 128, 512) if machine.is_cuda else (4, 16, 24)
+    given = args.batch, args.prompt_tokens, args.new_tokens
+    case = DecodeCase(*(value or other for value, other in zip(given, default, strict=True)))
+    return benchmark(machine, detect(), pair_settings(args, machine), case)
+
+
 def run_experts(args: argparse.Namespace, machine: Machine) -> Report:
     """Spread the experts over all processes."""
     from tools.benchmarks.expert_benchmark import benchmark

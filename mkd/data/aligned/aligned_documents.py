@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mkd.data.aligned.aligned_ids import Pair, align_ids
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.documents import MESSAGES, PROMPT_COMPLETION, Record, Row, encode_record, parse_row, require_eos
 from mkd.data.encoding import each_row
-from mkd.data.images.conversation import ConversationImages, EncodedImage
+from mkd.data.images.conversation import EncodedImage
 from mkd.data.images.image_table import image_records
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError
-from mkd.tokenizers.spans import EncodedText
-from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion
-from mkd.xtoken.align.align_text import AlignedText, align, aligner
+from mkd.xtoken.align.align_text import AlignedText, align
 
 DOCUMENTS_PER_BATCH = 64
-SHARED_ROLES = ("bos", "eos", "end_of_turn", "unk", "pad")  # a token with several roles counts as the first
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,6 @@ class AlignedBatch:
     refused: np.ndarray  # [r] int64, the documents that the teacher refuses
     errors: list[MkdError]  # a BadRecord for each of these, or the error of an unreadable file
     images: np.ndarray  # [images] of IMAGE on the teacher's side, with documents counted from the first one
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A student's and a teacher's tokenizer and how their tokens are aligned. Picklable, for workers."""
-
-    student: Tokenizer
-    teacher: Tokenizer
-    alignment: str
-    reasoning: bool
-    append_eod: bool
-    student_images: ConversationImages | None = None  # None: the model reads no images
-    teacher_images: ConversationImages | None = None
 
 
 @dataclass(frozen=True)
@@ -168,85 +153,6 @@ def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
         return AlignedText(student_ids, aligned.teacher_ids, aligned.chunks)
     chunks = np.concatenate([aligned.chunks, [[n, n + 1, m, m + 1]]])
     return AlignedText(student_ids, np.append(aligned.teacher_ids, pair.teacher.eos_id), chunks)
-
-
-def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
-    """Return a tokenised document and the teacher's tokens of its text.
-
-    The text is cut at token `completion`, the border between prompt and completion. A token that is not text
-    becomes the teacher's token of the same role, if it has one. Tokens with invalid UTF-8, and other tokens
-    that are not text, are in no chunk; the teacher reads only the text around them.
-    """
-    roles, token_bytes = _shared_roles(pair), pair.student.token_bytes
-    contents = [token_bytes[i] for i in ids.tolist()]
-    teacher_parts, chunk_parts, num_teacher = [], [], 0
-    for first, last in _runs(contents, completion):
-        if contents[first] is None:
-            teacher_ids, chunks = _align_roles(ids[first:last].tolist(), roles)
-        else:
-            teacher_ids, chunks = _align_run(contents[first:last], pair, starts_document=not num_teacher)
-        teacher_parts.append(teacher_ids)
-        chunk_parts.append(chunks + [first, first, num_teacher, num_teacher])
-        num_teacher += len(teacher_ids)
-    none = np.zeros(0, dtype=np.int64)
-    return AlignedText(
-        ids, np.concatenate([none, *teacher_parts]), np.concatenate([none.reshape(0, 4), *chunk_parts])
-    )
-
-
-def _shared_roles(pair: Pair) -> Mapping[int, int]:
-    """Return student id -> teacher id of the tokens with the same role."""
-    ours, theirs = pair.student.roles, pair.teacher.roles
-    return {ours[role]: theirs[role] for role in reversed(SHARED_ROLES) if role in ours and role in theirs}
-
-
-def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) of the longest runs of tokens that all are text (valid UTF-8) or all are not.
-
-    Tokens with invalid UTF-8 are skipped. No run crosses the start of the token `cut`.
-    """
-    borders = [
-        i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)
-    ]
-    for first, last in zip([0, *borders], [*borders, len(contents)], strict=True):
-        if first < last and contents[first] is None:
-            yield first, last
-        else:
-            yield from _valid_runs(contents[first:last], first)
-
-
-def _valid_runs(contents: list[bytes], first: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a run between tokens with invalid UTF-8, each valid by itself."""
-    while contents:
-        try:
-            b"".join(contents).decode("utf-8")
-        except UnicodeDecodeError as error:
-            ends = np.cumsum([len(content) for content in contents])
-            begin, end = np.searchsorted(ends, [error.start, error.end - 1], side="right").tolist()
-            yield from _valid_runs(contents[:begin], first)
-            contents, first = contents[end + 1 :], first + end + 1
-        else:
-            yield first, first + len(contents)
-            return
-
-
-def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (teacher ids, chunks) of tokens that are not text."""
-    places = np.array([place for place, token in enumerate(ids) if token in roles], dtype=np.int64)
-    twins = np.array([roles[ids[place]] for place in places], dtype=np.int64)
-    ranges = np.arange(len(twins))
-    return twins, np.stack([places, places + 1, ranges, ranges + 1], axis=1)
-
-
-def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return (teacher ids, chunks) of a run of text; the teacher adds BOS only at a document's start."""
-    text = b"".join(contents).decode("utf-8")
-    ends = np.cumsum([len(content) for content in contents])
-    student = EncodedText(np.zeros(len(ends), dtype=np.int64), np.append(0, ends[:-1]), ends)
-    teacher = pair.teacher.encode_spans(text, continuation=not starts_document)
-    while len(teacher) and teacher.ends[-1] < 0:  # an EOS that the tokenizer added: the text may continue
-        teacher = EncodedText(teacher.ids[:-1], teacher.starts[:-1], teacher.ends[:-1])
-    return teacher.ids, aligner(pair.alignment, text)(student, teacher)
 
 
 def _batch(

@@ -60,6 +60,17 @@ class TeacherPack:
         return collate_teacher((self, *others), student_labels)
 
 
+def empty_teacher_pack(seq_length: int, pad_id: int) -> TeacherPack:
+    """Return a pack of padding alone."""
+    return TeacherPack(
+        tokens=np.full(seq_length, pad_id, dtype=np.int64),
+        labels=np.zeros(seq_length, dtype=np.int64),
+        lengths=np.zeros(1, dtype=np.int64),
+        spans=np.array([seq_length]),
+        chunks=PackChunks.empty(),
+    )
+
+
 @dataclass(frozen=True)
 class TeacherBatch:
     """k packs as one THD row of k * s' teacher tokens, or the t' of them on one context-parallel rank.

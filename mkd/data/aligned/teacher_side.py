@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
+from mkd.data.aligned.chunk_selection import ChunkSelection
+from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
@@ -17,10 +17,8 @@ from mkd.data.images.pack_images import PackImages
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from mkd.xtoken.vocabulary.spelling import Spellings
 
-CACHED_SUPPORTS = 1 << 16  # chunks; the same chunks recur often
 KIND_NAMES = ("1-1", "1-N", "M-1", "M-N")
 
 
@@ -38,6 +36,11 @@ class TeacherText:
     reasoning: bool = True  # align the reasoning of assistant turns too
     name: str = "teacher"  # for messages
     images: ConversationImages | None = None  # reads the teacher's images; None: it reads none
+    least_seq_length: int = 1  # teacher tokens that a pack of the default length has at least
+
+    def selection(self) -> ChunkSelection:
+        """Return the choice of the chunks that have loss."""
+        return ChunkSelection(self.spellings, self.twins, self.vocab_size, self.exact_only)
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,7 @@ class TeacherSide:
         self.text, self.seq_length = text, seq_length
         self._store, self._teacher_pieces = store, teacher_pieces
         self._multiple = document_multiple
-        self._supports = Supports(text.spellings)
-        if text.twins is not None:
-            self._is_twin = np.zeros(max(text.vocab_size, int(text.twins.max(initial=-1)) + 1), dtype=bool)
-            self._is_twin[text.twins[text.twins >= 0]] = True
+        self._selection = text.selection()
 
     def pack(self, student: StudentPack) -> TeacherPack:
         """Return the teacher's part of a pack.
@@ -109,19 +109,13 @@ class TeacherSide:
         if not lengths:
             return pack
         spans[-1] += self.seq_length - start  # the tail of the pack is padding of its last document
-        kept = self._chunks(np.concatenate(chunks), student, pack.labels)
+        kept = self._selection(np.concatenate(chunks), student.labels, student.loss_mask, pack.labels)
         images = PackImages.of_parts(self._store.images, parts) if self._store.images else None
         return TeacherPack(pack.tokens, pack.labels, np.array(lengths), np.array(spans), kept, images)
 
     def empty_pack(self) -> TeacherPack:
         """Return a pack of padding alone."""
-        return TeacherPack(
-            tokens=np.full(self.seq_length, self.text.tokenizer.pad_id, dtype=np.int64),
-            labels=np.zeros(self.seq_length, dtype=np.int64),
-            lengths=np.zeros(1, dtype=np.int64),
-            spans=np.array([self.seq_length]),
-            chunks=PackChunks.empty(),
-        )
+        return empty_teacher_pack(self.seq_length, self.text.tokenizer.pad_id)
 
     def needed(self, first: int, last: int) -> int:
         """Return the teacher tokens of the whole pieces [first, last), before any is cut to fit."""
@@ -150,81 +144,6 @@ class TeacherSide:
         ids = tokens.read(document, first, num_read)[0]
         pack.tokens[start : start + length] = ids[:length]
         pack.labels[start : start + num_read - 1] = ids[1:]
-
-    def _chunks(self, chunks: np.ndarray, student: StudentPack, teacher_labels: np.ndarray) -> PackChunks:
-        """Return the chunks [c, 4] (positions in the packs) whose student tokens all have loss.
-
-        A 1-1 chunk becomes an M-N chunk if one of its two tokens has another twin. Its pairs would compare
-        the wrong tokens, so only the realised text is compared. An example is the end of a turn, if one model
-        ends turns and documents with the same token.
-        """
-        rows, counts = chunks[:, ::2] - 1, chunks[:, 1::2] - chunks[:, ::2]  # [c, 2], student and teacher
-        losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
-        wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
-        kinds = chunk_kinds(counts[:, 0], counts[:, 1])
-        if self.text.twins is not None:
-            twins, realised = self.text.twins[student.labels[rows[:, 0]]], teacher_labels[rows[:, 1]]
-            is_single = kinds == ONE_TO_ONE
-            if self.text.exact_only:
-                wanted &= is_single & (twins == realised)
-            kinds[is_single & (twins != realised) & ((twins >= 0) | self._is_twin[realised])] = MANY_TO_MANY
-        rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
-        supports = self._supports.look_up(kinds, rows, counts, (student.labels, teacher_labels))
-        return PackChunks(rows[:, 0], counts[:, 0], rows[:, 1], counts[:, 1], kinds, *supports)
-
-
-def chunk_kinds(student_counts: np.ndarray, teacher_counts: np.ndarray) -> np.ndarray:
-    """Return the kind of chunks with these numbers of tokens, int8 [c]."""
-    kinds = np.array([[ONE_TO_ONE, ONE_TO_MANY], [MANY_TO_ONE, MANY_TO_MANY]], dtype=np.int8)
-    return kinds[(student_counts > 1).astype(int), (teacher_counts > 1).astype(int)]
-
-
-class Supports:
-    """The support of a chunk: the pairs of last tokens that are its candidates. Picklable, for workers."""
-
-    def __init__(self, spellings: Spellings | None):
-        """Keep `spellings`; without them the support of a chunk is its realised pair alone."""
-        self._spellings = spellings
-        self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
-
-    def __reduce__(self) -> tuple[type[Supports], tuple[Spellings | None]]:
-        return Supports, (self._spellings,)
-
-    def look_up(
-        self,
-        kinds: np.ndarray,  # [c] int8
-        rows: np.ndarray,  # [c, 2] int64, student and teacher: the row that predicts a chunk's first token
-        counts: np.ndarray,  # [c, 2] int64, its tokens
-        labels: tuple[np.ndarray, np.ndarray],  # of the student's and the teacher's pack, int64
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (number of pairs of each chunk [c], student ids [p], teacher ids [p]), int64.
-
-        A 1-1 chunk has no pairs.
-        """
-        sizes = np.zeros(len(kinds), dtype=np.int64)
-        pairs = [np.zeros((2, 0), dtype=np.int64)]
-        for i in np.flatnonzero(kinds != ONE_TO_ONE).tolist():
-            tokens = (
-                tuple(side[row : row + count].tolist())
-                for side, row, count in zip(labels, rows[i].tolist(), counts[i].tolist(), strict=True)
-            )
-            pairs.append(self._cached(int(kinds[i]), *tokens))
-            sizes[i] = pairs[-1].shape[1]
-        return sizes, *np.concatenate(pairs, axis=1)
-
-    def _pairs(self, kind: int, student: tuple[int, ...], teacher: tuple[int, ...]) -> np.ndarray:
-        """Return [2, p] int64: student ids and teacher ids of the last tokens, the realised pair first.
-
-        Every other pair that contains a token of the realised pair is dropped.
-        """
-        realised = np.array([[student[-1]], [teacher[-1]]], dtype=np.int64)
-        if self._spellings is None or kind not in (ONE_TO_MANY, MANY_TO_ONE):
-            return realised
-        if kind == ONE_TO_MANY:
-            pairs = np.stack(self._spellings.one_to_many(teacher[:-1]))
-        else:
-            pairs = np.stack(self._spellings.many_to_one(student[:-1]))
-        return np.concatenate([realised, pairs[:, (pairs != realised).all(axis=0)]], axis=1)
 
 
 def summarise_teacher(

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, RowAligner, StoreAligner
+from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.encoding import FileRows, in_workers

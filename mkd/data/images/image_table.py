@@ -67,6 +67,7 @@ class ImageTableWriter:
 
     def __init__(self, table: Path, sources: Path):
         self._paths = table, sources
+        self._name = table.name.partition(".")[0]  # of a corpus that is still a draft too
         self._bytes = 0
         self._start = self._last = time.monotonic()
         self.count = self.patches = 0
@@ -94,7 +95,7 @@ class ImageTableWriter:
     def _report(self) -> None:
         self._last = time.monotonic()
         rate = self.count / max(self._last - self._start, 1e-9)
-        LOG.info(f"tokenising: {self.count} images decoded, {rate:.1f} images/s")
+        LOG.info(f"tokenising {self._name}: {self.count} images decoded, {rate:.1f} images/s")
 
 
 class ImageTable:

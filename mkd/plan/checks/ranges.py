@@ -35,7 +35,7 @@ _GROUPS = (
     (
         "above 0",
         lambda x: x > 0,
-        "device_memory_gib exit_duration_in_mins adam_eps dpo_beta reward_timeout_s",
+        "device_memory_gib exit_duration_in_mins adam_eps dpo_beta reward_timeout_s rollout_server_timeout_s",
     ),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
     ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),
@@ -57,6 +57,7 @@ _GROUPS = (
         "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots max_image_pixels "
         "max_image_side max_patches_per_pack rollout_updates",
     ),
+    ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )

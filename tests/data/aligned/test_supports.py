@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mkd.data.aligned.teacher_side import Supports
+from mkd.data.aligned.chunk_selection import Supports
 from mkd.data.batch import collate
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, relation, teacher_text, texts

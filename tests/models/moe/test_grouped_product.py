@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side, stacked
+from mkd.models.residency import layer_parameters
+from mkd.platform.host_memory import packed_bytes, packed_views
 
 COUNTS = torch.tensor([5, 0, 1, 9])  # rows of each expert; one is idle
 WIDTHS = 16, 24
@@ -85,6 +87,16 @@ def view_in_buffers(distributed_optimizer):
     for found, weights in zip(layers, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
     return [stacked(group).data_ptr() == group[0].data_ptr() for group in groups]
+
+
+def test_weights_that_are_streamed_are_not_copied():
+    """Weights of a teacher on the host or over peers are views of one buffer while their layer computes."""
+    weights = make_weights()
+    parameters = layer_parameters(move_together(weights))
+    buffer = torch.empty(packed_bytes(parameters), dtype=torch.uint8)
+    for parameter, place in zip(parameters, packed_views(buffer, parameters), strict=True):
+        parameter.data = place.copy_(parameter.data)
+    assert stacked(weights).data_ptr() == weights[0].data_ptr()
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])

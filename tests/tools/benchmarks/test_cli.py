@@ -56,6 +56,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("vision", "--seq-length", "64", "--microbatches", "2"), {"R21"}),
         (("pipeline",), {"R11"}),
         (("tokenise", "--mebibytes", "1", "--workers", "0"), {"R19"}),
+        (("decode", "--batch", "3", "--new-tokens", "4"), {"R24"}),
         (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
     ],
 )

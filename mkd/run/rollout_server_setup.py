@@ -1,0 +1,122 @@
+"""Set up a rollout server: find it, check that it serves the student, and say where records go."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mkd.checkpoint.distributed import TrainingState
+from mkd.checkpoint.folders import saved_iterations
+from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.errors import UsageError
+from mkd.operations.run_folders import log_folder
+from mkd.parallel.context import ParallelContext
+from mkd.rollout.rollout_record import RolloutRecord
+from mkd.rollout.rollouts import Sampling
+from mkd.rollout.server_client import Refused, ServerClient, ServerModel, find_model
+from mkd.rollout.server_source import ServerSource
+from mkd.run.run_plan import Plan
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.step import Engine
+
+PROBE_TOKENS = 200
+PROBE_TEXT = "def f(x):\n    return 12345 + x  # caf\u00e9, \u6587\u5b57 \U0001f600"
+
+
+def build_server_source(
+    plan: Plan,
+    engine: Engine,
+    state: TrainingState,
+    sampling: Sampling,
+    fingerprints: Mapping[str, object],  # of the run, which decide the completions
+    resumes: bool,  # False: records in the folder are another run's
+) -> ServerSource:
+    """Return the source. Collective; raises UsageError on every rank if the server cannot serve this run."""
+    rollout, checkpoint, context = plan.config.rollout, plan.config.checkpoint, engine.context
+    client = ServerClient((rollout.rollout_server_url or "").rstrip("/"), rollout.rollout_server_timeout_s)
+    model = _find_once(client, plan, context)
+    record = None
+    if checkpoint.save:
+        digest = hashlib.sha256(json.dumps(fingerprints, sort_keys=True, default=str).encode()).hexdigest()
+        save = Path(checkpoint.save)
+        record = RolloutRecord(save / "rollouts", digest, partial(_oldest_checkpoint, save))
+        if context.rank == 0 and not resumes:
+            record.forget(math.inf)
+    known, has = sampling.vocab_size, plan.student.shape.vocab_size
+    return ServerSource(
+        parts=state.models,
+        context=context,
+        sampling=sampling,
+        parameters_gathered=engine.parameters_gathered,
+        export=partial(_export, plan, state, context),
+        client=client,
+        model=model.name,
+        folder=log_folder(plan.config) / "rollout_weights",
+        run_id=uuid.uuid4().hex[:12],
+        max_staleness=rollout.max_staleness,
+        allowed_ids=range(known) if known < has else None,
+        record=record,
+    )
+
+
+def _export(plan: Plan, state: TrainingState, context: ParallelContext, folder: Path) -> None:
+    parts = [(part, part.first_layer) for part in state.models]
+    export_hf(parts, plan.student.shape, folder, context=context, assets=plan.assets)
+
+
+def _oldest_checkpoint(folder: Path) -> int:
+    """Return the iteration of the first checkpoint that a run could resume from, 0 without any."""
+    found = saved_iterations(folder)
+    return min((int(one.name.removeprefix("iter_").split(".")[0]) for one in found), default=0)
+
+
+def _find_once(client: ServerClient, plan: Plan, context: ParallelContext) -> ServerModel:
+    """Ask on rank 0 alone. Collective."""
+    found: ServerModel | UsageError | None = None
+    if context.rank == 0:
+        assert plan.tokenizers is not None, "a run reads text"
+        try:
+            found = find_model(client, plan.config.training.seq_length)
+            _check_tokenizer(client, found, plan.tokenizers.student)
+        except UsageError as error:
+            found = error
+    found = context.broadcast_object(found)
+    if isinstance(found, UsageError):
+        found.on_all_ranks = True
+        raise found
+    assert found is not None
+    return found
+
+
+def _pieces(tokenizer: Tokenizer) -> str:
+    """Return the text of evenly spaced tokens, which another vocabulary would cut in other places."""
+    spaced = np.linspace(0, len(tokenizer.token_bytes) - 1, PROBE_TOKENS).astype(np.int64).tolist()
+    pieces = [tokenizer.token_bytes[i] or b"" for i in dict.fromkeys(spaced)]
+    return " ".join(piece.decode("utf-8", "ignore") for piece in pieces)
+
+
+def _check_tokenizer(client: ServerClient, model: ServerModel, tokenizer: Tokenizer) -> None:
+    """Raise UsageError if the server turns a text into other ids. A server without a tokenizer is fine."""
+    text = PROBE_TEXT + _pieces(tokenizer)
+    body = {"model": model.name, "prompt": text, "add_special_tokens": False}
+    try:
+        theirs = client.post("/tokenize", body)["tokens"]
+    except Refused:
+        return
+    ours = list(tokenizer.encode_continuation(text))
+    if theirs != ours:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0)
+        raise UsageError(
+            f"the rollout server {client.url} has another tokenizer than the student",
+            f"from token {place} on, a text has ids {theirs[place : place + 4]} there and "
+            f"{ours[place : place + 4]} here",
+            "start it with the student's folder and without --tokenizer",
+            code="rollout-server-tokenizer",
+        )
