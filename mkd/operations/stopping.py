@@ -56,7 +56,9 @@ class Stopper(Follower):
     save_s: float = 0.0  # the longest save so far
     first_save_bytes: float = 0.0  # size of the run's first checkpoint; 0: it saves none
     stop: Stop | None = None  # the latest agreement of the ranks
-    _step_begun: float | None = None  # on the monotonic clock, while a step is under way
+    _iteration: int = -1  # of the latest step
+    _begun: float = 0.0  # its start, on the monotonic clock
+    _is_under_way: bool = False
 
     def agreed(self) -> Stop | None:
         """Return why the run stops, if some rank wants to; None: it continues. Call it between steps."""
@@ -64,8 +66,8 @@ class Stopper(Follower):
 
     def exchange(self, is_finite: bool) -> StepAgreement:
         """Tell all ranks if loss and gradient are finite here, and return the agreement. All-reduce MAX."""
-        if self._step_begun is not None:
-            self.took(step_s=time.monotonic() - self._step_begun)
+        if self._is_under_way:
+            self.took(step_s=time.monotonic() - self._begun)
         ends = self._is_over(self._own_end()), self._is_over(self._slurm_end())
         wishes = [self.signals.received, *ends, not is_finite]
         flags = torch.tensor(wishes, dtype=torch.int32, device=self.context.device)
@@ -85,15 +87,21 @@ class Stopper(Follower):
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
     def entered(self, phase: str, iteration: int) -> None:
-        """Start the clock of a step, when its completions are sampled or else when it begins to train."""
-        if phase in (ROLLOUT, FORWARD_BACKWARD) and self._step_begun is None:
-            self._step_begun = time.monotonic()
+        """Start the clock of a step, when its completions are sampled or else when it begins to train.
+
+        Further updates of an iteration belong to the same step.
+        """
+        if phase not in (ROLLOUT, FORWARD_BACKWARD) or self._is_under_way:
+            return
+        if iteration != self._iteration:
+            self._iteration, self._begun = iteration, time.monotonic()
+        self._is_under_way = True
 
     def left(self, phase: str, iteration: int) -> None:
         """Stop the clock of a step."""
-        if phase == OPTIMIZER and self._step_begun is not None:
-            self.took(step_s=time.monotonic() - self._step_begun)
-            self._step_begun = None
+        if phase == OPTIMIZER and self._is_under_way:
+            self.took(step_s=time.monotonic() - self._begun)
+            self._is_under_way = False
 
     def _next_save_s(self) -> float:
         """Return the longest save, or an estimate before it. Return 0 before the first step."""

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,11 @@ class RewardCalls:
             raise UsageError(what, why, do, code="reward-not-found")
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process and those that it started, if there is one."""
         process, self._process, self._rest = self._process, None, b""
         if process is not None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a group, because it has a session
             process.wait()
             for stream in (process.stdin, process.stdout):
                 assert stream is not None

@@ -2,8 +2,8 @@
 
 It imports nothing of mkd. For each call it reads a line of JSON, [prompt, completion, fields], from stdin
 and writes one to stdout: {"value": number} or {"error": text}. A line before the first call says whether the
-function was found. What the function prints goes to stderr. The process ends with its stdin, even in the
-middle of a call.
+function was found. What the function prints goes to stderr, and its own stdin is empty. The process ends
+with the stdin that it was given, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,8 +21,12 @@ from typing import Any, TextIO
 
 def main() -> None:
     """Answer calls until stdin ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")  # programs that the function starts must not read them
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     sys.path[0] = os.getcwd()  # as for `python -m`; else it is the folder of this file
     try:
         function = find(sys.argv[1])
@@ -30,7 +35,7 @@ def main() -> None:
         return
     answer(answers, {"value": 0.0})
     calls: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=receive, args=(calls,), daemon=True).start()
+    threading.Thread(target=receive, args=(requests, calls), daemon=True).start()
     while True:
         call = json.loads(calls.get())
         try:
@@ -58,10 +63,12 @@ def answer(answers: TextIO, value: dict[str, Any]) -> None:
     answers.flush()
 
 
-def receive(calls: queue.Queue[str]) -> None:
-    """Pass on the lines of stdin; end the process with it."""
-    for line in sys.stdin:
+def receive(requests: TextIO, calls: queue.Queue[str]) -> None:
+    """Pass on the lines of `requests`. At their end, end this process and those that it started."""
+    for line in requests:
         calls.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

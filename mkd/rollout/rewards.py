@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from mkd.rollout.rollouts import STOP, Rollout
 from mkd.tokenizers.tokenizer import Tokenizer
 
 STD_OFFSET = 1e-6  # keeps the advantage of equal rewards 0
+SLICE_S = 10.0  # after which all ranks meet, so that waiting for rank 0 counts as progress
 SHOWN_CHARACTERS = 200  # of a completion whose reward failed
 
 
@@ -32,7 +35,8 @@ class Rewards:
     group_size: int  # completions of a prompt, one after the other
     max_failed: int  # in a step
     file: Path  # failed calls, one JSON line each
-    announce: Callable[[int], None] = lambda iteration: None  # called for every completion
+    announce: Callable[[int], None] = lambda iteration: None  # called before every slice
+    slice_s: float = SLICE_S
     _failed: int = 0  # of this step
 
     def start(self) -> None:
@@ -44,8 +48,7 @@ class Rewards:
 
         Raises DataError on all ranks if more than `max_failed` have none.
         """
-        found = on_rank_0(lambda: self._judge(rollouts, iteration), _unexpected)
-        rewards = np.array(self.context.broadcast_object(found), dtype=np.float64)
+        rewards = np.array(self._judge(rollouts, iteration), dtype=np.float64)
         groups = rewards.reshape(-1, self.group_size)
         advantages, is_flat = group_advantages(groups)
         is_judged = np.isfinite(rewards)
@@ -60,12 +63,26 @@ class Rewards:
         return judged, figures
 
     def _judge(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:
-        """Return the reward of each completion, NaN where it failed."""
+        """Return the reward of each completion, NaN where it failed. Collective: ranks meet after a slice."""
         self._failed = 0
-        return [self._reward(one, iteration) for one in rollouts]
+        rewards: list[float] = []
+        while len(rewards) < len(rollouts):
+            self.announce(iteration)
+            left = rollouts[len(rewards) :]
+            found = on_rank_0(partial(self._judge_slice, left, iteration), _unexpected)
+            rewards += self.context.broadcast_object(found) or []
+        return rewards
+
+    def _judge_slice(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:
+        """Return the rewards of the first completions, at least one, that take about `slice_s`."""
+        end, rewards = time.monotonic() + self.slice_s, list[float]()
+        for one in rollouts:
+            rewards.append(self._reward(one, iteration))
+            if time.monotonic() >= end:
+                break
+        return rewards
 
     def _reward(self, rollout: Rollout, iteration: int) -> float:
-        self.announce(iteration)
         prompt = self.prompts.prompts[rollout.request.prompt]
         ids = rollout.ids[:-1] if rollout.finish == STOP else rollout.ids
         completion = self.tokenizer.decode(ids.tolist())

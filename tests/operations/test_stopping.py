@@ -188,7 +188,16 @@ def agreements(finite: list[bool], received: int):
     step_s = stopper.step_s
     time.sleep(0.1)
     stopper.agreed()  # between steps the clock of a step stands still
-    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.15, stopper.step_s == step_s
+    is_still = stopper.step_s == step_s
+    with phases(FORWARD_BACKWARD, 1):  # one more update of the iteration
+        pass
+    with phases(OPTIMIZER, 1):
+        stopper.exchange(True)
+    whole = stopper.step_s >= step_s + 0.1
+    with phases(FORWARD_BACKWARD, 2):
+        stopper.exchange(True)
+    longest = stopper.step_s < step_s + 5
+    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.15, is_still, whole and longest
 
 
 @pytest.mark.parametrize("finite", [[True, True], [True, False], [False, True]])
@@ -196,9 +205,9 @@ def agreements(finite: list[bool], received: int):
 def test_all_ranks_agree_on_a_step(finite, received, ranks):
     """One exchange tells every rank whether the update is applied and whether the run ends.
 
-    Phases time the step.
+    Phases time the step, with all its updates.
     """
-    answer = (all(finite), "received SIGTERM" if received else None, True, True)
+    answer = (all(finite), "received SIGTERM" if received else None, True, True, True)
     assert ranks.run(agreements, 2, finite, int(received)) == [answer, answer]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -52,6 +53,24 @@ def hangs_once(prompt, completion, fields):
     if hangs_once.calls == 2:
         time.sleep(600)
     return len(completion)
+
+
+def starts_a_program(prompt, completion, fields):
+    """Start a program that reads stdin to its end."""
+    return float(len(subprocess.run(["cat"], check=True, stdout=subprocess.PIPE).stdout))
+
+
+def leaves_a_program(prompt, completion, fields):
+    """Hang after a program was started, whose number is in the file `completion`."""
+    started = subprocess.Popen(["sleep", "600"])
+    with open(completion, "w") as file:
+        file.write(str(started.pid))
+    time.sleep(600)
+
+
+def slowly(prompt, completion, fields):
+    time.sleep(0.2)
+    return float(len(completion))
 
 
 def never_a_number(prompt, completion, fields):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mkd.platform.processes import is_alive
 from mkd.rollout.reward_calls import RewardCalls
 from mkd.rollout.rewards import group_advantages
 from tests.reported import refused
@@ -68,6 +71,62 @@ def test_a_call_that_hangs_is_ended(calls):
         function("p", "hang", {})
     assert 1 < time.monotonic() - start < 10
     assert function("p", "fine", {}) == 1
+
+
+def test_a_program_that_it_starts_does_not_read_the_calls(calls):
+    function = calls("starts_a_program", timeout_s=10.0)
+    assert function("p", "c", {}) == function("p", "c", {}) == 0
+
+
+def test_programs_that_it_started_end_with_it(calls, tmp_path):
+    with refused("reward-timed-out"):
+        calls("leaves_a_program", timeout_s=1.5)("p", str(tmp_path / "started"), {})
+    started = int((tmp_path / "started").read_text())
+    deadline = time.monotonic() + 5
+    while is_alive(started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(started)
+
+
+def judge_slowly(folder: Path):
+    """Return the rewards of 6 completions of 0.2 s, metrics, and how often this rank announced it."""
+    from mkd.data.prompts import Prompt, PromptSet
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.rollout.rewards import Rewards
+    from mkd.rollout.rollouts import LENGTH, Request, Rollout
+
+    context, ids = ParallelContext.create(detect()), np.array([97])
+    prompts = PromptSet([Prompt(ids, "p", 1, {})], 0, "")
+    announced: list[float] = []
+    rewards = Rewards(
+        RewardCalls(f"{MODULE}:slowly", 20.0),
+        prompts,
+        SimpleNamespace(decode=lambda ids: "".join(map(chr, ids))),
+        context,
+        group_size=2,
+        max_failed=0,
+        file=folder / "failed",
+        announce=lambda iteration: announced.append(time.monotonic()),
+        slice_s=0.3,
+    )
+    rewards.start()
+    made = [
+        Rollout(Request(0, n, ids), np.full(n + 1, 98), np.zeros(n + 1), np.zeros(n + 1), LENGTH)
+        for n in range(6)
+    ]
+    judged, figures = rewards(made, 1)
+    rewards.calls.close()
+    return [one.advantage for one in judged], figures, len(announced)
+
+
+def test_all_ranks_meet_while_rank_0_judges(ranks, tmp_path):
+    """A slice is two completions of 0.2 s, so the watchdogs of both ranks see progress."""
+    first, second = ranks.run(judge_slowly, 2, tmp_path)
+    assert first == second
+    advantages, figures, announced = first
+    assert figures["reward/mean"] == 3.5 and announced >= 3
+    assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5] * 3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{MODULE}:missing", f"{MODULE}:NOT_A_FUNCTION"])
