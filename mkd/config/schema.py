@@ -343,9 +343,14 @@ class Config:
         return self.kd.kd_ratio > 0 or self.feedback.has_pairs
 
     def with_reference(self) -> Config:
-        """Return the configuration; if it needs a reference and has none, with the initial student."""
+        """Return the configuration; if it needs a reference and has none, with the initial student.
+
+        A single teacher that names no model says where this reference is, and in which precision.
+        """
         initial = self.student.hf or self.student.load
         needs_reference = self.feedback.has_pairs or (self.feedback.has_rewards and self.kd.kd_ratio > 0)
-        if self.teachers or not (needs_reference and initial):
+        given = self.teachers or (TeacherConfig(),)
+        is_named = len(given) > 1 or given[0].hf or given[0].load or given[0].topk
+        if is_named or not (needs_reference and initial):
             return self
-        return replace(self, teachers=(TeacherConfig(hf=self.student.hf, load=self.student.load),))
+        return replace(self, teachers=(replace(given[0], hf=self.student.hf, load=self.student.load),))

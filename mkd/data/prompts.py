@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class PromptSet:
 
     prompts: Sequence[Prompt]
     num_bad_records: int
-    fingerprint: str  # SHA-256 of the tokens of all prompts, those of teachers included
+    fingerprint: str  # SHA-256 of the tokens of all prompts, of teachers too; with rewards also of fields
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -58,6 +59,7 @@ def read_prompts(
     vocab_size: int,  # ids known to all models of the run
     max_bad_records: int = 0,
     teachers: Mapping[str, Tokenizer] = MappingProxyType({}),  # name -> tokenizer of cross-tokenizer teachers
+    with_fields: bool = False,  # the other keys of a record are read, so that the fingerprint covers them
 ) -> PromptSet:
     """Read and tokenise all prompts, each model in its own chat template.
 
@@ -92,6 +94,8 @@ def read_prompts(
     for one in prompts:
         for ids in (one.ids, *one.of_teachers.values()):
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        if with_fields:
+            digest.update(json.dumps(one.fields, sort_keys=True, default=str).encode() + b"\n")
     return PromptSet(prompts, len(bad), "sha256:" + digest.hexdigest())
 
 

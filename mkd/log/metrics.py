@@ -43,6 +43,12 @@ METRICS = (
         "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses. With judged answers their loss "
         "takes the place of ce_loss: a mean over pairs, or over sampled tokens",
     ),
+    Metric(
+        "feedback_loss",
+        "nats",
+        ROW_MEAN,
+        "loss of judged answers alone, which takes the place of ce_loss in loss; absent without them",
+    ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",

@@ -104,13 +104,14 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
 
     The student's head runs with both gradients (3 products) in every pass, each teacher's head once. A single
     divergence over the student's tokens (an average of teachers is one) shares its pass with the cross
-    entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on the
-    pack read every teacher's logits a second time. Judged answers read the student's once more without
-    gradient, because their coefficients come before the loss.
+    entropy. Otherwise the cross entropy, or the policy loss, and each teacher have separate passes. Weights
+    that depend on the pack read every teacher's logits a second time. Judged answers read the student's once
+    more without gradient, because their coefficients come before the loss.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
-    passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
+    is_shared = divergences < 2 and not has_own and not config.feedback.has_rewards
+    passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)
     reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
     student_head = config.training.seq_length * student.vocab_size * student.hidden_size
     total = (6 * passes + 2 * config.feedback.scores_tokens) * student_head

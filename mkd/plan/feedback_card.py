@@ -10,13 +10,13 @@ from mkd.config.schema import Config
 _COUNTED = "counted over all ranks and micro-batches before the first forward"
 
 
-def preference_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of the rows about DPO."""
+def preference_rows(config: Config, rounded: str) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of the rows about DPO; `rounded` is what FP8 changes in the reference."""
     beta, (reference,) = config.feedback.dpo_beta, teacher_names(config.teachers)
     yield (
         "DPO",
         f"-ln sigmoid(z), z = {beta:g} ((s_c - r_c) - (s_r - r_r)); s, r: sums of ln p over an answer under "
-        f"the student and the reference {reference}, T = 1; c the chosen answer, r the rejected one",
+        f"the student and the reference {reference}, T = 1; c the chosen answer, r the rejected one{rounded}",
     )
     yield "mask", "the tokens of both answers, their end included; never the prompt or padding"
     yield "normaliser", f"sums over the global batch divided once by its number of pairs, {_COUNTED}"

@@ -113,8 +113,13 @@ class Forecast:
             for time, layer in zip(times, layers, strict=True)
         )
 
+    @property
+    def updates(self) -> int:
+        """Updates of a step, all with the same completions."""
+        return self.config.feedback.rollout_updates
+
     def step(self) -> StepForecast:
-        """Predict the pipeline's part of a step; `step_ms` adds the copies of the optimizer state."""
+        """Predict the pipeline's part of an update; `step_ms` adds the copies of the optimizer state."""
         ranks = self.student_layout.pipeline_parallel
         return simulate(self.stage_times(), ranks, self.batch.num_microbatches)
 
@@ -132,21 +137,21 @@ class Forecast:
 
         Teachers are not ahead: the time is for comparisons of many settings. See `planned_step_ms`.
         """
-        return self.step().step_ms + self.optimizer_copies_ms()
+        return self.updates * (self.step().step_ms + self.optimizer_copies_ms())
 
     def planned_step_ms(self) -> float:
         """Return `step_ms` of a run, whose teachers may be ahead."""
         pipeline_ms = self.step().step_ms if self.prefetch is None else self.prefetch.step_ms
-        return pipeline_ms + self.optimizer_copies_ms()
+        return self.updates * (pipeline_ms + self.optimizer_copies_ms())
 
     def exchange_ms(self) -> float:
         """Predicted time that an average rank spends in a step on the all-to-all of experts."""
         times = self.stage_times()
         ranks = self.student_layout.pipeline_parallel
-        return self.batch.num_microbatches * sum(time.exchange_ms for time in times) / ranks
+        return self.updates * self.batch.num_microbatches * sum(time.exchange_ms for time in times) / ranks
 
     def flops_per_step(self) -> int:
-        """Model FLOPs of one optimizer step, all processes together."""
+        """Model FLOPs of one iteration, all its updates and all processes together."""
         return self._flops(self.teachers)
 
     def teacher_share(self) -> float:
@@ -159,7 +164,8 @@ class Forecast:
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
         planned = plan_teachers(self.config, teachers)
         lengths = [[round(one.seq_length / pack * document) for document in documents] for one in planned]
-        return self.batch.global_batch_size * distillation_flops(self.student, teachers, documents, lengths)
+        packs = self.updates * self.batch.global_batch_size
+        return packs * distillation_flops(self.student, teachers, documents, lengths)
 
     def memory(self) -> MemoryPlan:
         """Predict the memory of every pipeline rank."""
@@ -255,9 +261,10 @@ class Forecast:
         step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
         copies_ms = self.optimizer_copies_ms()
         step_ms = self.planned_step_ms()
+        update_ms = step_ms / self.updates
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
-        copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"
+        copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {update_ms:.4g} ms"
         exchange_ms = self.exchange_ms()
         exchange = (
             f"all-to-all of experts: {exchange_ms:.4g} ms of a rank's step, share {exchange_ms / step_ms:.3f}"
@@ -271,6 +278,11 @@ class Forecast:
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *self._ahead(),
             *([copies] if copies_ms > 0 else []),
+            *(
+                [f"{self.updates} updates of a step's completions: {step_ms:.4g} ms"]
+                if self.updates > 1
+                else []
+            ),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
             f"{self.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
             *([share] if self.teachers else []),

@@ -88,7 +88,7 @@ def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     terms += [name for name, weight in _balance_losses(config).items() if weight]
     yield "loss", f"{' + '.join(terms)}, nats per {'pair' if judged.has_pairs else 'token'}"
     if judged.has_pairs:
-        yield from preference_rows(config)
+        yield from preference_rows(config, "".join(_rounded(one, "r") for one in config.teachers))
         yield from _experts(config)
         return
     if judged.has_rewards:
@@ -153,11 +153,11 @@ def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape
         yield "vocabulary", vocabularies[0]
 
 
-def _rounded(teacher: TeacherConfig) -> str:
-    """Return what FP8 changes in the probabilities of a teacher that runs."""
+def _rounded(teacher: TeacherConfig, scores: str = "p_t") -> str:
+    """Return what FP8 changes in the `scores` of a teacher that runs."""
     if teacher.precision != "fp8" or teacher.topk:
         return ""
-    return f"; p_t of layers in FP8 (E4M3, {teacher.fp8_recipe} scales)"
+    return f"; {scores} of layers in FP8 (E4M3, {teacher.fp8_recipe} scales)"
 
 
 def _vocabulary(teacher: TeacherConfig, shape: ModelShape, student: ModelShape) -> str:

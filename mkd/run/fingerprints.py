@@ -11,10 +11,12 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
 from mkd.config.divergence import SKEW_ALPHA
+from mkd.config.feedback import FeedbackConfig
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.dataset import later_orders
@@ -40,7 +42,8 @@ LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
         "fp8_recipe": TeacherConfig.fp8_recipe,
     }
 )
-NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed, not of what it is
+# Options of how the loss is computed, or whether it may be.
+NOT_LOSS = frozenset({"kd_fp32_logits", "reward_timeout_s", "max_failed_rewards"})
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
     {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
@@ -74,6 +77,8 @@ def fingerprints(
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
+        if plan.stored_teacher.meta.is_fp8:  # else absent as in earlier versions
+            found["loss.stored_precision"] = plan.stored_teacher.meta.precision
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
@@ -229,7 +234,10 @@ def _option_path(name: str) -> str:
     """Return the path of the option behind a name of `_loss`. The first teacher serves for all."""
     field = name.removeprefix("loss.")
     of_first = re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field)
-    return of_first if field.startswith("teachers[") else f"kd.{field}"
+    if field.startswith("teachers["):
+        return of_first
+    is_judged = field in {one.name for one in fields(FeedbackConfig)}
+    return f"feedback.{field}" if is_judged else f"kd.{field}"
 
 
 def _corpus(store: TokenStore) -> dict[str, object]:
@@ -265,7 +273,7 @@ def _loss(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the loss."""
     for option, value in settings(config):
         is_judged = option.path.startswith("feedback.") and value != option.default
-        if is_judged or (option.path.startswith("kd.") and option.field not in NOT_LOSS):
+        if option.field not in NOT_LOSS and (is_judged or option.path.startswith("kd.")):
             yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value

@@ -18,7 +18,7 @@ from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_roles
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.build import require_file, require_text, require_vocabulary
-from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
+from mkd.data.documents import MESSAGES, PAIR, RAW_SUFFIXES, parse_row, read_rows, require_eos
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.pairs import require_pairs
 from mkd.data.sources import find_prefix, is_raw, parse_blend
@@ -32,6 +32,8 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 LOOKED_AT = 16  # records read of each raw file; more if --max-bad-records is larger
 CORPUS_SUFFIXES = (".bin", ".idx")
+CONVERSATION_PAIR = "pair of conversations"  # a kind of its own here: the chat template makes its tokens
+CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need no EOS
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,11 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
         kinds |= found or set()
         if found:
             wanted = config.feedback.has_pairs
-            collect_error(problems, partial(require_pairs, found, wanted, f"{flag} {path}"))
-        if found and "messages" in found and tokenizers is not None and not max_bad_records:
+            plain = {PAIR if one == CONVERSATION_PAIR else one for one in found}
+            collect_error(problems, partial(require_pairs, plain, wanted, f"{flag} {path}"))
+        if found and found & CONVERSATIONS and tokenizers is not None and not max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
-    if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
+    if tokenizers is not None and config.data.append_eod and kinds - CONVERSATIONS:
         collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
 
@@ -240,7 +243,9 @@ def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
         if kinds and place >= LOOKED_AT:
             break
         try:
-            kinds.add(parse_row(row).kind)
+            record = parse_row(row)
+            is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
+            kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
         except DataError as error:
             refused = refused or error.located(f"{flag} {path}:{number}")
     if not kinds:

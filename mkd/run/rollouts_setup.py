@@ -49,7 +49,8 @@ def build_prompts(plan: Plan) -> PromptSet | None:
         for name, own in zip(plan.teacher_names, plan.tokenizers.teachers, strict=False)
         if own is not None
     }
-    return read_prompts(config.rollout.prompt_data_path, tokenizer, longest, known_ids(plan), bad, teachers)
+    paths, has_rewards = config.rollout.prompt_data_path, config.feedback.has_rewards
+    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards)
 
 
 def with_room(
@@ -119,11 +120,6 @@ def build_rewards(
     return rewards
 
 
-def known_ids(plan: Plan) -> int:
-    """Return the number of ids that the student and all teachers with its tokens know."""
-    return min(source.shape.vocab_size for source in plan.same_vocabulary)
-
-
 def build_rollouts(
     plan: Plan,
     engine: Engine,
@@ -144,7 +140,7 @@ def build_rollouts(
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens,
         stop_ids=stop_ids(plan.student.assets, tokenizer),
-        vocab_size=known_ids(plan),
+        vocab_size=plan.known_ids,
         temperature=rollout.rollout_temperature,
         slots=rollout.rollout_slots,
         prefill_tokens=training.seq_length * plan.batch.micro_batch_size,

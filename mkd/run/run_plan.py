@@ -67,6 +67,11 @@ class Plan:
         return [self.student, *(source for source, settings in teachers if settings.xtoken is None)]
 
     @property
+    def known_ids(self) -> int:
+        """Number of ids that the student and all teachers with its tokens know: only they are sampled."""
+        return min(source.shape.vocab_size for source in self.same_vocabulary)
+
+    @property
     def teacher_names(self) -> tuple[str, ...]:
         """Names of the teachers in the loss, including a stored one."""
         return teacher_names(self.config.teachers) if self.teachers or self.stored_teacher else ()

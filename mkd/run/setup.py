@@ -240,5 +240,6 @@ def build_reporter(
         seq_length=config.training.seq_length,
         is_cross_tokenizer=any(one.xtoken for one in config.teachers),
         initial_kd=of_valid.get(0),
+        updates=config.feedback.rollout_updates,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
     )

@@ -47,6 +47,7 @@ class Reporter:
     seq_length: int
     is_cross_tokenizer: bool = False  # some teacher has another tokenizer
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
+    updates: int = 1  # of every step
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
@@ -81,7 +82,7 @@ class Reporter:
             learning_rate=result.learning_rate,
             step_time_ms=result.step_time_ms,
             tokens_per_s_per_gpu=packs * self.seq_length / seconds / self.context.world_size,
-            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
+            tflops_per_gpu=self.updates * self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
             skipped_iterations=int(not result.is_applied),
             **{**result.expert_load, **({"loss_spikes": 1} if is_spike else {}), **figures},
         )

@@ -146,9 +146,9 @@ class LossSums:
         """Return metric name -> sum over `num_loss_tokens`.
 
         The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`,
-        `auxiliary_loss/<name>` for each auxiliary loss, and the measures of judged answers. A teacher's own
-        metrics are weighted as the teachers are. All but `ce` are means times `num_loss_tokens`, because
-        other rows may differ from the loss tokens.
+        `auxiliary_loss/<name>` for each auxiliary loss, `feedback_loss` and the measures of judged answers. A
+        teacher's own metrics are weighted as the teachers are. All but `ce` are means times
+        `num_loss_tokens`, because other rows may differ from the loss tokens.
         """
         count, judged = self.num_loss_tokens, self.feedback
         kd = self.kd_mean * count
@@ -166,6 +166,7 @@ class LossSums:
             sums[name] = mean(value, total) * count
         sums |= {f"auxiliary_loss/{name}": value for name, value in self.auxiliary.items()}
         if judged is not None:
+            sums["feedback_loss"] = of_data
             sums |= {key: mean(value, judged.rows) * count for key, value in judged.measures.items()}
         return sums | {"num_loss_tokens": count}
 

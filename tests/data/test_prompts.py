@@ -50,6 +50,18 @@ def test_both_kinds_keep_their_other_keys(tokenizer, tmp_path):
     assert [one.line for one in found.prompts] == [1, 2, 3, 4]
 
 
+def test_answers_count_only_for_rewards(tokenizer, tmp_path):
+    paths = [
+        write_records(tmp_path / f"{n}.jsonl", {"prompt": "the fox", "answer": answer, "level": 1})
+        for n, answer in enumerate((4, 5))
+    ]
+    prints = {
+        judged: [read(path, tokenizer, with_fields=judged).fingerprint for path in paths]
+        for judged in (False, True)
+    }
+    assert prints[False][0] == prints[False][1] and len({prints[False][0], *prints[True]}) == 3
+
+
 def test_a_table_has_the_same_prompts(tokenizer, tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"prompt": ["the fox", "dog"], "answer": [1, 2]}), tmp_path / "p.parquet")

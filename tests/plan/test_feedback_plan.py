@@ -6,6 +6,7 @@ import pytest
 
 from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import pair_cost
+from mkd.plan.forecast import Forecast
 from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
@@ -37,6 +38,34 @@ def test_the_loss_card_shows_dpo():
     card = loss_card(config(*DPO), STUDENT, [STUDENT])
     assert "1 DPO, nats per pair" in card and "-ln sigmoid(z), z = 0.1 " in card and "number of pairs" in card
     assert "DPOConfig(beta=0.1)" in card and "CE" not in card
+
+
+def test_a_divergence_beside_rewards_has_a_pass_of_its_own():
+    fresh = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--samples-per-prompt", 8)
+    grpo = (*fresh, "--reward", "rewards:exact")
+    alone = pair_cost(config(*grpo, "--kd-ratio", 0), STUDENT, (), 1).head_ms
+    beside = pair_cost(config(*grpo, "--kd-ratio", 0.2), STUDENT, (STUDENT,), 1).head_ms
+    assert beside == pytest.approx(alone * 7 / 3)  # 3 products of either training pass, one of the reference
+
+
+def test_every_update_of_a_step_takes_its_time():
+    fresh = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--samples-per-prompt", 8)
+    flags = (*fresh, "--reward", "rewards:exact", "--kd-ratio", 0, "--bf16")
+    layout = PipelineLayout((28,), 1)
+    one, three = (
+        Forecast(one, BatchPlan.from_config(one, 1), STUDENT, (), layout, ())
+        for one in (config(*flags), config(*flags, "--rollout-updates", 3))
+    )
+    assert three.flops_per_step() == 3 * one.flops_per_step()
+    assert three.step_ms() == pytest.approx(3 * three.step().step_ms)
+    assert "3 updates of a step's completions: " in three.describe()
+    assert "updates of" not in one.describe()
+
+
+def test_the_loss_card_says_that_a_reference_is_in_fp8():
+    assert "FP8" not in loss_card(config(*DPO), STUDENT, [STUDENT])
+    card = loss_card(config(*DPO, "--bf16", "--teacher-precision", "fp8"), STUDENT, [STUDENT])
+    assert "rejected one; r of layers in FP8 (E4M3, tensorwise scales)" in card
 
 
 def test_the_loss_card_shows_grpo_and_only_several_updates_cost_a_pass():

@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mkd.config.load import load_config
+from mkd.config.schema import Config
 from mkd.data.store import StoreFiles
 from mkd.run.fingerprints import (
     END_BYTES,
     SAMPLE_BYTES,
     SAMPLES,
+    _loss,
     corpus_sample,
     ends_fingerprint,
     require_same,
@@ -168,6 +171,14 @@ def test_a_renamed_teacher_is_the_same(tmp_path):
     ):
         with refused("run-differs"):
             require_same(tmp_path, SAVED | weights, SAVED | now, [])
+
+
+def test_what_rewards_may_cost_is_not_the_loss(tmp_path):
+    judged = load_config(["--reward", "r:f", "--reward-timeout-s", "30", "--max-failed-rewards", "3"]).config
+    assert {name for name, _ in _loss(judged)} == {name for name, _ in _loss(Config())} | {"loss.reward"}
+    with refused("run-differs") as caught:
+        require_same(tmp_path, SAVED, SAVED | {"loss.clip_range": 0.1}, [])
+    assert "loss.clip_range (0.2 then, 0.1 now)" in caught.value.what
 
 
 def test_an_option_that_was_not_there_yet_had_its_default(tmp_path):

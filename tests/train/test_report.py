@@ -60,6 +60,15 @@ def test_a_saved_interval_continues_with_the_same_bits(reporter):
     assert found[0]["kd_loss"] == pytest.approx((40.7 + 3.9) / 18, rel=1e-12)
 
 
+def test_all_updates_of_a_step_count(reporter, monkeypatch):
+    monkeypatch.setattr(Reporter, "_flops", lambda self, microbatches: 10**12)
+    (one, _), (two, records) = reporter(), reporter()
+    two.updates = 3
+    for iteration in (1, 2):
+        add_step(two, iteration, ce=1.0, kd=1.0, tokens=5)
+    assert one.updates == 1 and records[0]["tflops_per_gpu"] == pytest.approx(3 / 0.5)
+
+
 def test_an_interval_of_an_earlier_version_continues(reporter):
     resumed, records = reporter()
     resumed.go_on(json.loads(json.dumps(OLD)))

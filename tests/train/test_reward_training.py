@@ -10,14 +10,16 @@ import torch
 
 from tests.reported import reported_codes
 from tests.rollout.reward_functions import of_length
+from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, run_main
 from tests.train.invariance import worst_relative_error
 from tests.train.reward_run import REWARD, UPDATES, argv, dense_loss, one_step
-from tests.train.rollout_run import Case, make_files
+from tests.train.rollout_run import EOS, Case, make_files
 from tests.train.test_resume import train_and_hash
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
+FEWER_IDS = 300  # the student knows 307
 SEVERAL = ("--rollout-updates", UPDATES)
 CASES = (
     Case("TP2 + sequence parallel", 2, (*TP2, "--sequence-parallel")),
@@ -81,6 +83,8 @@ def test_clipped_loss_and_gradients_equal_transformers(single, files):
     found = dense_loss(files, single["documents"], files / "dense", ratio=0.25, has_ratio=True)
     assert found["above"] > 3 and found["below"] > 3, "the test needs ratios beyond both sides"
     assert loss_of(single) == pytest.approx(found["loss"], rel=1e-5)
+    parts = 0.75 * single["sums"]["feedback_loss"] + 0.25 * single["sums"]["kd"]
+    assert single["sums"]["loss"] == pytest.approx(parts, rel=1e-12)
     clipped = single["sums"]["reward/clipped"] / single["sums"]["num_loss_tokens"]
     assert clipped == pytest.approx(found["clipped"], rel=1e-12)
     error, where = worst_relative_error(files / "single" / "gradients", files / "dense")
@@ -96,6 +100,17 @@ def test_one_update_has_the_ratio_1_and_needs_no_reference(files, ranks):
     assert error <= 1e-5, where
     (several,) = ranks.run(one_step, 1, argv(files, "several", *SEVERAL, ratio=0), files / "several")
     assert loss_of(several) == pytest.approx(loss_of(found), abs=1e-5), "before the first update"
+
+
+def test_ratios_are_1_at_first_beside_a_teacher_that_knows_fewer_ids(files, ranks):
+    """Ids that the teacher lacks are never sampled, so they are no part of the policy."""
+    sizes = dict(hidden_size=48, num_hidden_layers=4, intermediate_size=128, vocab_size=FEWER_IDS)
+    add_tokenizer(make_model(files / "fewer", "llama", seed=2, **sizes | EOS))
+    arguments = argv(files, "fewer ids", *SEVERAL, "--teacher-hf", files / "fewer")
+    (found,) = ranks.run(one_step, 1, arguments, files / "fewer ids")
+    expected = sum(-float((mask * advantage).sum()) for _, _, mask, advantage, _ in found["documents"])
+    assert found["sums"]["feedback_loss"] == pytest.approx(expected, abs=1e-3)
+    assert found["sums"]["reward/clipped"] == 0
 
 
 @pytest.mark.parametrize(

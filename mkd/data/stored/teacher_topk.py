@@ -51,6 +51,11 @@ class TopKMeta:
     format_version: int = field(default=FORMAT_VERSION)
     precision: str = "bf16"  # of the teacher's products: that of the export's run, or fp8 and its recipe
 
+    @property
+    def is_fp8(self) -> bool:
+        """True if the teacher's layers multiplied in FP8."""
+        return self.precision.startswith("fp8")
+
     @classmethod
     def read(cls, folder: Path) -> TopKMeta:
         """Return the description in `folder`. Raises DataError if there is no readable cache."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 
+from mkd.config.divergence import DivergenceSettings
 from mkd.config.feedback import FeedbackConfig
-from mkd.config.schema import Config
+from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
 
@@ -43,6 +45,19 @@ def check_preferences(config: Config) -> Iterator[UsageError]:
         why = "both models score the same tokens"
         do = "use a reference with the student's tokenizer"
         yield UsageError(what, why, do, code="dpo-with-cross-tokenizer-reference")
+    yield from _of_divergences(config)
+
+
+def _of_divergences(config: Config) -> Iterator[UsageError]:
+    """Yield settings of divergences beside DPO, which has none."""
+    why, given, default = "DPO has no divergence", config.kd, KDConfig()
+    for name in ("kd_divergence", "kd_temperature", "kd_temperature_scaling"):
+        if getattr(given, name) != getattr(default, name):
+            yield no_effect(f"{name.replace('_', '-')} {getattr(given, name)}", why, "remove it")
+    for index, teacher in enumerate(config.teachers):
+        for name in ("divergence", "temperature"):
+            if getattr(teacher, name) is not None:
+                yield no_effect(f"teachers[{index}].{name} {getattr(teacher, name)}", why, "remove it")
 
 
 def check_rewards(config: Config) -> Iterator[UsageError]:
@@ -71,13 +86,33 @@ def check_rewards(config: Config) -> Iterator[UsageError]:
         what, why = f"{given}, but kd-ratio is 1", "the loss is (1 - kd-ratio) x policy loss + kd-ratio x KD"
         do = "use --kd-ratio 0, or a little more for a divergence from a reference"
         yield UsageError(what, why, do, code="reward-without-weight")
-    models = config.student.hf, config.student.load
-    is_self = any((one.hf, one.load) == models for one in config.teachers)
-    if ratio > 0 and is_self and config.kd.kd_divergence != "reverse_kl":
-        what = f"the reference is the initial student, but kd-divergence is {config.kd.kd_divergence}"
-        why = "what holds a policy near its reference is KL(student || reference)"
-        do = "add --kd-divergence reverse_kl, or use --kd-ratio 0"
-        yield UsageError(what, why, do, code="reference-divergence")
+    if feedback.rollout_updates == 1 and feedback.clip_range != FeedbackConfig.clip_range:
+        why = "with one update of each step's completions the ratio is 1"
+        yield no_effect(f"clip-range {feedback.clip_range}", why, "add --rollout-updates 2")
+    yield from _reference(config)
+
+
+def _reference(config: Config) -> Iterator[UsageError]:
+    """Check the reference of rewards: it runs if there is a divergence, and has the right one."""
+    kd, initial = config.kd, _place(config.student.hf, config.student.load)
+    for teacher in config.teachers:
+        if kd.kd_ratio == 0:
+            for name in ("residency", "precision"):
+                if getattr(teacher, name) != getattr(TeacherConfig, name):
+                    setting = f"teacher-{name} {getattr(teacher, name)}"
+                    yield no_effect(setting, "kd-ratio is 0, so no reference runs", "raise --kd-ratio")
+            continue
+        name = DivergenceSettings.from_config(kd, teacher).name
+        if _place(teacher.hf, teacher.load) == initial and name != "reverse_kl":
+            what = f"the reference is the initial student, but its divergence is {name}"
+            why = "what holds a policy near its reference is KL(student || reference)"
+            do = "add --kd-divergence reverse_kl, or use --kd-ratio 0"
+            yield UsageError(what, why, do, code="reference-divergence")
+
+
+def _place(*names: str | None) -> tuple[str | None, ...]:
+    """Return the folders behind names of models. A hub's name stays unique."""
+    return tuple(name and os.path.realpath(name) for name in names)
 
 
 def _unread(feedback: FeedbackConfig) -> Iterator[UsageError]:

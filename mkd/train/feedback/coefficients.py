@@ -14,9 +14,12 @@ from mkd.train.teachers.base import LossInput
 from mkd.train.teachers.same_tokens import head_pass
 
 
-def student_logp(given: LossInput) -> Tensor:
-    """Return ln p of the label of each loss row under the student, fp32 [n], without gradient."""
-    return _logp(given, given.output.hidden, given.stage.student)
+def student_logp(given: LossInput, vocab_size: int | None = None) -> Tensor:
+    """Return ln p of the label of each loss row under the student, fp32 [n], without gradient.
+
+    p is over the first `vocab_size` ids; None: over all that the student knows.
+    """
+    return _logp(given, given.output.hidden, given.stage.student, vocab_size)
 
 
 def reference_logp(given: LossInput, index: int) -> Tensor:
@@ -24,7 +27,7 @@ def reference_logp(given: LossInput, index: int) -> Tensor:
     return _logp(given, given.output.teacher_hiddens[index], given.stage.teachers[index])
 
 
-def _logp(given: LossInput, hidden: Tensor, model: LanguageModel) -> Tensor:
+def _logp(given: LossInput, hidden: Tensor, model: LanguageModel, vocab_size: int | None = None) -> Tensor:
     rows = given.batch.loss_rows
     return token_scores(
         hidden.squeeze(1).detach(),
@@ -32,7 +35,7 @@ def _logp(given: LossInput, hidden: Tensor, model: LanguageModel) -> Tensor:
         rows,
         given.batch.labels[0, rows],
         tp_group=given.context.tp_group,
-        vocab_size=model.shape.vocab_size,
+        vocab_size=vocab_size or model.shape.vocab_size,
         sequence_parallel=model.config.sequence_parallel,
     ).label
 
@@ -41,8 +44,9 @@ def coefficient_loss(
     given: LossInput,
     coefficients: Tensor,  # [n] of the loss rows, of any sign
     scale: Tensor,  # 0-dim, see `Term.loss`
+    vocab_size: int | None = None,  # see `student_logp`
 ) -> Tensor:
     """Return -sum of c ln p over the loss rows, 0-dim with the graph of the student."""
     weights = given.batch.loss_mask.new_zeros(given.batch.loss_mask.shape[1])
     weights[given.batch.loss_rows] = coefficients.to(weights.dtype)
-    return head_pass(given, weights, scale, kd_ratio=0.0).loss
+    return head_pass(given, weights, scale, vocab_size=vocab_size, kd_ratio=0.0).loss

@@ -26,6 +26,7 @@ class PolicyGradient:
 
     clip_range: float  # e
     has_ratio: bool  # several updates: rho differs from 1
+    vocab_size: int | None = None  # ids that can be sampled: p is over them; None: all of the student's
     factor: float = 1.0
     name: str = POLICY
 
@@ -40,11 +41,11 @@ class PolicyGradient:
         advantage = self._of_rows(given.batch, ADVANTAGE)
         ratio = torch.ones_like(advantage)
         if self.has_ratio:
-            ratio = (student_logp(given) - self._of_rows(given.batch, SAMPLED_LOGP)).exp()
+            ratio = (student_logp(given, self.vocab_size) - self._of_rows(given.batch, SAMPLED_LOGP)).exp()
         gain = ratio * advantage
         bounded = ratio.clamp(1 - self.clip_range, 1 + self.clip_range) * advantage
         is_clipped = bounded < gain
-        loss = coefficient_loss(given, gain.masked_fill(is_clipped, 0.0), scale)
+        loss = coefficient_loss(given, gain.masked_fill(is_clipped, 0.0), scale, self.vocab_size)
         value = -torch.minimum(gain, bounded).double().sum()
         measures = {"reward/clipped": is_clipped.sum()}
         return loss, TermSums(feedback=value, rows=given.num_loss_tokens, measures=measures)

@@ -93,6 +93,7 @@ def head_pass(
     scale: Tensor,  # 0-dim, see `Term.loss`
     models: Sequence[int] = (),  # numbers of the teachers in the stage
     model_shares: Sequence[float] = (1.0,),
+    vocab_size: int | None = None,  # ids of the student that count; None: all
     **settings: Any,  # fields of `KDObjective`
 ) -> KDOutput:
     """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
@@ -100,7 +101,9 @@ def head_pass(
     teachers = [given.stage.teachers[index] for index in models]
     hidden_states = [output.teacher_hiddens[index].squeeze(1) for index in models]
     objective = build_objective(
-        student.shape.vocab_size, min((one.shape.vocab_size for one in teachers), default=None), **settings
+        vocab_size or student.shape.vocab_size,
+        min((one.shape.vocab_size for one in teachers), default=None),
+        **settings,
     )
     return fused_linear_kd(
         HeadInput(output.hidden.squeeze(1), student.head_weight()),

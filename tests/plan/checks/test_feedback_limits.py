@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -23,10 +24,18 @@ def test_the_initial_student_is_the_reference_by_default():
     assert load_config([*BASE[:2], *BASE[4:]]).config.teachers == ()
 
 
+def test_a_teacher_without_a_model_says_where_the_initial_student_is():
+    config = load_config([*BASE[:2], *BASE[4:], *DPO, "--teacher-residency", "host"]).config
+    assert [(one.hf, one.residency) for one in config.teachers] == [("s", "host")]
+    assert find_problems(config, 1, shape(), [shape()]) == []
+
+
 @pytest.mark.parametrize(
     "flags, code",
     [
         (("--kd-ratio", "0.5"), "dpo-with-distillation"),
+        (("--kd-divergence", "reverse_kl"), "setting-without-effect"),
+        (("--kd-temperature", "2"), "setting-without-effect"),
         (("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl"), "dpo-with-rollouts"),
         (("--teacher-topk", "cache"), "dpo-with-stored-reference"),
         (("--xtoken-loss", "uld"), "dpo-with-cross-tokenizer-reference"),
@@ -57,6 +66,9 @@ def test_one_reference_is_enough(tmp_path):
         (("--rollout-updates", "0"), "value-out-of-range"),
         (("--max-failed-rewards", "-1"), "value-out-of-range"),
         (("--teacher-hf", "s", "--kd-ratio", "0.1"), "reference-divergence"),
+        (("--teacher-hf", os.path.abspath("s"), "--kd-ratio", "0.1"), "reference-divergence"),
+        (("--clip-range", "0.1"), "setting-without-effect"),
+        (("--teacher-residency", "host"), "setting-without-effect"),
     ],
 )
 def test_refused_beside_rewards(flags, code):
@@ -70,6 +82,13 @@ def test_the_reference_of_rewards_is_the_initial_student_if_there_is_a_divergenc
     config = load_config([*argv, "--kd-ratio", "0.04", "--kd-divergence", "reverse_kl"]).config
     assert [one.hf for one in config.teachers] == ["s"]
     assert find_problems(config, 1, shape(), [shape()]) == []
+
+
+def test_the_divergence_of_the_reference_itself_counts(tmp_path):
+    (tmp_path / "own.yaml").write_text(json.dumps({"teachers": [{"divergence": "forward_kl"}]}))
+    own = ("--config", str(tmp_path / "own.yaml"), "--kd-ratio", "0.1", "--kd-divergence", "reverse_kl")
+    config = load_config([*BASE[:2], *BASE[6:], *GRPO, *own]).config
+    assert "reference-divergence" in [one.code for one in find_problems(config, 1, shape(), [shape()])]
 
 
 def test_settings_of_rewards_have_no_effect_without_one():
