@@ -46,6 +46,13 @@ def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer, append_eod: bool) 
     if isinstance(prompt, str):
         found = encode_record(Record(PROMPT_COMPLETION, (prompt, answer)), tokenizer, append_eod)
         return replace(found, kind=PAIR)
+    if answer[: len(prompt)] == prompt:
+        what, why = (
+            "an answer of the pair begins with the prompt's messages",
+            "the model would read them twice",
+        )
+        do = "leave only the answer's messages in chosen and rejected"
+        raise DataError(what, why, do, code="pair-answer-repeats-prompt")
     found = encode_record(Record(MESSAGES, ([*prompt, *answer],)), tokenizer, append_eod)
     if any(message["role"] == "assistant" for message in prompt):
         found.loss[: _beginning(prompt, found.ids.tolist(), tokenizer)] = 0

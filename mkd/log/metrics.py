@@ -91,7 +91,7 @@ METRICS = (
         "skipped_iterations",
         "steps",
         SUM,
-        "steps without an update, because loss or gradient was not finite",
+        "steps without an update, or without one of several, because loss or gradient was not finite",
         int,
     ),
     Metric(

@@ -70,11 +70,16 @@ class Term:
         )
 
 
-def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
-    """Return the card. `teachers` are the shapes of the teachers that run; a stored one has none."""
+def loss_card(
+    config: Config,
+    student: ModelShape,
+    teachers: Sequence[ModelShape],  # those that run; a stored one has no shape
+    stored_precision: str = "",  # of a stored teacher's layers, unless it is that of its weights
+) -> str:
+    """Return the card."""
     rows = [*_formula(config, student)]
     if config.kd.kd_ratio > 0:
-        rows += _teachers(config, student, teachers)
+        rows += _teachers(config, student, teachers, stored_precision)
         rows += _elsewhere(config, student, teachers)
     width = max(len(label) for label, _ in rows)
     return "\n".join(["loss card", *(f"  {label:{width}}  {text}" for label, text in rows)])
@@ -131,7 +136,9 @@ def _experts(config: Config) -> Iterator[Row]:
         yield "expert bias", text
 
 
-def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[Row]:
+def _teachers(
+    config: Config, student: ModelShape, teachers: Sequence[ModelShape], stored_precision: str
+) -> Iterator[Row]:
     kd, settings, names = config.kd, config.teachers, teacher_names(config.teachers)
     if len(settings) > 1:
         score = f"{kd.teacher_weighting} / {kd.teacher_weighting_temperature:g}"
@@ -146,6 +153,7 @@ def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
+        stored += f"; exported with layers in {stored_precision}" if stored_precision else ""
         yield label, share + term.formula() + stored + _rounded(teacher)
         if index < len(vocabularies) > 1:
             yield f"vocabulary {name}", vocabularies[index]

@@ -313,8 +313,8 @@ class _Models:
         return whole + max([*blocks, self._scored_block_bytes()])
 
     def _scored_block_bytes(self) -> int:
-        """Return the bytes of the pass that scores tokens for a loss of judged answers; 0 without one."""
-        if not self.config.feedback.scores_tokens:
+        """Return the bytes of a pass that scores tokens, for judged answers or metrics of rollouts; or 0."""
+        if not (self.config.feedback.scores_tokens or self.config.rollout.is_on):
             return 0
         rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
         return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)

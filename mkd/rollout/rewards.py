@@ -70,7 +70,7 @@ class Rewards:
             self.announce(iteration)
             left = rollouts[len(rewards) :]
             found = on_rank_0(partial(self._judge_slice, left, iteration), _unexpected)
-            rewards += self.context.broadcast_object(found) or []
+            rewards += self.context.broadcast_object(found or [])
         return rewards
 
     def _judge_slice(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:

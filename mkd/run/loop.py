@@ -154,7 +154,7 @@ def updates(
 ) -> StepResult:
     """Make the updates of an iteration: one, or --rollout-updates with the same completions.
 
-    Return the result of the last, with the time of all.
+    Return the result of the last, with the time of all. A skipped update makes it a step without an update.
     """
     phase, count = partial(run.phase, iteration=iteration), run.config.feedback.rollout_updates
     results: list[StepResult] = []
@@ -168,7 +168,11 @@ def updates(
             finish_save(run, iteration)
             raise
     stop = next((one.stop for one in results if one.stop is not None), None)
-    return replace(results[-1], step_time_ms=sum(one.step_time_ms for one in results), stop=stop)
+    is_applied, step_time_ms = (
+        all(one.is_applied for one in results),
+        sum(one.step_time_ms for one in results),
+    )
+    return replace(results[-1], is_applied=is_applied, step_time_ms=step_time_ms, stop=stop)
 
 
 def advance(run: Run, is_applied: bool) -> TrainingPosition:

@@ -95,7 +95,10 @@ class Plan:
 
     def loss_card(self) -> str:
         """Return the objective with its numbers."""
-        return loss_card(self.config, self.student.shape, [source.shape for source in self.teachers])
+        meta = self.stored_teacher and self.stored_teacher.meta
+        stored_precision = meta.precision if meta and meta.is_fp8 else ""
+        shapes = [source.shape for source in self.teachers]
+        return loss_card(self.config, self.student.shape, shapes, stored_precision)
 
 
 def plan_run(config: Config, world_size: int) -> Plan:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,12 +61,13 @@ class RolloutMeter:
         """Add the next micro-batch. Passes over the heads without gradients; see `token_scores`."""
         assert self._sums is not None
         rows, device = self._rows.pop(0), self.context.device
-        quarter = torch.from_numpy(rows.quarter).to(device)
-        mine = quarter >= 0
-        places = given.batch.loss_rows[mine]
-        sampler = torch.from_numpy(rows.logp).to(device)[mine].double()
+        mine = np.flatnonzero(rows.quarter >= 0)  # on the CPU, which then need not wait for the device
+        of_row, quarter, sampler = (
+            torch.from_numpy(one).to(device) for one in (mine, rows.quarter[mine], rows.logp[mine])
+        )
+        places, sampler = given.batch.loss_rows[of_row], sampler.double()
         student = self._logp(given, given.output.hidden, given.stage.student, places)
-        sampled = _Sampled(places, quarter[mine], student)
+        sampled = _Sampled(places, quarter, student)
         parts = [
             self._of_chunks(given, one, sampled)
             if isinstance(one, CrossTokenizer)

@@ -253,29 +253,6 @@ def test_conversations_after_other_records(files, tmp_path):
     assert student.code == "chat-template-missing" and student.what.startswith("the student")
 
 
-def test_pairs_of_conversations_need_a_template_and_no_eos(files, tmp_path):
-    prompt, good, bad = ([{"role": "user", "content": one}] for one in ("fox?", "dog", "cat"))
-    answers = {
-        name: [one | {"role": "assistant"} for one in messages]
-        for name, messages in (("chosen", good), ("rejected", bad))
-    }
-    path = write_records(tmp_path / "pairs.jsonl", {"prompt": prompt, **answers})
-    dpo = ("--dpo-beta", 0.1, "--kd-ratio", 0)
-    (student,) = problems_of(flags(files, "pairs", *dpo, data_path=path))
-    assert student.code == "chat-template-missing"
-    assert without_eos(files, tmp_path, *dpo, data_path=path) == ["chat-template-missing"]
-
-
-def without_eos(files, tmp_path, *more, **given) -> list[str]:
-    """Return the codes of the problems of a student whose tokenizer has no EOS."""
-    folder = shutil.copytree(files / "student", tmp_path / "without eos")
-    for path in folder.glob("*token*_*.json"):
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in content.items() if key != "eos_token"}))
-    found = problems_of(flags(files, "endless", *more, student_hf=folder, teacher_hf=folder, **given))
-    return [one.code for one in found]
-
-
 def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_path):
     argv = [
         "--input",
@@ -298,16 +275,20 @@ def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_pat
 
 
 def test_a_tokenizer_without_eos(files, tmp_path):
+    """Text needs it, conversations do not: those of preference pairs only need the missing template."""
     folder = shutil.copytree(files / "student", tmp_path / "endless")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).exists():
-            content = json.loads((folder / name).read_text())
-            (folder / name).write_text(
-                json.dumps({key: value for key, value in content.items() if key != "eos_token"})
-            )
-    (endless,) = problems_of(flags(files, "endless", student_hf=folder, teacher_hf=folder))
+    for path in folder.glob("*token*_*.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in content.items() if key != "eos_token"}))
+    models = dict(student_hf=folder, teacher_hf=folder)
+    (endless,) = problems_of(flags(files, "endless", **models))
     assert endless.code == "tokenizer-without-eos" and "--no-append-eod" in endless.do
-    assert problems_of(flags(files, "endless", "--no-append-eod", student_hf=folder, teacher_hf=folder)) == []
+    assert problems_of(flags(files, "endless", "--no-append-eod", **models)) == []
+    pair = {"prompt": [{"role": "user", "content": "fox?"}]}
+    pair |= {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    path = write_records(tmp_path / "pairs.jsonl", pair)
+    argv = flags(files, "pairs", "--dpo-beta", 0.1, "--kd-ratio", 0, data_path=path, **models)
+    assert {one.code for one in problems_of(argv)} == {"chat-template-missing"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 
+from mkd.config.load import load_config
+from mkd.run.run_plan import plan_run
 from tests.reported import reported_codes, reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import (
@@ -261,7 +263,7 @@ def test_a_teachers_own_temperature(cache, files, single, ranks):
     assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *named)
 
 
-def test_a_run_resumes_only_with_the_data_and_the_k_that_it_had(cache, files, ranks):
+def test_a_run_resumes_only_with_the_export_that_it_had(cache, files, ranks):
     save = ("--save", files / "to go on")
     (result,) = run_main(ranks, offline(files, "to go on", cache, *T2, *save))
     assert result.exit_code == 0, result.stderr
@@ -272,8 +274,14 @@ def test_a_run_resumes_only_with_the_data_and_the_k_that_it_had(cache, files, ra
     more = (*T2, *save, "--load", files / "to go on", "--train-iters", 3)
     refused = {"data.files": offline(files, "more", "other data", *more, data_path="half.jsonl")}
     refused |= {"loss.stored_k": offline(files, "more", "other k", *more)}
+    in_fp8 = shutil.copytree(files / cache, files / "in fp8")
+    meta = json.loads((in_fp8 / "meta.json").read_text())
+    (in_fp8 / "meta.json").write_text(json.dumps(meta | {"precision": "fp8 tensorwise"}))
+    refused |= {"loss.stored_precision": offline(files, "more", "in fp8", *more)}
     for name, argv in refused.items():
         assert_refused(ranks, argv, 66, "run-differs", f" {name}")
+    config = load_config([*map(str, refused["loss.stored_precision"])]).config
+    assert "exported with layers in fp8 tensorwise" in plan_run(config, 1).loss_card()
 
 
 def test_only_forward_kl(cache, files, ranks):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mkd.config.feedback import FeedbackConfig
+from mkd.operations.phases import Phases
+from mkd.run import loop
+from mkd.train.step import StepResult
+from mkd.train.sums import LossSums
 from tests.reported import reported_codes
 from tests.rollout.reward_functions import of_length
 from tests.tiny_models import add_tokenizer, make_model
@@ -177,6 +183,19 @@ def test_failures_within_the_limit_are_left_out_and_listed(files, ranks):
         assert sum(line["reward/failed"] for line in lines) == len(failed) > 0
         assert {one["iteration"] for one in failed} <= {1, 2}
         assert all(one["file"] == str(files / "prompts.jsonl") and one["reason"] for one in failed)
+
+
+def test_a_step_with_a_skipped_update_counts_as_skipped(monkeypatch):
+    sums = LossSums(0.0, 1.0, 1, {})
+    results = iter([StepResult(sums, 1.0, 1e-3, 500.0, is_applied) for is_applied in (False, True)])
+    monkeypatch.setattr(loop, "train_step", lambda *given, **more: next(results))
+    guards = SimpleNamespace(
+        stopper=SimpleNamespace(exchange=None), non_finite=SimpleNamespace(judge=lambda *given: None)
+    )
+    settings = SimpleNamespace(feedback=FeedbackConfig(reward="r:f", rollout_updates=2))
+    run = SimpleNamespace(phase=Phases(), config=settings, meter=None, engine=None, guards=guards)
+    found = loop.updates(run, 1, [], [], ())
+    assert not found.is_applied and found.step_time_ms == 1000
 
 
 def test_the_command_says_what_it_does(files, ranks):
