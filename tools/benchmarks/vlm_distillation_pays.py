@@ -36,7 +36,7 @@ from tools.vlm.tower_pretraining import pretrain_tower  # noqa: E402
 
 ARMS = {"cross entropy": 1e-9, "distilled, ratio 0.5": 0.5, "distilled, ratio 0.9": 0.9}
 """Name -> --kd-ratio. Cross entropy has the teacher run along, so that its log has the KL too."""
-SIZES = VLMSizes(text_layers=6, tower_layers=6, tower_hidden=256, patch=8)
+SIZES = VLMSizes(text_layers=4, tower_layers=6, patch=8)  # 4 tokens a picture
 TEACHER, BEFORE = "teacher", "student before"
 RIGHT, SWAPPED = "right pictures", "swapped pictures"
 FIGURES = {
@@ -128,8 +128,9 @@ def measure(args: argparse.Namespace) -> None:
     teacher = make_teacher(args, corpus, named)
     say("the teacher is trained")
     student = args.folder / "work" / "student"
-    cut_vlm(teacher, student, args.student_layers, args.student_layers)
-    say("parameters: " + "; ".join(f"{one.name}: {num_parameters(one)}" for one in (args.folder / "base", student)))
+    cut_vlm(teacher, student, args.text_layers, args.tower_layers)
+    for name, one in ((TEACHER, teacher), ("student", student)):
+        say(f"{name}: parameters {num_parameters(one)}")
     pixels = emoji_pictures.read_pixels(corpus.image_root, STYLES[1], named)
     exam = PictureExam.of(pixels, named)
     results: dict[str, list] = {}
@@ -166,7 +167,8 @@ def parser() -> argparse.ArgumentParser:
         ("teacher-steps", 600, "steps of the teacher"),
         ("pretraining-pictures", 300_000, "pictures that the teacher's tower sees first"),
         ("copies", 16, "varied pictures of each name"),
-        ("student-layers", 3, "layers of the student, in the text model and in the tower"),
+        ("text-layers", 2, "layers of the student's text model, of 4"),
+        ("tower-layers", 3, "layers of the student's tower, of 6"),
         ("eval-iters", 8, "steps of each evaluation"),
         ("every", 1, "take every n-th name"),
     ):
