@@ -25,12 +25,12 @@ from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.vlm import emoji_pictures, vlm_training  # noqa: E402
 from tools.vlm.emoji_pictures import QUESTIONS, STYLES, Named  # noqa: E402
 from tools.vlm.picture_answers import Examiner, ExamResult, PictureExam  # noqa: E402
+from tools.vlm.picture_pretraining import pretrain  # noqa: E402
 from tools.vlm.small_vlm import VLMSizes, cut_vlm, make_vlm, num_parameters  # noqa: E402
-from tools.vlm.tower_pretraining import pretrain_tower  # noqa: E402
 
 GROUPS = ("animals & nature", "food & drink", "activities")
 COPIES = 8  # varied pictures of each name
-PRETRAINING_PICTURES = 16_000
+MATCHED, CAPTIONS = 20_000, 10_000  # pictures of the teacher's pretraining
 TEACHER_STEPS, STUDENT_STEPS = 200, 120
 STUDENT_LAYERS = 2  # of 4, in the text model and in the tower
 NUM_EXAMINED, NUM_SAMPLES = 200, 12
@@ -55,15 +55,14 @@ def prepare(folder: Path, copies: int, groups: Sequence[str]) -> tuple[vlm_train
     return corpus, named
 
 
-def make_teacher(
-    folder: Path, corpus: vlm_training.Corpus, named: Sequence[Named], pictures: int, steps: int
-) -> Path:
-    """Make the teacher and train it: the tower on names, then all parts on answers. Return its folder."""
-    begin, out = folder / "teacher-untrained", folder / "teacher"
-    print(f"\n--- the teacher's vision tower learns {len(named)} names", flush=True)
+def make_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: Sequence[Named]) -> Path:
+    """Make the teacher and train it, first on names, then on conversations. Return its folder."""
+    folder, steps = args.folder, args.teacher_steps
+    begin, out = folder / "teacher-pretrained", folder / "teacher"
+    print(f"\n--- the teacher learns {len(named)} names", flush=True)
     make_vlm(folder / "smollm2", begin, VLMSizes(), seed=1)
     pixels = emoji_pictures.read_pixels(corpus.image_root, STYLES[0], named)
-    pretrain_tower(begin, pixels, named, pictures, seed=1)
+    pretrain(begin, pixels, named, args.matched, args.captions, seed=1)
     print("\n--- the teacher learns to answer", flush=True)
     flags = TRAINING | dict(student=begin, export=out, train_iters=steps, eval_iters=8, log_interval=20)
     log_dir = folder / "teacher-training"
@@ -100,7 +99,9 @@ def table_lines(results: Results) -> list[str]:
     lines = [" " * 20 + "".join(f"{name:>22}" for name in results)]
     lines.append(" " * 20 + "".join(f"{'right':>14}{'swapped':>8}" for _ in results))
     for key, label in ROWS:
-        cells = (f"{getattr(one[RIGHT], key):14.3f}{getattr(one[SWAPPED], key):8.3f}" for one in results.values())
+        cells = (
+            f"{getattr(one[RIGHT], key):14.3f}{getattr(one[SWAPPED], key):8.3f}" for one in results.values()
+        )
         lines.append(f"{label:20}" + "".join(cells))
     return lines
 
@@ -140,7 +141,9 @@ def draw_picture(
     save_figure(figure, picture, "--folder")
 
 
-def report(folder: Path, folders: Mapping[str, Path], corpus: vlm_training.Corpus, named: Sequence[Named]) -> None:
+def report(
+    folder: Path, folders: Mapping[str, Path], corpus: vlm_training.Corpus, named: Sequence[Named]
+) -> None:
     """Print results and answers, draw the picture, and say what to do next."""
     pixels = emoji_pictures.read_pixels(corpus.image_root, STYLES[1], named)
     exam = PictureExam.of(pixels, named).part(NUM_EXAMINED)
@@ -162,10 +165,13 @@ def main() -> None:
     out = ROOT / "runs" / "quickstart-vlm"
     help_text = "folder to write everything to (default: runs/quickstart-vlm)"
     parser.add_argument("--folder", type=Path, default=out, help=help_text)
-    parser.add_argument("--groups", nargs="*", default=GROUPS, help="groups of emoji (default: four); none: all")
+    parser.add_argument(
+        "--groups", nargs="*", default=GROUPS, help="groups of emoji (default: four); none: all"
+    )
     for name, value, text in (
         ("copies", COPIES, "varied pictures of each name"),
-        ("pretraining-pictures", PRETRAINING_PICTURES, "pictures that the teacher's tower sees first"),
+        ("matched", MATCHED, "pictures that the teacher's tower matches with names"),
+        ("captions", CAPTIONS, "pictures that the teacher names before it reads conversations"),
         ("teacher-steps", TEACHER_STEPS, "steps of the teacher"),
         ("steps", STUDENT_STEPS, "steps of the distillation"),
     ):
@@ -175,7 +181,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     fetch_smollm2(folder / "smollm2")
     corpus, named = prepare(folder, args.copies, args.groups)
-    teacher = make_teacher(folder, corpus, named, args.pretraining_pictures, args.teacher_steps)
+    teacher = make_teacher(args, corpus, named)
     cut_vlm(teacher, folder / "student", STUDENT_LAYERS, STUDENT_LAYERS)
     for name in ("teacher", "student"):
         parts = ", ".join(f"{part} {count:,}" for part, count in num_parameters(folder / name).items())

@@ -1,12 +1,12 @@
-"""Measure whether distillation pays for a model with images: equal tokens, from a teacher or from answers alone.
+"""Measure whether distillation pays for a model with images, at equal tokens.
 
-    python tools/benchmarks/vlm_distillation_pays.py --folder build/vlm --prepare      # where npm and PyPI are
-    python tools/benchmarks/vlm_distillation_pays.py --folder build/vlm --device cuda  # a GPU, no network
+    python tools/benchmarks/vlm_distillation_pays.py --folder build/vlm --prepare      # needs npm and PyPI
+    python tools/benchmarks/vlm_distillation_pays.py --folder build/vlm --device cuda  # needs no network
 
 A teacher learns to name emoji as Twitter draws them. Students lose layers of its text model and of its
-tower, and train on the same packs with cross entropy alone (CE) or with --kd-ratio 0.5 and 0.9 (KD). Every arm
-has several seeds, which shuffle the data. All are examined on Google's pictures, which nobody has trained on: KL
-to the teacher, names and groups by likelihood, and the same while they see swapped pictures.
+tower, and train on the same packs with cross entropy alone or with --kd-ratio 0.5 and 0.9. Every arm
+has several seeds, which shuffle the data. All are examined on Google's pictures, which none was trained
+on: KL to the teacher, names and groups by likelihood, and the same while they see swapped pictures.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.vlm import emoji_pictures, vlm_training  # noqa: E402
 from tools.vlm.emoji_pictures import STYLES, Named  # noqa: E402
 from tools.vlm.picture_answers import Examiner, ExamResult, PictureExam  # noqa: E402
+from tools.vlm.picture_pretraining import pretrain  # noqa: E402
 from tools.vlm.small_vlm import VLMSizes, cut_vlm, make_vlm, num_parameters  # noqa: E402
-from tools.vlm.tower_pretraining import pretrain_tower  # noqa: E402
 
 ARMS = {"cross entropy": 1e-9, "distilled, ratio 0.5": 0.5, "distilled, ratio 0.9": 0.9}
 """Name -> --kd-ratio. Cross entropy has the teacher run along, so that its log has the KL too."""
@@ -67,7 +67,9 @@ def train(args: argparse.Namespace, corpus: vlm_training.Corpus, name: str, **fl
     """Train one model and return its folder."""
     log_dir = args.folder / "work" / name.replace(" ", "_").replace(",", "")
     steps = flags["train_iters"]
-    given = dict(micro_batch_size=args.batch, global_batch_size=args.batch, lr=args.lr, eval_iters=args.eval_iters)
+    given = dict(
+        micro_batch_size=args.batch, global_batch_size=args.batch, lr=args.lr, eval_iters=args.eval_iters
+    )
     given |= dict(lr_warmup_iters=max(1, steps // 20), eval_interval=max(1, steps // 4), log_interval=20)
     words = vlm_training.command(corpus, log_dir, export=log_dir / "hf", **given, **flags)
     vlm_training.run([*words, *args.flags.split()], log_dir, is_quiet=True)
@@ -79,7 +81,7 @@ def make_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: S
     base = args.folder / "work" / "base"
     cut_vlm(args.folder / "base", base, SIZES.text_layers, SIZES.tower_layers)  # a copy in fp32
     pixels = emoji_pictures.read_pixels(corpus.image_root, STYLES[0], named)
-    pretrain_tower(base, pixels, named, args.pretraining_pictures, seed=1, device=args.device)
+    pretrain(base, pixels, named, args.matched, args.captions, seed=1, device=args.device)
     return train(args, corpus, TEACHER, student=base, train_iters=args.teacher_steps)
 
 
@@ -155,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--folder", type=Path, required=True, help="folder of everything read and written")
-    flags.add_argument("--prepare", action="store_true", help="fetch the pictures and the text model, then stop")
+    flags.add_argument("--prepare", action="store_true", help="fetch pictures and text model, then stop")
     flags.add_argument("--device", default="cpu", help="device of pretraining and exams (default: cpu)")
     flags.add_argument("--flags", default="--bf16", help="more flags of pretrain_kd.py (default: --bf16)")
     flags.add_argument("--lr", type=float, default=6e-4, help="highest learning rate (default: 6e-4)")
@@ -165,7 +167,8 @@ def parser() -> argparse.ArgumentParser:
         ("batch", 32, "packs of 256 tokens in a step"),
         ("steps", 300, "steps of a student"),
         ("teacher-steps", 600, "steps of the teacher"),
-        ("pretraining-pictures", 300_000, "pictures that the teacher's tower sees first"),
+        ("matched", 300_000, "pictures that the teacher's tower matches with names"),
+        ("captions", 100_000, "pictures that the teacher names before it reads conversations"),
         ("copies", 16, "varied pictures of each name"),
         ("text-layers", 2, "layers of the student's text model, of 4"),
         ("tower-layers", 3, "layers of the student's tower, of 6"),

@@ -20,7 +20,8 @@ def write_pictures(folder: Path) -> list[Named]:
     """Write random pictures in both styles; two groups."""
     generator = torch.Generator().manual_seed(0)
     named = [
-        Named(name, ("animals", "things")["cup" in name], f"{number}.png") for number, name in enumerate(NAMES)
+        Named(name, ("animals", "things")["cup" in name], f"{number}.png")
+        for number, name in enumerate(NAMES)
     ]
     for style in STYLES:
         (folder / style).mkdir(parents=True)

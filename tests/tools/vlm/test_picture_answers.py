@@ -13,7 +13,6 @@ from tests.tools.vlm.small_pictures import make_tiny, write_pictures
 from tools.vlm.emoji_pictures import QUESTIONS, STYLES, conversation, read_pixels
 from tools.vlm.picture_answers import Examiner, PictureExam
 from tools.vlm.small_vlm import END, cut_vlm, num_image_tokens, num_parameters, prompt_ids
-from tools.vlm.tower_pretraining import image_tokens, pretrain_tower
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,9 @@ def test_results_equal_those_of_whole_conversations(tiny, exam):
             scores = []
             for place, text in enumerate(texts):
                 ids = tokenizer(f" {text}{END}", add_special_tokens=False)["input_ids"]
-                inputs = dict(input_ids=torch.tensor([prompt + ids]), pixel_values=exam.pixels[None, None, number])
+                inputs = dict(
+                    input_ids=torch.tensor([prompt + ids]), pixel_values=exam.pixels[None, None, number]
+                )
                 with torch.no_grad():
                     logits = model(**inputs).logits[0, len(prompt) - 1 : -1]
                 expected = F.log_softmax(logits, -1)
@@ -118,17 +119,3 @@ def test_a_cut_keeps_the_layers_at_both_ends(tiny, tmp_path):
     cut_vlm(tiny, tmp_path / "copy", 3, 3)
     one, other = Examiner(tmp_path / "copy").model.state_dict(), Examiner(tiny).model.state_dict()
     assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-def test_pretraining_learns_names_and_leaves_the_text_model(tmp_path, pictures):
-    folder, named, _ = pictures
-    tiny = make_tiny(tmp_path)
-    before = Examiner(tiny).model.state_dict()
-    pixels = read_pixels(folder, STYLES[0], named)
-    loss = pretrain_tower(tiny, pixels, named, 64 * 60, seed=1, lr=3e-3)
-    after = Examiner(tiny).model
-    assert loss < 1.0 < torch.tensor(float(len(named))).log()
-    state = after.state_dict()
-    assert all(torch.equal(state[name], before[name]) for name in before if "text_model" in name)
-    size = image_tokens(after.model, pixels).pow(2).mean().sqrt()
-    assert size == pytest.approx(float(after.get_input_embeddings().weight.pow(2).mean().sqrt()), rel=0.1)
