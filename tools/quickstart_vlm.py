@@ -1,8 +1,8 @@
 """Distil a real small model with images on this machine's CPU, from nothing to a Hugging Face folder.
 
-Make a teacher of layers of SmolLM2-135M-Instruct and a new vision tower, and train it to name emoji as Twitter
-draws them. Cut layers out of both, distil the rest, and ask teacher and student about the same things as
-Google draws them: with the right pictures, and with swapped ones.
+Make a teacher of layers of SmolLM2-135M-Instruct and a new vision tower, and train it to name emoji as
+Twitter draws them. Cut layers out of both, distil the rest, and ask teacher and student about the same
+things as Google draws them: with the right pictures, and with swapped ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tools.vlm.small_vlm import VLMSizes, cut_vlm, make_vlm, num_parameters  # n
 
 GROUPS = ("animals & nature", "food & drink", "activities")
 COPIES = 8  # varied pictures of each name
-MATCHED, CAPTIONS = 20_000, 10_000  # pictures of the teacher's pretraining
-TEACHER_STEPS, STUDENT_STEPS = 200, 120
-STUDENT_LAYERS = 2  # of 4, in the text model and in the tower
+MATCHED, CAPTIONS = 16_000, 9_600  # pictures of the teacher's pretraining
+TEACHER_STEPS, STUDENT_STEPS = 100, 80
+STUDENT_LAYERS = 3  # of 4, in the text model and in the tower
 NUM_EXAMINED, NUM_SAMPLES = 200, 12
 TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, lr_warmup_iters=10, processes=2)
 NAMES = ("teacher", "student before", "student after")
@@ -165,9 +165,7 @@ def main() -> None:
     out = ROOT / "runs" / "quickstart-vlm"
     help_text = "folder to write everything to (default: runs/quickstart-vlm)"
     parser.add_argument("--folder", type=Path, default=out, help=help_text)
-    parser.add_argument(
-        "--groups", nargs="*", default=GROUPS, help="groups of emoji (default: four); none: all"
-    )
+    parser.add_argument("--groups", nargs="*", default=GROUPS, help="groups of emoji (default: three)")
     for name, value, text in (
         ("copies", COPIES, "varied pictures of each name"),
         ("matched", MATCHED, "pictures that the teacher's tower matches with names"),

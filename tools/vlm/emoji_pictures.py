@@ -140,7 +140,7 @@ def varied(pixels: Tensor, generator: torch.Generator, strength: float = 1.0) ->
 def write_varied(
     folder: Path, style: str, named: Sequence[Named], copies: int, seed: int, strength: float = 1.0
 ) -> list[list[str]]:
-    """Write `copies` varied pictures of each name below `folder`; return their paths, a list for each copy."""
+    """Write `copies` varied pictures of each name below `folder`; return the paths of each copy."""
     from PIL import Image
 
     pixels, generator = read_pixels(folder, style, named), torch.Generator().manual_seed(seed)
@@ -166,7 +166,7 @@ def conversation(path: str, named: Named, question: Question) -> dict:
 def write_training(
     folder: Path, out: Path, named: Sequence[Named], copies: int, seed: int, strength: float = 1.0
 ) -> None:
-    """Write training conversations about varied pictures: every name of each copy, every group of each second."""
+    """Write training conversations: every copy is asked for its name, every second one for its group."""
     with open(out, "w", encoding="utf-8") as file:
         for number, paths in enumerate(write_varied(folder, STYLES[0], named, copies, seed, strength)):
             for question in QUESTIONS[: 2 - number % 2]:

@@ -1,10 +1,10 @@
-"""Pretraining on named pictures: the tower learns to match them with names, then all parts to write the names.
+"""Pretraining on named pictures: the tower learns to match names, then all parts learn to write them.
 
-Matching is contrastive, as CLIP (Radford et al. 2021, arXiv 2103.00020), with a frozen text side, as LiT (Zhai et
-al. 2022, arXiv 2111.07991). The text side is the text model's own table of embeddings, and nothing stands between
-it and the connector: a picture becomes a token that the text model reads like a word. Captions are the tokens
-of a picture and then its name, without a conversation around them: short rows in which nothing but
-the picture tells what follows.
+Matching is contrastive, as CLIP (Radford et al. 2021, arXiv 2103.00020), with a frozen text side, as LiT
+(Zhai et al. 2022, arXiv 2111.07991). The text side is the text model's own table of embeddings, and nothing
+stands between it and the connector: a picture becomes a token that the text model reads like a word.
+Captions are the tokens of a picture and then its name, without a conversation around them: short rows in
+which nothing but the picture tells what follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from tools.vlm.emoji_pictures import Named, varied
 from tools.vlm.small_vlm import END, load_vlm
 
-BATCH, WARMUP, TEMPERATURE, IGNORED = 64, 20, 0.05, -100
+WARMUP, TEMPERATURE, IGNORED = 20, 0.05, -100
 Batch = tuple[Tensor, Tensor]  # pictures [b, 3, 64, 64], their numbers [b] int64
 
 
@@ -34,6 +34,7 @@ def pretrain(
     num_captions: int,
     *,
     seed: int,
+    batch_size: int = 64,
     lr: float = 1e-3,
     device: str = "cpu",
 ) -> tuple[float, float]:
@@ -43,11 +44,11 @@ def pretrain(
     pixels = pixels.to(device)
 
     def batch() -> Batch:
-        chosen = torch.randint(len(named), (BATCH,), generator=generator).to(device)
+        chosen = torch.randint(len(named), (batch_size,), generator=generator).to(device)
         return varied(pixels[chosen], generator), chosen
 
-    matched = match_names(folder, model, named, batch, num_matched // BATCH, lr)
-    written = write_names(folder, model, named, batch, num_captions // BATCH, lr / 2)
+    matched = match_names(folder, model, named, batch, num_matched // batch_size, lr)
+    written = write_names(folder, model, named, batch, num_captions // batch_size, lr / 2)
     model.cpu().save_pretrained(folder, max_shard_size="50MB")
     return matched, written
 
@@ -98,17 +99,18 @@ def _train(
     """Train the parameters of `parts`, and return the last loss."""
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.05)
-    begin, loss = time.perf_counter(), torch.tensor(torch.nan)
+    begin, seen, loss = time.perf_counter(), 0, torch.tensor(torch.nan)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / WARMUP) * cosine(step / steps)
-        loss = loss_of(*batch())
+        pixels, chosen = batch()
+        loss, seen = loss_of(pixels, chosen), seen + len(chosen)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
         if (step + 1) % max(1, steps // 5) == 0:
-            speed = (step + 1) * BATCH / (time.perf_counter() - begin)
+            speed = seen / (time.perf_counter() - begin)
             print(f"{name}: step {step + 1} of {steps}, loss {loss:.2f}, {speed:.0f} pictures/s", flush=True)
     return float(loss)
 

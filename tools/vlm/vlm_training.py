@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_PARTS = ("tower", "projector", "text")
+LAST_LINES = 30  # of the output of a run that failed
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,17 @@ def command(
 
 
 def run(words: list[str], log_dir: Path, threads: int = 1, is_quiet: bool = False) -> None:
-    """Run a command of `command` anew. If `is_quiet`, its output goes to `log_dir`/output.txt."""
+    """Run a command of `command` anew. If `is_quiet`, only a failure prints output."""
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / "metrics.jsonl").unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if not is_quiet:
         subprocess.run(words, check=True, env=environment)
         return
-    with open(log_dir / "output.txt", "w", encoding="utf-8") as out:
-        subprocess.run(words, check=True, env=environment, stdout=out, stderr=out)
+    output = log_dir / "output.txt"
+    try:
+        with open(output, "w", encoding="utf-8") as out:
+            subprocess.run(words, check=True, env=environment, stdout=out, stderr=out)
+    except subprocess.CalledProcessError:
+        print("\n".join(output.read_text(encoding="utf-8").splitlines()[-LAST_LINES:]), file=sys.stderr)
+        raise

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.tools.vlm.small_pictures import make_tiny, write_pictures
 from tools.vlm.emoji_pictures import STYLES, read_pixels
-from tools.vlm.picture_pretraining import BATCH, IGNORED, caption_logits, image_tokens, name_tokens, pretrain
+from tools.vlm.picture_pretraining import IGNORED, caption_logits, image_tokens, name_tokens, pretrain
 from tools.vlm.small_vlm import load_vlm
 
 
@@ -18,7 +18,7 @@ def test_pretraining_learns_names(tmp_path):
     named = write_pictures(tmp_path / "pictures")
     tiny, pixels = make_tiny(tmp_path), read_pixels(tmp_path / "pictures", STYLES[0], named)
     before = load_vlm(tiny)
-    matched, written = pretrain(tiny, pixels, named, BATCH * 60, BATCH * 60, seed=1, lr=3e-3)
+    matched, written = pretrain(tiny, pixels, named, 32 * 60, 32 * 60, seed=1, batch_size=32, lr=3e-3)
     after, labels = load_vlm(tiny), name_tokens(tiny, named)
     assert matched < 0.6 * math.log(len(named))
 
@@ -35,7 +35,7 @@ def test_matching_alone_leaves_the_text_model_and_scales_image_tokens(tmp_path):
     named = write_pictures(tmp_path / "pictures")
     tiny, pixels = make_tiny(tmp_path), read_pixels(tmp_path / "pictures", STYLES[0], named)
     before = load_vlm(tiny).state_dict()
-    _, written = pretrain(tiny, pixels, named, BATCH * 3, 0, seed=1)
+    _, written = pretrain(tiny, pixels, named, 64 * 3, 0, seed=1)
     after = load_vlm(tiny)
     state = after.state_dict()
     assert math.isnan(written)
