@@ -16,9 +16,9 @@ VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/tes
 EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install check test test-slow test-versions faults quickstart invariance lint types clean
+.PHONY: help install check test test-slow test-versions faults quickstart quickstart-vlm invariance lint types clean
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 21
 
 install: $(READY)  ## set up .venv; SYSTEM_SITE=1 keeps the system's torch and Transformer Engine
 
@@ -41,6 +41,9 @@ faults: $(READY)  ## print what every fault of the fault table leads to (an hour
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py
+
+quickstart-vlm: $(READY)  ## the same for a model with images; needs npm, which fetches the pictures
+	$(BIN)/python tools/quickstart_vlm.py
 
 invariance: $(READY)  ## print how far losses and gradients of every parallel layout are from one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.invariance

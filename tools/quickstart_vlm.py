@@ -38,7 +38,7 @@ TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, lr_warmup_iter
 NAMES = ("teacher", "student before", "student after")
 ROWS = (
     ("kl", "KL to the teacher"), ("top1", "top-1 agreement"), ("ce", "cross entropy"),
-    ("name_of_4", "right name of 4"), ("group", "right group of 4"), ("exact_name", "exact name, written"),
+    ("name_of_4", "right name of 4"), ("group", "right group"), ("exact_name", "exact name, written"),
 )  # fmt: skip
 RIGHT, SWAPPED = "right pictures", "swapped pictures"
 Results = Mapping[str, Mapping[str, ExamResult]]  # model -> RIGHT or SWAPPED -> results
