@@ -54,7 +54,7 @@ setup(
             "transformer-engine[pytorch]>=2.9 ; python_version >= '3.12'",
         ],
         "data": ["pyarrow>=16"],
-        "images": ["pillow>=10"],  # decodes the images of vision-language models
+        "images": ["pillow>=10.1"],  # decodes the images of vision-language models
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],

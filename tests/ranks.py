@@ -73,14 +73,14 @@ class RankPool:
         while len(results) + len(failures) < world_size and time.monotonic() < deadline:
             for rank in set(range(world_size)) - results.keys() - failures.keys():
                 process, pipe = self._workers[rank]
-                if pipe.poll(0.005):
-                    ok, value = pipe.recv()
-                    if ok:
-                        results[rank] = value
-                    else:
-                        failures[rank] = value
-                elif not process.is_alive():
-                    failures[rank] = f"process ended with exit code {process.exitcode}"
+                try:
+                    answer = pipe.recv() if pipe.poll(0.005) else None
+                except (EOFError, OSError):  # its end of the pipe closes when the process ends
+                    process.join(5.0)
+                    answer = (False, f"process ended with exit code {process.exitcode}")
+                if answer is not None:
+                    ok, value = answer
+                    (results if ok else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + 2.0)
         if failures or len(results) < world_size:

@@ -150,10 +150,14 @@ def load_layer_by_layer(
 ) -> None:
     """Read the weights in `folder`, saved at any layout, with one decoder layer in memory at a time.
 
-    Collective. Files and errors are those of `load_checkpoint`.
+    Collective. Files and errors are those of `load_checkpoint`. On one process all layers are in host memory
+    first, because Megatron cannot read a part of a tensor of which nobody reads the rest.
     """
     verify(folder, context, note)
     _read_weights(folder, [(model, "") for model in models], context, wants=lambda name: LAYERS not in name)
+    if context.world_size == 1:
+        _load_through_host(folder, models, context, layer_memory)
+        return
     layers = [
         (model, f"{LAYERS}{index}.", layer)
         for model in models
@@ -168,6 +172,28 @@ def load_layer_by_layer(
                 _read_weights(folder, [(model, prefix)], context)
         else:
             _read_weights(folder, [], context)
+
+
+def _load_through_host(
+    folder: Path,
+    models: Sequence[MegatronModule],
+    context: ParallelContext,
+    layer_memory: Callable[[nn.Module], AbstractContextManager[None]],
+) -> None:
+    """Read the decoder layers of each model to the host, and copy them one by one."""
+    for model in models:
+        sharded = model.sharded_state_dict(metadata=_content_metadata(context))
+        names = [name for name in sharded if name.startswith(LAYERS) and not name.endswith(EXTRA_STATE)]
+        for name in names:
+            entry = sharded[name]
+            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="cpu")
+        wanted = {name: sharded[name] for name in names}
+        loaded = _read_sharded(folder, wanted, context, validate_access_integrity=False)
+        for index, layer in enumerate(model.decoder.layers):
+            prefix = f"{LAYERS}{index}."
+            with layer_memory(layer):
+                own = {name: loaded.pop(name) for name in names if name.startswith(prefix)}
+                model.load_state_dict(own, strict=False)
 
 
 def _read_weights(

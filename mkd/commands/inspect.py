@@ -1,7 +1,7 @@
 """Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
 
     mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
-        [--histogram out.png]
+        [--histogram out.png] [--picture pack.png]
     mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     mkd inspect --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
@@ -26,6 +26,8 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
+    from mkd.data.batch import Pack
+    from mkd.data.dataset import BlendedDataset
     from mkd.data.documents import Record
     from mkd.tokenizers.tokenizer import Tokenizer
     from mkd.xtoken import AlignedText
@@ -83,6 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
     add(
         "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
+    )
+    add(
+        "--picture",
+        metavar="PNG",
+        help="file to draw the shown packs to: tokens in boxes, and images as the model sees them with the "
+        "squares of their tokens (needs Pillow)",
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
     _add_image_flags(add)
@@ -197,11 +205,32 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
         )
         for index in wanted_packs(args, len(dataset)):
             print(view_pack(dataset[index], tokenizer, colour=colour) + "\n")
+        if args.picture:
+            packs = [dataset[index] for index in wanted_packs(args, len(dataset))]
+            draw_packs(args.picture, packs, dataset, tokenizer)
         print(*summarise(dataset), sep="\n")
         if figure is not None:
             draw_lengths(document_lengths(dataset), args.seq_length, figure)
             figure.set_size_inches(8, 4)
             save_figure(figure, Path(args.histogram), "--histogram")
+
+
+def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
+    """Draw packs to a file. Raises UsageError if Pillow is missing or the file cannot be written."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        what, do = f"--picture {picture} needs Pillow", "pip install 'megatron-kd[images]'"
+        raise UsageError(what, str(error), do, code="picture-needs-pillow") from error
+    from mkd.data.pack_picture import PackPicture
+
+    drawn = PackPicture(tokenizer, dataset.images).draw(packs)
+    try:
+        drawn.save(picture, "PNG")
+    except OSError as error:
+        what = f"{picture} cannot be written: {error.strerror or error}"
+        do = "name a file in a folder that exists with --picture"
+        raise UsageError(what, "", do, code="picture-not-writable") from error
 
 
 def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:

@@ -72,7 +72,7 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     )
     problems: list[MkdError] = []
     student = find_shape(problems, "--student-hf", config.student)
-    running = [teacher for teacher in config.teachers if config.kd.kd_ratio > 0 and not teacher.topk]
+    running = [teacher for teacher in config.teachers if config.needs_models and not teacher.topk]
     flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
     teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
     found = [shape for shape in teachers if shape]

@@ -7,6 +7,7 @@ In reading order:
     models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
     divergence.py        the divergences: names, parameters, formulas
     on_policy.py         completions that the student samples
+    feedback.py          losses of judged answers
     run_files.py         data, checkpoints, reports
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text

@@ -8,9 +8,10 @@ is None, it ends with what applies then: `(default: ...)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mkd.config.divergence import KDDivergence
+from mkd.config.feedback import FeedbackConfig
 from mkd.config.field import option
 from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.on_policy import RolloutConfig
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FeedbackConfig",
     "KDConfig",
     "LogConfig",
     "OptimizerConfig",
@@ -319,6 +321,7 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -333,3 +336,16 @@ class Config:
         "load nothing. Only a run itself reads all of the data and compares its settings with those of "
         "--load",
     )
+
+    @property
+    def needs_models(self) -> bool:
+        """True if the loss compares the student with other models."""
+        return self.kd.kd_ratio > 0 or self.feedback.has_pairs
+
+    def with_reference(self) -> Config:
+        """Return the configuration; if it needs a reference and has none, with the initial student."""
+        initial = self.student.hf or self.student.load
+        needs_reference = self.feedback.has_pairs or (self.feedback.has_rewards and self.kd.kd_ratio > 0)
+        if self.teachers or not (needs_reference and initial):
+            return self
+        return replace(self, teachers=(TeacherConfig(hf=self.student.hf, load=self.student.load),))

@@ -3,6 +3,7 @@
 sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
 messages.py             conversations checked, and their images separated from their text
 documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
+pairs.py                preference pairs, each as two documents
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut
 drafts.py               names of files that are still being written; removal of abandoned ones
@@ -16,6 +17,7 @@ loader.py               the micro-batches of one rank for training and for evalu
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 pack_view.py            packs as text for people
+pack_picture.py         packs with their images as one picture
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
 images/                 images of conversations: tokens, tables, packs, pixels
 stored/                 the top-k predictions of a teacher that ran earlier

@@ -15,6 +15,8 @@ from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows
 
+PAIR_NUMBER, ADVANTAGE, SAMPLED_LOGP = "pair", "advantage", "sampled_logp"  # names of row values
+
 
 def as_row(values: np.ndarray) -> Tensor:
     """Return `values` [t] as a tensor [1, t]."""
@@ -46,6 +48,8 @@ class Pack:
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
     teacher_inputs: tuple[PackPart, ...] = ()  # one for every teacher
     images: PackImages | None = None  # None: the corpus has no images
+    row_values: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [s], see `PackedBatch`
+    num_pairs: int = 0  # preference pairs
 
 
 def by_token(values: Tensor, rows: Tensor) -> Tensor:
@@ -88,6 +92,14 @@ class PackedBatch:
     teacher_inputs: tuple[TeacherInput, ...] = ()  # one for every teacher
     images: ImageRow | None = None  # None: a batch of text alone; else built for this rank, never cut again
     extras: Mapping[str, Extra] = field(default_factory=dict)  # more inputs of the stages, by name
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [1, t], what terms of the loss know about each token besides its label.
+
+    `pair` (int64) numbers the preference pairs from 1: positive for tokens of the chosen document, negative
+    for those of the rejected one, 0 elsewhere. `advantage` and `sampled_logp` (float32) are those of the
+    label, if the student has sampled it.
+    """
+    num_pairs: int = 0  # preference pairs of the whole row
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the batch on `device`; from pinned memory the copies do not block."""
@@ -115,6 +127,7 @@ class PackedBatch:
             self,
             **sharded,
             loss_rows=loss_rows,
+            row_values={name: values[:, rows] for name, values in self.row_values.items()},
             teacher_inputs=tuple(part.context_parallel_shard(cut) for part in self.teacher_inputs),
             extras={
                 name: replace(one, values=one.cut(one.values, rows)) for name, one in self.extras.items()
@@ -136,6 +149,7 @@ class PackedBatch:
             images=self.images and self.images.map(change),
             teacher_inputs=tuple(part.map(change) for part in self.teacher_inputs),
             extras={name: replace(one, values=change(one.values)) for name, one in self.extras.items()},
+            row_values={name: change(values) for name, values in self.row_values.items()},
         )
 
 
@@ -173,7 +187,23 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
         teacher_inputs=tuple(first.collate(others, labels) for first, *others in of_teachers),
+        row_values=_joined_row_values(packs),
+        num_pairs=sum(pack.num_pairs for pack in packs),
     )
+
+
+def _joined_row_values(packs: Sequence[Pack]) -> dict[str, Tensor]:
+    """Return the row values of all packs, 0 in packs without them, with pairs numbered over all packs."""
+    kinds = {name: values.dtype for pack in packs for name, values in pack.row_values.items()}
+    found = {}
+    for name, dtype in kinds.items():
+        parts, pairs = [], 0
+        for pack in packs:
+            values = pack.row_values.get(name, np.zeros(len(pack.tokens), dtype))
+            parts.append(values + np.sign(values) * pairs if name == PAIR_NUMBER else values)
+            pairs += pack.num_pairs
+        found[name] = as_row(np.concatenate(parts))
+    return found
 
 
 def _loss_rows(loss_mask: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from mkd.data.images.conversation import ConversationImages, require_image_proce
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
+from mkd.data.pairs import require_pairs, require_pairs_fit
 from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
@@ -51,6 +52,7 @@ def open_datasets(
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
     images: ConversationImages | None = None,  # reads the images of conversations; None: there may be none
     max_patches_per_pack: int | None = None,  # of images; default: no limit
+    pairs: bool | None = None,  # the corpora hold preference pairs; None: whatever there is
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -71,7 +73,7 @@ def open_datasets(
     parts = ((train, 0.0, 1.0 if valid else train_end), held_out)
     preparation = _Preparation(
         *(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample),
-        *(teachers, max_bad_records, quarantine, progress, images),
+        *(teachers, max_bad_records, quarantine, progress, images, pairs),
         packing=PackSettings(seq_length, pack, overlong, document_multiple, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
     )
@@ -137,6 +139,7 @@ class _Preparation:
     quarantine: str | None
     progress: Callable[[], None]
     images: ConversationImages | None
+    pairs: bool | None
     packing: PackSettings
     known: KnownFiles
 
@@ -155,7 +158,7 @@ class _Preparation:
             found.append([])
             for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
                 store = TokenStore(prefixes[path][0])
-                documents = (round(begin * len(store)), round(end * len(store)))
+                documents = _documents_between(store, begin, end)
                 if documents[0] < documents[1]:
                     found[-1].append(self._member(store, prefixes[path][1], documents, weight))
         return found
@@ -166,6 +169,10 @@ class _Preparation:
         refused = {document for prefix in teachers.values() for document in refused_documents(prefix)}
         here = sorted(document for document in refused if documents[0] <= document < documents[1])
         tables = image_tables(teachers.values())
+        if store.documents_per_record > 1:
+            packing = self.packing
+            room = packing.seq_length, packing.document_multiple
+            require_pairs_fit(store, *room, packing.overlong, documents)
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if is_small(store, packing):
             return _Member(
@@ -226,6 +233,7 @@ class _Preparation:
         store = TokenStore(prefix)
         store.check_layout(self.known, self.progress)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
+        require_pairs(store.meta.get("kinds", ()), self.pairs, f"{flag} {path}")
         require_image_processor(store, self.images, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
@@ -270,6 +278,13 @@ class _Preparation:
     def _workers(self, path: str | Path) -> int:
         factor = BYTES_OF_IMAGES if self.images else 1
         return useful_workers(Path(path).stat().st_size * factor, self.workers)
+
+
+def _documents_between(store: TokenStore, begin: float, end: float) -> tuple[int, int]:
+    """Return [first, last) of the documents between two fractions of a corpus, records whole."""
+    together = store.documents_per_record
+    first, last = (together * round(border * (len(store) // together)) for border in (begin, end))
+    return first, last
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:

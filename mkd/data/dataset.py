@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
-from mkd.data.batch import Pack, empty_pack
+from mkd.data.batch import PAIR_NUMBER, Pack, empty_pack
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.pack_images import PackImages
 from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
@@ -63,6 +63,8 @@ class PackedDataset:
         columns = (pieces.document, pieces.offset, pieces.length, starts)
         parts = zip(*(column.tolist() for column in columns), strict=True)
         student = StudentPack(first_piece, pieces, starts, pack.labels, pack.loss_mask)
+        if self.store.documents_per_record > 1:
+            pack = replace(pack, **_pair_numbers(starts, pieces.length, self.seq_length))
         return replace(
             pack,
             lengths=pieces.length,
@@ -150,6 +152,14 @@ class PackedDataset:
             pack.tokens[start : start + length] = ids[:length]
             pack.labels[start : start + num_labels] = ids[1 : num_labels + 1]
             pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
+
+
+def _pair_numbers(starts: np.ndarray, lengths: np.ndarray, seq_length: int) -> dict[str, Any]:
+    """Return the fields of a Pack that say which of its documents [starts, starts + lengths) are a pair."""
+    numbers = np.zeros(seq_length, dtype=np.int64)
+    for place, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        numbers[start : start + length] = place // 2 + 1 if place % 2 == 0 else -(place // 2 + 1)
+    return dict(row_values={PAIR_NUMBER: numbers}, num_pairs=len(starts) // 2)
 
 
 def later_orders(dataset: BlendedDataset) -> dict[str, str]:

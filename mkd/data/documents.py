@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mkd.data.images.conversation import ConversationImages, EncodedImage
-from mkd.data.messages import check_string, json_name, num_characters, split_images
+from mkd.data.messages import check_string, json_name, num_characters, pair_of_answers, split_images
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ Row = bytes | Mapping | DataError
 A record is a line of JSON, a row of a table, or {"text": bytes} for a line of text.
 """
 
-TEXT, MESSAGES, PROMPT_COMPLETION = "text", "messages", "prompt-completion"
+TEXT, MESSAGES, PROMPT_COMPLETION, PAIR = "text", "messages", "prompt-completion", "pair"
 """The forms of documents: how a record is tokenised, which of its tokens have loss, and how it is aligned."""
 
 
@@ -41,13 +41,17 @@ class RecordKind:
     keys: tuple[str, ...]
     form: str
     convert: Callable[..., tuple[Any, ...]] = lambda *values: values
-    """Values of the keys -> values of the form: a text, a list of messages, or a prompt and a completion."""
+    """Values of the keys -> values of the form.
+
+    They are a text, a list of messages, a prompt and a completion, or a prompt with two answers (pairs.py).
+    """
     images: str | None = None  # key of the images of messages, if the record has it
 
 
 KINDS: Mapping[str, RecordKind] = {
     "text": RecordKind(("text",), TEXT),
     "messages": RecordKind(("messages",), MESSAGES, images="images"),
+    "pair": RecordKind(("prompt", "chosen", "rejected"), PAIR, pair_of_answers),
     "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION),
 }
 """To add a kind of record, name its keys here, and convert their values into those of a form."""
@@ -60,7 +64,7 @@ FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
 class Record:
     """One valid record: its form and the form's values."""
 
-    kind: str  # TEXT, MESSAGES or PROMPT_COMPLETION
+    kind: str  # TEXT, MESSAGES, PROMPT_COMPLETION or PAIR
     values: tuple[Any, ...]
     images: tuple[Any, ...] = ()  # of messages, in the order of their places; see messages.py
 
@@ -116,7 +120,7 @@ def parse_row(row: Row) -> Record:
         raise _wrong_keys(fields, named)
     kind = KINDS[named[0]]
     given = [_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
-    if kind.form != MESSAGES:
+    if kind.form not in (MESSAGES, PAIR):  # these check their values
         for key, value in zip(kind.keys, given, strict=True):
             check_string(value, key)
     values = kind.convert(*given)
@@ -335,18 +339,21 @@ def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
 def _no_image_reader() -> DataError:
     return DataError(
         "the conversation has images, and nothing here can read them",
-        "the folder of the tokenizer has no preprocessor_config.json of a supported vision-language model",
-        "name the folder of such a model, or remove the records with images",
+        "student or teacher has no preprocessor_config.json of a supported vision-language model, and reads "
+        "text alone",
+        "use vision-language models, or remove the records with images",
         code="images-without-processor",
     )
 
 
+_NAMES = {MESSAGES: "a conversation", PAIR: "a pair of answers"}
+
+
 def _check_size(kind: str, values: tuple) -> None:
-    size = num_characters(values[0]) if kind == MESSAGES else sum(map(len, values))
+    size = sum(len(one) if isinstance(one, str) else num_characters(one) for one in values)
     if size > MAX_CHARACTERS:
         raise DataError(
-            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} "
-            f"of {size} characters, more than {MAX_CHARACTERS}",
+            f"{_NAMES.get(kind, 'a prompt and completion')} of {size} characters, more than {MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
             code="record-too-long",

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import MAX_CHARACTERS, Row, encode_record, parse_row, read_rows
+from mkd.data.documents import MAX_CHARACTERS, Row, parse_row, read_rows
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
+from mkd.data.pairs import encode_documents
 from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -228,9 +229,10 @@ class _Encoder:
     images: ConversationImages | None
 
     def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedBatch:
-        documents, errors = each_row(
-            rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod, self.images)
+        encoded, errors = each_row(
+            rows, lambda row: encode_documents(parse_row(row), self.tokenizer, self.append_eod, self.images)
         )
+        documents = [document for of_record in encoded for document in of_record]
         images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),

@@ -65,6 +65,31 @@ def check_string(value: Any, name: str) -> None:
         )
 
 
+def pair_of_answers(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return a prompt with two answers: three texts, or three lists of messages for a chat template.
+
+    Raises DataError for other values, an empty prompt, and images.
+    """
+    given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    if prompt in ("", []):
+        what, why = "the prompt is empty", "both answers are judged as answers to it"
+        raise DataError(what, why, "repair or remove the record", code="pair-prompt-empty")
+    if not any(isinstance(value, list) for value in given.values()):
+        for name, value in given.items():
+            check_string(value, name)
+        return prompt, chosen, rejected
+    if not all(isinstance(value, list) for value in given.values()):
+        kinds = ", ".join(f"{name} is a {json_name(value)}" for name, value in given.items())
+        why = "a pair is three texts, or three lists of messages"
+        raise DataError(kinds, why, "write all of them in one form", code="pair-of-two-forms")
+    split = [split_images(value) for value in given.values()]
+    if any(images for _, images in split):
+        what, why = "the pair has images", "mkd learns preferences from text only"
+        raise DataError(what, why, "remove the record", code="pair-with-images")
+    (first, _), (second, _), (third, _) = split
+    return first, second, third
+
+
 def json_name(value: Any) -> str:
     """Return the JSON name of the type of `value`."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}

@@ -108,6 +108,11 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self._borders) - 1
 
+    @property
+    def documents_per_record(self) -> int:
+        """2 for a corpus of preference pairs (see pairs.py), else 1. Packs take records whole or cut."""
+        return 2 if self.meta.get("kinds") == ["pair"] else 1
+
     def starts(self, documents: np.ndarray | slice | int) -> np.ndarray:
         """Return the first token of documents, int64; that of document len(self) is the number of tokens."""
         sequences = self._borders[documents]

@@ -7,14 +7,18 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mkd.data.messages import split_images
 from mkd.errors import DataError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
 """The keys of mkd, HumanEval and MBPP."""
+
+Images = tuple[str | Mapping[str, Any], ...]
+"""Images of a record as `messages.split_images` returns them: paths, data URIs or structs."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Question:
     answer: int  # index of the right choice
     subject: str | None
     line: int  # line in its file, from 1
+    images: Images = ()  # shown before the question
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Completion:
     prompt: str  # may be empty
     completion: str
     line: int  # line in its file, from 1
+    images: Images = ()  # shown before the prompt
 
 
 Record = TypeVar("Record", Question, Completion)
@@ -119,7 +125,8 @@ def _question(record: Mapping, line: int) -> Question:
         what = "subject is empty or not a text"
         raise DataError(what, form, "repair or remove it", code="task-subject-not-text")
     answer = _answer(record.get("answer"), len(choices))
-    return Question(question.strip(), tuple(choice.strip() for choice in choices), answer, subject, line)
+    options = tuple(choice.strip() for choice in choices)
+    return Question(question.strip(), options, answer, subject, line, _images(record))
 
 
 def _answer(answer, num_choices: int) -> int:
@@ -152,7 +159,17 @@ def _completion(record: Mapping, line: int) -> Completion:
         why = "there is nothing to score"
         raise DataError(what, why, "repair or remove the record", code="task-completion-not-text")
     # The text of MBPP is a sentence, not the beginning of code.
-    return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
+    return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line, _images(record))
+
+
+def _images(record: Mapping[str, Any]) -> Images:
+    """Return the images of a record. Raises DataError for a list or an image that is not valid."""
+    images = record.get("images")
+    if images is None:
+        return ()
+    parts = [{"type": "image"} for _ in images] if isinstance(images, list) else []
+    content = [*parts, {"type": "text", "text": ""}]
+    return split_images([{"role": "user", "content": content}], images)[1]
 
 
 def _is_text(value) -> bool:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mkd.data.batch import Pack, PackedBatch, collate, empty_pack
+from mkd.data.images.conversation import ConversationImages, EncodedImage, ReadImage
+from mkd.data.images.image_table import ImagesInMemory
+from mkd.data.images.pack_images import PackImages
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import padded_lengths
 from mkd.errors import DataError
+from mkd.evaluation.records import Images
 from mkd.evaluation.tasks import Pair
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -26,10 +31,15 @@ class Request:
     inputs: np.ndarray  # [n] int32, all ids but the last
     labels: np.ndarray  # [m] int32, the continuation; m <= n
     is_truncated: bool  # the prompt lost its beginning
+    images: tuple[EncodedImage, ...] = ()  # in the order of their tokens in `inputs`
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int
+    pairs: Sequence[Pair],
+    tokenizer: Tokenizer,
+    seq_length: int,
+    vocab_size: int,
+    images: ConversationImages | None = None,  # reads the images of pairs; None: there may be none
 ) -> list[Request]:
     """Return the ids of each prompt + continuation, tokenised as one text.
 
@@ -38,11 +48,20 @@ def encode_pairs(
     end-of-text token, which separates documents in training. A prompt that does not fit loses its beginning,
     but keeps the token that the tokenizer puts before every text. Raises DataError for a continuation that
     does not fit, or for ids that the model does not know.
+
+    A pair with images becomes a conversation: the images and the prompt from the user, then the answer. It is
+    scored up to the token that ends the turn, and never cut.
     """
     requests: list[Request] = []
     before_all = _encode(tokenizer, "")
     prompt, prompt_ids = "", before_all
+    conversations = None if images is None else _Conversations(images, seq_length, vocab_size)
     for pair in pairs:
+        if pair.images:
+            if conversations is None:
+                raise _no_image_reader(pair)
+            requests.append(conversations.encode(pair))
+            continue
         if pair.prompt != prompt:
             prompt, prompt_ids = pair.prompt, _encode(tokenizer, pair.prompt)
         whole = _encode(tokenizer, pair.prompt + pair.continuation)
@@ -73,6 +92,48 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
         ids = np.concatenate([ids[:lead], ids[len(ids) - (seq_length + 1 - lead) :]])
     ids = ids.astype(np.int32)
     return Request(ids[:-1], ids[-length:], is_truncated)
+
+
+class _Conversations:
+    """Encodes pairs with images. Pairs of one question follow each other: its images are read once."""
+
+    def __init__(self, reader: ConversationImages, seq_length: int, vocab_size: int):
+        self._reader, self._seq_length, self._vocab_size = reader, seq_length, vocab_size
+        tokenizer = reader.processor.tokenizer
+        self._control = np.array([tokenizer.vocabulary[one] for one in tokenizer.special_tokens])
+        self._images: Images = ()
+        self._read: list[ReadImage] = []
+
+    def encode(self, pair: Pair) -> Request:
+        """Return the request of a pair. Raises DataError for images that cannot be read or do not fit."""
+        content = [*({"type": "image"} for _ in pair.images), {"type": "text", "text": pair.prompt}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": pair.continuation.strip()},
+        ]
+        try:
+            if pair.images != self._images:
+                self._images, self._read = pair.images, self._reader.read(pair.images)
+            ids, loss, images = self._reader.encode(messages, pair.images, self._read)
+        except DataError as error:
+            raise error.located(pair.place) from error
+        start = int(np.argmax(loss)) if loss.any() else 0
+        ends = np.flatnonzero(np.isin(ids[start:], self._control))
+        ids = ids[: start + int(ends[0])] if len(ends) else ids
+        if len(ids) > self._seq_length + 1:
+            what = f"{pair.place}: the question with its images and the answer has {len(ids)} tokens"
+            why, do = "a question with images is not cut", "raise --seq-length, or lower --max-image-side"
+            raise DataError(what, why, do, code="task-images-too-long")
+        return replace(_cut(pair, ids, start, 1, self._seq_length, self._vocab_size), images=images)
+
+
+def _no_image_reader(pair: Pair) -> DataError:
+    return DataError(
+        f"{pair.place}: the record has images, and the model reads none",
+        "its answer would be a guess",
+        "evaluate a vision-language model, or remove the record",
+        code="task-images-for-text-model",
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -128,12 +189,15 @@ class RequestPacks:
         assert seq_length % document_multiple == 0
         same_inputs: dict[bytes, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
-            same_inputs[request.inputs.tobytes()].append(number)
+            seen = b"".join(image.sha256 for image in request.images)
+            same_inputs[request.inputs.tobytes() + seen].append(number)
         self._requests, self._documents = requests, list(same_inputs.values())
         lengths = np.array([len(requests[numbers[0]].inputs) for numbers in self._documents], dtype=np.int64)
         self._spans = padded_lengths(lengths, document_multiple)
         self._packs = pack_pieces(self._spans, seq_length, "bfd")
         self._seq_length, self._pad_id = seq_length, pad_id
+        of_documents = [requests[numbers[0]].images for numbers in self._documents]
+        self._images = ImagesInMemory(of_documents) if any(of_documents) else None
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -147,18 +211,20 @@ class RequestPacks:
         documents = self._packs.pieces_of(index)
         spans = self._spans[documents].copy()
         spans[-1] += self._seq_length - spans.sum()  # the tail of the pack pads its last document
-        scored, lengths = [], []
+        scored, lengths, parts = [], [], []
         for start, document in zip(np.cumsum(spans) - spans, documents, strict=True):
             inputs = self._requests[self._documents[document][0]].inputs
             stop = start + len(inputs)
             pack.tokens[start:stop] = inputs
             lengths.append(len(inputs))
+            parts.append((int(document), 0, len(inputs), int(start)))
             for number in self._documents[document]:
                 labels = self._requests[number].labels
                 scored.append([np.arange(stop - len(labels), stop), labels, np.full(len(labels), number)])
         columns = zip(*scored, strict=True)
         rows, labels, requests = (np.concatenate(column).astype(np.int64) for column in columns)
-        pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index)
+        images = None if self._images is None else PackImages.of_parts(self._images, parts)
+        pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index, images=images)
         return RequestPack(pack, rows, labels, requests)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,8 +20,11 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.image_row import ImageRow
 from mkd.train.schedule import PipelineSchedule
 
+RowImages = Callable[..., ImageRow]
+"""Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
 MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough to make filling the pipeline cheap
 
 
@@ -34,6 +37,7 @@ class RequestBatches:
     context: ParallelContext
     micro_batch_size: int  # packs
     seq_length: int  # tokens of a pack
+    row_images: RowImages | None = None  # None: the models read none
 
     @classmethod
     def of(
@@ -43,9 +47,10 @@ class RequestBatches:
         micro_batch_size: int,
         seq_length: int,
         pad_id: int,
+        row_images: RowImages | None = None,
     ) -> RequestBatches:
         packs = RequestPacks(requests, seq_length, context.document_multiple, pad_id)
-        return cls(requests, packs, context, micro_batch_size, seq_length)
+        return cls(requests, packs, context, micro_batch_size, seq_length, row_images)
 
     def __iter__(self) -> Iterator[list[RequestBatch]]:
         """Yield lists of micro-batches, of the same length on every rank. Padding fills the last one."""
@@ -63,8 +68,12 @@ class RequestBatches:
             first, left = first + len(samples), left - count
 
     def _microbatch(self, samples: list[int]) -> RequestBatch:
-        batch = collate_requests([self.packs[sample] for sample in samples])
-        shard = batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size)
+        packs = [self.packs[sample] for sample in samples]
+        batch, place = collate_requests(packs), (self.context.cp_rank, self.context.cp_size)
+        shard: RequestBatch = batch.context_parallel_shard(*place)
+        if self.row_images is not None:
+            images = self.row_images([one.pack for one in packs], batch, context_parallel=place)
+            shard = replace(shard, images=images)
         return shard.to(self.context.device)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from megatron.core.utils import get_attr_wrapped_model
 
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.config.schema import Config
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.requests import encode_pairs
 from mkd.evaluation.scores import RequestBatches, log_likelihoods
@@ -58,12 +62,17 @@ class TaskEvaluator:
         vocab_size: int,  # number of token ids that every evaluated model knows
         seq_length: int,  # tokens of a pack
         micro_batch_size: int,  # packs
+        images: ConversationImages | None = None,  # reads the images of records; None: the models read none
+        sequence_parallel: bool = False,
     ) -> TaskEvaluator:
         """Encode the tasks. Raises DataError with file and line for a continuation that cannot be scored."""
-        encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size) for task in tasks]
+        encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size, images) for task in tasks]
         borders = tuple(accumulate(map(len, encoded), initial=0))
         requests = [request for of_task in encoded for request in of_task]
-        batches = RequestBatches.of(requests, context, micro_batch_size, seq_length, tokenizer.pad_id)
+        layout = ImageLayout.of_context(context, sequence_parallel)
+        row_images = None if images is None else partial(images_of_row, images=images, layout=layout)
+        sizes = micro_batch_size, seq_length, tokenizer.pad_id
+        batches = RequestBatches.of(requests, context, *sizes, row_images)
         return cls(tuple(tasks), borders, batches)
 
     def describe(self) -> list[str]:
@@ -95,14 +104,21 @@ class TaskEvaluator:
 
 
 def build_tasks(
-    config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
+    config: Config,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    context: ParallelContext,
+    images: ConversationImages | None = None,  # the student's
 ) -> TaskEvaluator | None:
     """Return a run's tasks, in ids of `tokenizer`; None without any. DataError as `TaskEvaluator.build`."""
     tasks = tasks_of(config)
     if not (tasks and config.training.evaluates):
         return None
-    sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
-    return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
+    sizes: dict[str, Any] = dict(
+        seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size
+    )
+    seen: dict[str, Any] = dict(images=images, sequence_parallel=config.parallel.sequence_parallel)
+    return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes, **seen)
 
 
 def evaluate_tasks(

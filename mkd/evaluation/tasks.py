@@ -17,7 +17,15 @@ from typing import Protocol
 import numpy as np
 
 from mkd.errors import DataError, ErrorList, MkdError, UsageError
-from mkd.evaluation.records import LETTERS, Completion, Question, read_completions, read_questions, task_name
+from mkd.evaluation.records import (
+    LETTERS,
+    Completion,
+    Images,
+    Question,
+    read_completions,
+    read_questions,
+    task_name,
+)
 
 STYLES = ("letter", "continuation")
 
@@ -29,6 +37,7 @@ class Pair:
     prompt: str
     continuation: str
     place: str  # file and line, for errors
+    images: Images = ()  # of a conversation: the images and the prompt, then the answer
 
 
 class Task(Protocol):
@@ -61,7 +70,7 @@ class MultipleChoice:
     def pairs(self) -> list[Pair]:
         """Return the pairs ordered by style, question and option."""
         return [
-            Pair(prompt, " " + option, f"{self.path}, line {question.line}")
+            Pair(prompt, " " + option, f"{self.path}, line {question.line}", question.images)
             for style in self.styles
             for question, examples in zip(self.questions, self.examples, strict=True)
             for prompt in [few_shot_prompt(question, examples, style)]
@@ -88,7 +97,7 @@ class Completions:
     records: tuple[Completion, ...]
 
     def pairs(self) -> list[Pair]:
-        return [Pair(r.prompt, r.completion, f"{self.path}, line {r.line}") for r in self.records]
+        return [Pair(r.prompt, r.completion, f"{self.path}, line {r.line}", r.images) for r in self.records]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
         """Return `ce` (nats/token), `perplexity` = exp(ce), `bits_per_byte`, and their counts.
@@ -162,6 +171,10 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
             why = f"each question follows {num_fewshot} answered examples"
             do = "lower --eval-num-fewshot, or add examples"
             raise DataError(what, why, do, code="task-too-few-examples")
+    if num_fewshot and any(question.images for question in asked):
+        what, why = f"{path} has questions with images", f"--eval-num-fewshot is {num_fewshot}"
+        do = "ask them without examples: 0"
+        raise DataError(what, f"{why}, and examples are text alone", do, code="task-images-with-examples")
     if not asked:
         what = f"{path} has no question left"
         why = f"the first {num_fewshot} are examples"

@@ -44,8 +44,8 @@ def with_windows(
 ) -> tuple[LayerShape, ...]:
     """Give `sliding_window` to the layers whose kind is `sliding_attention`.
 
-    If `kinds` is None or empty, give it to all layers. Raises `UsageError` for another kind of attention,
-    `CheckpointError` if a mixture does not name every layer.
+    If `kinds` is None or empty, give it to all layers. Raises `UsageError` for another kind of attention.
+    Raises `CheckpointError` if a mixture does not name every layer, or if a kind needs a missing window.
     """
     window = config.get("sliding_window")
     named = list(kinds or ["sliding_attention"] * len(layers))
@@ -60,6 +60,10 @@ def with_windows(
         what = f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}"
         why = "each layer must have its kind of attention"
         raise CheckpointError(what, why, "download or write it again", code="layer-types-incomplete")
+    if window is None and kinds and "sliding_attention" in named:
+        what = "sliding_window is missing or null, and layers have sliding_attention"
+        why = "transformers cannot run these layers without the size of their window"
+        raise CheckpointError(what, why, "download or write it again", code="sliding-window-missing")
     return tuple(
         replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
         for layer, kind in zip(layers, named, strict=True)
@@ -68,7 +72,8 @@ def with_windows(
 
 def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:
     """Give windows behind a switch as Qwen does: to named kinds, or from layer `max_window_layers` on."""
-    if not config.get("use_sliding_window", False):
+    is_switched_on = config.get("use_sliding_window", False)
+    if not is_switched_on or not (config.get("sliding_window") or config.get("layer_types")):
         return tuple(layers)
     first = config.get("max_window_layers", 28)
     by_index = ["sliding_attention" if layer >= first else "full_attention" for layer in range(len(layers))]

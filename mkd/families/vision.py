@@ -6,14 +6,14 @@ tokens three rotary positions. transformers' own modules are the towers (see `mk
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.family import HFConfig
-from mkd.families.layer_shape import RopeShape
+from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -27,6 +27,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _TILES = {"vision_model.": "vision_model.", "connector.": "connector."}
 
 
@@ -130,6 +131,19 @@ def refuse_known(model_type: object, source: str) -> None:
     if why is not None:
         what = f"{source}: model_type {model_type!r} is not supported"
         do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}, or the text model saved on its own"
+        raise UsageError(what, why, do, code="vision-model-not-supported")
+
+
+def refuse_text_model(layers: Iterable[LayerShape], family: str, source: str) -> None:
+    """Raise `UsageError` for a text model of a family that mkd has not proved behind a tower."""
+    why = None
+    if any(layer.moe is not None for layer in layers):
+        why = "mkd's models with images are dense, and its text model has experts"
+    elif family not in TEXT_FAMILIES:
+        why = f"its text model may be of {', '.join(TEXT_FAMILIES)}; others treat embeddings in another way"
+    if why is not None:
+        what = f"{source}: a model with images whose text model is of {family} is not supported"
+        do = f"use a published model of {', '.join(sorted(VISION_FAMILIES))}"
         raise UsageError(what, why, do, code="vision-model-not-supported")
 
 

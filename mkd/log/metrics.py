@@ -36,7 +36,13 @@ METRICS = (
     Metric("iteration", "steps", LAST, "optimizer steps since the start of training", int),
     Metric("consumed_samples", "packs", LAST, "packs trained on so far", int),
     Metric("consumed_tokens", "tokens", LAST, "tokens in these packs, padding included", int),
-    Metric("loss", "nats", ROW_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses"),
+    Metric(
+        "loss",
+        "nats",
+        ROW_MEAN,
+        "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses. With judged answers their loss "
+        "takes the place of ce_loss: a mean over pairs, or over sampled tokens",
+    ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",
@@ -143,6 +149,33 @@ METRICS = (
         "rounding; more means that both do not run the same model",
     ),
     Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
+    Metric(
+        "dpo/margin",
+        "nats",
+        ROW_MEAN,
+        "mean over pairs of z = beta x (log-ratio of the chosen - log-ratio of the rejected answer); the "
+        "log-ratio is that of student and reference. Absent without --dpo-beta, as the next one",
+    ),
+    Metric("dpo/accuracy", "proportion", ROW_MEAN, "fraction of pairs whose margin is above 0"),
+    Metric(
+        "reward/mean",
+        "1",
+        STEP_MEAN,
+        "mean reward of the completions. Absent without --reward, as all of these",
+    ),
+    Metric(
+        "reward/std0_groups",
+        "proportion",
+        STEP_MEAN,
+        "fraction of prompts whose completions all have the same reward: they teach nothing",
+    ),
+    Metric("reward/failed", "completions", STEP_MEAN, "completions of a step whose reward failed"),
+    Metric(
+        "reward/clipped",
+        "proportion",
+        ROW_MEAN,
+        "fraction of sampled tokens whose ratio is clipped, in the last update of each iteration",
+    ),
     Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )
 

@@ -37,6 +37,9 @@ def progress_line(
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # the only reason to skip one
+        *_optional(record, "dpo margin", "dpo/margin", ".4f"),
+        *_optional(record, "dpo accuracy", "dpo/accuracy", ".4f"),
+        *_optional(record, "reward", "reward/mean", ".4f"),
         *_optional(record, "rollout length", "rollout/length", ".1f"),
         *_optional(record, "rollouts truncated", "rollout/truncated", ".3f"),
         *_optional(record, "rollout teacher nll", "rollout/teacher_nll", ".4f"),
@@ -59,6 +62,8 @@ def evaluation_line(record: Mapping[str, float]) -> str:
             fields.append(f"{label} PPL: {_perplexity(value):.6E}")
     fields += _optional(record, "top-1 agreement value", "top1_agreement", ".4f")
     fields += _optional(record, "gap closed value", "gap_closed", ".4f")
+    fields += _optional(record, "dpo margin value", "dpo/margin", ".4f")
+    fields += _optional(record, "dpo accuracy value", "dpo/accuracy", ".4f")
     return " " + " | ".join(fields) + " |"
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from mkd.losses.fused_linear import head_logits
 from mkd.losses.softmax import compute_dtype
-from mkd.plan.head import head_block_rows
-
-BYTES_PER_LOGIT = 9  # at the peak: fp32 logits and their exponentials, and a mask
+from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def token_scores(
     first = width * (0 if tp_group is None else dist.get_rank(tp_group))
     if real is None:
         real = torch.arange(first, first + width, device=weight.device) < vocab_size
-    size = head_block_rows(len(rows), width, BYTES_PER_LOGIT, weight.is_cuda)
+    size = head_block_rows(len(rows), width, SCORED_LOGIT_BYTES, weight.is_cuda)
     parts = []
     for start in range(0, max(len(rows), 1), size):
         block = slice(start, start + size)

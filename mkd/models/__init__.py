@@ -12,6 +12,8 @@ vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
 stage.py                         student and teachers on one pipeline stage
 released_layers.py               layers that give up their memory when they are built
+fp8_weights.py                   a teacher whose linear layers are in FP8
+te_fp8_recipes.py                Transformer Engine's scales for it
 residency.py                     a teacher whose layers live in host memory or are split over peers
 stopwatch.py                     the time that teachers take on the device
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -76,6 +78,8 @@ class LanguageModel(LanguageModule):
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
         self.router_record = self._record_routers(options)
+        # Makes the context in which the decoder layers run; see fp8_weights.py.
+        self.running_layers: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def _record_routers(self, options: ModelOptions) -> RouterRecord | None:
         """Let the routers of this part share one record; return None for a dense model."""
@@ -179,13 +183,14 @@ class LanguageModel(LanguageModule):
             packed_seq_params.documents_of_tokens = token_documents(
                 packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel
             )
-        return self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            context=layer_inputs,
-            rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
-            packed_seq_params=packed_seq_params,
-        )
+        with self.running_layers():
+            return self.decoder(
+                hidden_states=hidden,
+                attention_mask=None,
+                context=layer_inputs,
+                rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
+                packed_seq_params=packed_seq_params,
+            )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head: final hidden states [t(/tp), 1, h] -> logits [t, 1, v/tp].

@@ -20,6 +20,14 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.released_layers import released_like
 from mkd.platform.host_memory import ALIGNMENT, host_buffer, packed_bytes, packed_views
 
+LayerTensors = Callable[[nn.Module], Sequence[Tensor]]
+"""Returns the tensors of a decoder layer that are elsewhere while it does not compute."""
+
+
+def layer_parameters(layer: nn.Module) -> list[Tensor]:
+    """Return all parameters of a decoder layer."""
+    return list(layer.parameters())
+
 
 class LayerWeights(Protocol):
     """The weights of one decoder layer, packed into one row of bytes, in another place."""
@@ -38,7 +46,7 @@ class LayerWeights(Protocol):
 class HostWeights:
     """Weights of one layer in page-locked host memory, where its parameters can be read at any time."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device):
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device):
         self._host = host_buffer(packed_bytes(parameters), device)
         self.nbytes = self.kept_bytes = self._host.nbytes
         self.at_rest = packed_views(self._host, parameters)
@@ -59,7 +67,7 @@ class PeerWeights:
     have no values.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup):
         unit = ALIGNMENT * group.size()
         self.nbytes = -(-packed_bytes(parameters) // unit) * unit
         self.kept_bytes = self.nbytes // group.size()
@@ -92,7 +100,7 @@ class _Slot:
 class _Layer:
     """One decoder layer: its parameters, and the place of their weights."""
 
-    parameters: list[nn.Parameter]
+    parameters: Sequence[Tensor]
     weights: LayerWeights
     on_device: dict[_Slot, list[Tensor]] = field(default_factory=dict)  # views of each slot's buffer
 
@@ -121,13 +129,14 @@ class LayerStream:
         self,
         parts: Sequence[LanguageModel],
         device: torch.device,
-        place: Callable[[Sequence[nn.Parameter]], LayerWeights],  # makes room for one layer's weights
+        place: Callable[[Sequence[Tensor]], LayerWeights],  # makes room for one layer's weights
+        tensors: LayerTensors,
     ):
-        # With fp8, Transformer Engine keeps its own converted weights, taken from whatever the buffer held at
-        # first.
-        assert not any(part.config.fp8 for part in parts), "fp8 weights cannot be streamed"
+        # Transformer Engine would keep its own converted weights, taken from whatever the buffer held at
+        # first. Weights that are FP8 already (fp8_weights.py) are like others.
+        assert not any(part.config.fp8 for part in parts), "weights that are converted cannot be streamed"
         modules = [list(part.decoder.layers) for part in parts]
-        self._layers = {module: _build_layer(module, place) for own in modules for module in own}
+        self._layers = {module: _build_layer(tensors(module), place) for own in modules for module in own}
         weights = [layer.weights for layer in self._layers.values()]
         self.kept_bytes = sum(one.kept_bytes for one in weights)
         largest = max((one.nbytes for one in weights), default=0)
@@ -197,18 +206,22 @@ class LayerStream:
         return slot
 
 
-def _build_layer(module: nn.Module, place: Callable[[Sequence[nn.Parameter]], LayerWeights]) -> _Layer:
-    parameters = list(module.parameters())
-    return _Layer(parameters, place(parameters))
+def _build_layer(tensors: Sequence[Tensor], place: Callable[[Sequence[Tensor]], LayerWeights]) -> _Layer:
+    return _Layer(tensors, place(tensors))
 
 
-def stream_from_host(parts: Sequence[LanguageModel], device: torch.device) -> LayerStream:
+def stream_from_host(
+    parts: Sequence[LanguageModel], device: torch.device, tensors: LayerTensors = layer_parameters
+) -> LayerStream:
     """Return the stream of a teacher whose layers are in host memory. UsageError if it cannot be locked."""
-    return LayerStream(parts, device, partial(HostWeights, device=device))
+    return LayerStream(parts, device, partial(HostWeights, device=device), tensors)
 
 
 def stream_from_peers(
-    parts: Sequence[LanguageModel], device: torch.device, group: dist.ProcessGroup
+    parts: Sequence[LanguageModel],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    tensors: LayerTensors = layer_parameters,
 ) -> LayerStream:
     """Return the stream of a teacher whose layers are split over `group`. Collective over the group.
 
@@ -217,4 +230,4 @@ def stream_from_peers(
     """
     # The communicator is made now: later, its memory would come on top of the peak.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return LayerStream(parts, device, partial(PeerWeights, group=group))
+    return LayerStream(parts, device, partial(PeerWeights, group=group), tensors)

@@ -106,7 +106,7 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
     """Rotary embedding whose channel pairs turn by one of three positions each: time, height or width.
 
     Source: Qwen2-VL (2024), section 2.1. Qwen3-VL's sections alternate over a head instead of following each
-    other. Without positions in the pack, as for text alone, all three count the tokens of a document.
+    other. Its layers have `RowRopeAttention`.
     """
 
     def __init__(self, rope: RopeShape, device: torch.device):
@@ -122,9 +122,8 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
             )
 
     def forward(self, packed: PackedDocuments) -> Tensor:
-        """Return angles in radians, fp32 [t, 1, 1, rotary_dim], one for every token of the whole row."""
-        if packed.positions is None:
-            return super().forward(packed)
+        """Return angles in radians, fp32 [t, 1, 1, rotary_dim], one for every row of this rank."""
+        assert packed.positions is not None, "a model with sections gives its rows positions"
         half = packed.positions[self.turns_by].T.float() * self.short
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 

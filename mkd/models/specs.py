@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape, RopeShape
-from mkd.models.attention import LayerRopeAttention, PackedAttention
+from mkd.models.attention import LayerRopeAttention, PackedAttention, RowRopeAttention
 from mkd.models.gated_mlp import GatedMLP
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
@@ -138,7 +138,7 @@ def _grouped_query_attention(
     core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
     rope = {} if rope_index is None else {"rope_index": rope_index}
     return ModuleSpec(
-        module=LayerRopeAttention if rope else SelfAttention,
+        module=RowRopeAttention if layer.rope.sections else LayerRopeAttention if rope else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal} | rope,
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column_linear,

@@ -28,4 +28,5 @@ It starts without torch. In reading order:
     teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
     loss_card.py         the objective of a run as text
+    feedback_card.py     its rows about judged answers
 """

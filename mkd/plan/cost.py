@@ -15,13 +15,12 @@ from itertools import islice
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
+from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import layer_parameters
-from mkd.plan.planned_teachers import Teacher, plan_teachers
-from mkd.plan.towers import towers_time
+from mkd.plan.planned_teachers import Teacher, layer_bytes, plan_teachers
+from mkd.plan.towers import IMAGE_SHARE, towers_time
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
@@ -65,35 +64,39 @@ def pair_cost(
 
     Attention is counted for documents of `document_length` student tokens, or of a whole pack if that is
     shorter. Documents of a cross-tokenizer teacher are longer or shorter in proportion to its packs. Every
-    token counts as a loss token. Block recomputation is counted as if stages were equal.
+    token counts as a loss token, except the assumed image tokens. Block recomputation is counted as if stages
+    were equal.
     """
     rates, training = rates or Rates(), config.training
     planned = plan_teachers(config, teachers)
 
-    def timer(shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float) -> ModelTimer:
-        return ModelTimer(config, shape, seq_length, expert_parallel, document_length, rates, matmul)
+    def timer(
+        shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float, fp8: str | None = None
+    ) -> ModelTimer:
+        return ModelTimer(config, shape, seq_length, expert_parallel, document_length, rates, matmul, fp8)
 
     experts = expert_parallel_size(config, student)
     learning = timer(student, training.seq_length, experts, rates.student_matmul).student(num_stages)
     frozen = tuple(
-        timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul).teacher()
+        timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe).teacher()
         for one in planned
     )
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
     towers = towers_time(config, student, teachers, rates)
-    return PairCost(learning, frozen, milliseconds(head_flops, rates.head), towers)
+    loss_share = 1.0 if student.vision is None else 1 - IMAGE_SHARE
+    return PairCost(learning, frozen, milliseconds(loss_share * head_flops, rates.head), towers)
 
 
 def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:
     """Return the time to bring a layer of the teacher to the device; 0 if it is there.
 
-    `element` is the bytes of a weight.
+    `element` is the bytes of a weight that is not FP8.
     """
-    parameters = layer_parameters(teacher.shape, layer, tensor_parallel, teacher.expert_parallel).total
+    nbytes = layer_bytes(teacher, layer, tensor_parallel, element)
     if teacher.residency == "host":
-        return parameters * element / HOST_BYTES_PER_MS
-    return parameters * element * (teacher.peers - 1) / teacher.peers / LINK_BYTES_PER_MS
+        return nbytes / HOST_BYTES_PER_MS
+    return nbytes * (teacher.peers - 1) / teacher.peers / GATHER_BYTES_PER_MS
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
@@ -102,13 +105,15 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
     The student's head runs with both gradients (3 products) in every pass, each teacher's head once. A single
     divergence over the student's tokens (an average of teachers is one) shares its pass with the cross
     entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on the
-    pack read every teacher's logits a second time.
+    pack read every teacher's logits a second time. Judged answers read the student's once more without
+    gradient, because their coefficients come before the loss.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
     reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
-    total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
+    student_head = config.training.seq_length * student.vocab_size * student.hidden_size
+    total = (6 * passes + 2 * config.feedback.scores_tokens) * student_head
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size

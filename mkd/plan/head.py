@@ -5,6 +5,7 @@ from __future__ import annotations
 # Bytes of one model's logits in a block on a GPU. Large enough that arithmetic bounds the products, not the
 # traffic of the fp32 weight gradient. Yet small compared with the memory of a GPU that trains such a model.
 GPU_BLOCK_BYTES = 5 * 2**29  # 2.5 GiB
+SCORED_LOGIT_BYTES = 9  # of a logit without gradient: fp32, its exponential, and a mask
 CPU_BLOCK_ROWS = 256  # two models' blocks of logits stay small
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
+from mkd.plan.feedback_card import preference_rows, reward_rows
 from mkd.plan.model_shape import ModelShape
 
 Row = tuple[str, str]  # label, text
@@ -81,10 +82,18 @@ def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape
 
 def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     ratio = config.kd.kd_ratio
-    terms = [f"{weight:g} {name}" for name, weight in (("CE", 1 - ratio), ("KD", ratio)) if weight]
+    judged = config.feedback
+    data = "DPO" if judged.has_pairs else "policy" if judged.has_rewards else "CE"
+    terms = [f"{weight:g} {name}" for name, weight in ((data, 1 - ratio), ("KD", ratio)) if weight]
     terms += [name for name, weight in _balance_losses(config).items() if weight]
-    yield "loss", f"{' + '.join(terms)}, nats per token"
-    if ratio < 1:
+    yield "loss", f"{' + '.join(terms)}, nats per {'pair' if judged.has_pairs else 'token'}"
+    if judged.has_pairs:
+        yield from preference_rows(config)
+        yield from _experts(config)
+        return
+    if judged.has_rewards:
+        yield from reward_rows(config)
+    elif ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
     yield "mask", _MASK
     yield from _rollouts(config)
@@ -137,11 +146,18 @@ def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
-        yield label, share + term.formula() + stored
+        yield label, share + term.formula() + stored + _rounded(teacher)
         if index < len(vocabularies) > 1:
             yield f"vocabulary {name}", vocabularies[index]
     if len(vocabularies) == 1:
         yield "vocabulary", vocabularies[0]
+
+
+def _rounded(teacher: TeacherConfig) -> str:
+    """Return what FP8 changes in the probabilities of a teacher that runs."""
+    if teacher.precision != "fp8" or teacher.topk:
+        return ""
+    return f"; p_t of layers in FP8 (E4M3, {teacher.fp8_recipe} scales)"
 
 
 def _vocabulary(teacher: TeacherConfig, shape: ModelShape, student: ModelShape) -> str:
@@ -206,6 +222,8 @@ def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, flo
 
 def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
     """Return why no other engine has this objective; None if one may."""
+    if config.feedback.has_rewards:
+        return "others estimate the divergence from the sampled token"
     if any(_balance_losses(config).values()):
         return "the balance losses of experts are by document here"
     if len(config.teachers) > 1:

@@ -16,12 +16,12 @@ from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.head import head_block_rows
+from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
+from mkd.plan.parameters import Parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
-from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher, layer_bytes, plan_teachers
 from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 from mkd.plan.towers import tower_activation_bytes, tower_parameters
 
@@ -99,6 +99,17 @@ def _stage_layers(shape: ModelShape, layout: PipelineLayout, stage: int) -> tupl
     return shape.layers[first : first + layout.layers[stage]]
 
 
+def _rank_layers(shape: ModelShape, layout: PipelineLayout, rank: int) -> list[LayerShape]:
+    """Return the decoder layers of a pipeline rank."""
+    stages = range(rank, len(layout.layers), layout.pipeline_parallel)
+    return [layer for stage in stages for layer in _stage_layers(shape, layout, stage)]
+
+
+def _ends(layout: PipelineLayout, rank: int) -> tuple[bool, bool]:
+    """Return True, for a rank with the first stage and for one with the last."""
+    return rank == 0, rank == layout.pipeline_parallel - 1
+
+
 @dataclass(frozen=True)
 class _Models:
     """The arguments of `predict_memory`, and the sizes that follow from them."""
@@ -146,13 +157,14 @@ class _Models:
         training, sizes = self.config.training, (self.vocab_rows, self._expert_parallel)
         learned = self._parameters(self.student, self.student_layout, rank, *sizes)
         teachers = zip(self.teachers, self.teacher_layouts, strict=True)
-        frozen = sum(self._teacher_parameters(teacher, layout, rank) for teacher, layout in teachers)
+        frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
         own_frozen = 0
         if rank == 0:  # the vision towers
             tower, parts = tower_parameters(self.student), self.config.student.train_parts
             learned += Parameters(tower.trained(parts))
             own_frozen = tower.total - tower.trained(parts)
-            frozen += sum(tower_parameters(teacher.shape).total for teacher in self.teachers)
+            towers = sum(tower_parameters(teacher.shape).total for teacher in self.teachers)
+            frozen += towers * self.element
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
         if training.optimizer_residency == "host":
@@ -162,7 +174,7 @@ class _Models:
             student_gib=(learned.total + own_frozen) * self.element / GIB,
             gradients_gib=learned.total * 4 / GIB,
             optimizer_gib=optimizer / GIB,
-            teacher_gib=frozen * self.element / GIB,
+            teacher_gib=frozen / GIB,
             activations_gib=alive / GIB,
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
             device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in self._group_sizes()),
@@ -200,42 +212,34 @@ class _Models:
         return sizes + [peers for _, peers in groups]
 
     def _parameters(
-        self,
-        shape: ModelShape,
-        layout: PipelineLayout,
-        rank: int,
-        vocab_rows: int,
-        expert_parallel: int,
-        teacher: Teacher | None = None,  # None: it is the student
+        self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, expert_parallel: int
     ) -> Parameters:
-        """Count the parameters on the device of one process.
+        """Count the parameters of one process."""
+        tensor, ends = self.config.parallel.tensor_model_parallel_size, _ends(layout, rank)
+        layers = _rank_layers(shape, layout, rank)
+        return stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
+
+    def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
+        """Return the bytes of a teacher's weights on the device of one process.
 
         Streamed decoder layers take the room of `STREAMED_LAYERS`, and with peers that of this process's part
         of all layers.
         """
-        tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
-        own = range(rank, stages, layout.pipeline_parallel)
-        layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
-        parts = 0
-        if teacher is not None and teacher.is_streamed and layers:
-            sizes = [layer_parameters(shape, layer, tensor, expert_parallel).total for layer in layers]
-            parts = sum(sizes) // teacher.peers if teacher.residency == "peers" else 0
-            layers = [layers[sizes.index(max(sizes))]] * STREAMED_LAYERS
-        ends = 0 in own, stages - 1 in own
-        whole = stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
-        return whole + Parameters(parts)
-
-    def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
-        """Return the parameters of a teacher on the device of one process."""
-        more = teacher.expert_parallel, teacher
-        if not teacher.is_cross_tokenizer:
-            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, *more).total
-        tensor = self.config.parallel.tensor_model_parallel_size
-        rows = teacher.shape.padded_vocab_size(tensor) // tensor
-        untied = replace(teacher.shape, tie_word_embeddings=False)  # its embedding has its own padding
-        has_head = rank == layout.pipeline_parallel - 1
-        beside = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
-        return self._parameters(untied, layout, rank, rows, *more).total + beside
+        tensor, shape = self.config.parallel.tensor_model_parallel_size, teacher.shape
+        rows, beside = self.vocab_rows, 0
+        if teacher.is_cross_tokenizer:
+            rows = shape.padded_vocab_size(tensor) // tensor
+            shape = replace(shape, tie_word_embeddings=False)  # its embedding has its own padding
+            has_head = rank == layout.pipeline_parallel - 1
+            beside = has_head * (self._head_rows(teacher) - rows) * shape.hidden_size
+        ends = stage_parameters(shape, (), tensor, rows, *_ends(layout, rank)).total + beside
+        layers = _rank_layers(shape, layout, rank)
+        sizes = [layer_bytes(teacher, layer, tensor, self.element) for layer in layers]
+        of_layers = sum(sizes)
+        if teacher.is_streamed and sizes:
+            parts = of_layers // teacher.peers if teacher.residency == "peers" else 0
+            of_layers = parts + STREAMED_LAYERS * max(sizes)
+        return ends * self.element + of_layers
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
@@ -278,8 +282,7 @@ class _Models:
 
     def _cache_bytes(self, rank: int) -> int:
         """Return the bytes of the keys and values of the student's layers on a pipeline rank."""
-        stages = range(rank, len(self.student_layout.layers), self.student_layout.pipeline_parallel)
-        layers = [one for stage in stages for one in _stage_layers(self.student, self.student_layout, stage)]
+        layers = _rank_layers(self.student, self.student_layout, rank)
         return cache_bytes(self.config, self.student, layers, self.element)
 
     def _teachers_forward_bytes(self, stage: int) -> int:
@@ -287,7 +290,8 @@ class _Models:
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
             if layout.layers[stage]:
-                peak = max(peak, kept + self._activations(teacher).forward_bytes())
+                is_fp8 = teacher.fp8_recipe is not None
+                peak = max(peak, kept + self._activations(teacher).forward_bytes(is_fp8))
             kept += self._activations(teacher).hidden_bytes
         return peak
 
@@ -298,13 +302,22 @@ class _Models:
         sequence parallelism hidden states are gathered.
         """
         student = self._student_activations
-        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in self.teachers] or [()]
+        compared = self.teachers if self.config.kd.kd_ratio > 0 else ()
+        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in compared] or [()]
         if self.config.kd.averages_teachers:
             groups = [self.teachers]
         whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
         for teacher in map(self._activations, self.teachers):
             whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        return whole + max(self._head_block_bytes(group, with_gradient) for group in groups)
+        blocks = [self._head_block_bytes(group, with_gradient) for group in groups]
+        return whole + max([*blocks, self._scored_block_bytes()])
+
+    def _scored_block_bytes(self) -> int:
+        """Return the bytes of the pass that scores tokens for a loss of judged answers; 0 without one."""
+        if not self.config.feedback.scores_tokens:
+            return 0
+        rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
+        return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
 
     def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
         """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).

@@ -17,7 +17,7 @@ from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
 from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.registry import FAMILIES
-from mkd.families.vision import VISION_FAMILIES, refuse_known, text_config, with_sections
+from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
 AGAIN = "download or write it again"
@@ -169,6 +169,7 @@ class ModelShape:
         check_kinds(given | {"vision_config": given.get("vision_config")}, source)
         check_kinds(given["vision_config"], f"{source}: vision_config")
         shape = cls.from_hf_config(text_config(family, given), source)
+        refuse_text_model(shape.layers, shape.family, source)
         try:
             vision = family.read_vision(given)
             layers = (replace(one, rope=with_sections(family, one.rope, given)) for one in shape.layers)

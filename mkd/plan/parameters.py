@@ -89,6 +89,13 @@ def layer_parameters(
     return Parameters(dense, experts)
 
 
+def product_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
+    """Count the weights of the linear layers of a dense decoder layer on one process."""
+    groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
+    mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // tensor_parallel
+    return projection_parameters(shape, layer, groups) + mlp
+
+
 def _expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
     """Count the parameters of one expert."""
     hidden, ffn = shape.hidden_size, moe.ffn_hidden_size

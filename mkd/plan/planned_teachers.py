@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import layer_parameters, product_parameters
+
+FP8_BLOCK = 128
+"""Rows and columns of weights with one scale, in the blockwise recipe."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Teacher:
     residency: str  # place of the decoder layers: device, host or peers
     peers: int = 1  # processes that keep equal parts of every layer
     expert_parallel: int = 1  # processes that share its experts
+    fp8_recipe: str | None = None  # scales of its FP8 products; None: its layers run in the run's precision
 
     @property
     def is_streamed(self) -> bool:
@@ -41,8 +47,22 @@ def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher
             residency=teacher.residency,
             peers=teacher.peers or 1,
             expert_parallel=expert_parallel_size(config, shape, index),
+            fp8_recipe=teacher.fp8_recipe if teacher.precision == "fp8" else None,
         )
         for index, (shape, role, teacher) in enumerate(
             zip(shapes, teacher_roles(config.teachers), config.teachers, strict=False)
         )
     )
+
+
+def layer_bytes(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> int:
+    """Return the bytes of a layer of the teacher on one process.
+
+    `element` is the bytes of a weight that is not FP8.
+    """
+    parameters = layer_parameters(teacher.shape, layer, tensor_parallel, teacher.expert_parallel).total
+    if teacher.fp8_recipe is None:
+        return parameters * element
+    fp8 = product_parameters(teacher.shape, layer, tensor_parallel)
+    scales = 4 * fp8 // FP8_BLOCK**2 if teacher.fp8_recipe == "blockwise" else 0
+    return fp8 + scales + (parameters - fp8) * element

@@ -1,4 +1,7 @@
-"""Where the teachers' weights can be: time and memory of each place, and the one to choose."""
+"""Where the teachers' weights can be, in bf16 and in FP8: time and memory of each place, and which to choose.
+
+FP8 changes the teacher a little, so that the best place without it is named, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import planned_models
 from mkd.plan.checks.teacher_peers import check_machine
@@ -42,7 +45,9 @@ class Place:
 DEVICE = Place("device", dict(residency="device", peers=None))
 SPLIT = tuple(Place(f"{number} peers", dict(residency="peers", peers=number)) for number in PEERS)
 HOST = Place("host", dict(residency="host", peers=None))
-RUNNING = (DEVICE, *SPLIT, HOST)
+IN_BF16 = (DEVICE, *SPLIT, HOST)
+IN_FP8 = tuple(Place(f"{place.name}, fp8", dict(precision="fp8") | dict(place.settings)) for place in IN_BF16)
+RUNNING = (*IN_BF16, *IN_FP8)
 """Places of a teacher that runs, the simplest first."""
 
 STORED = Place("stored", dict(topk="FOLDER"))
@@ -62,7 +67,8 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
     """Return the places that are possible on these GPUs, the simplest first."""
     planned = []
     for place in (*RUNNING, STORED):
-        start = _without_teachers(forecast.config) if place is STORED else forecast.config
+        start = forecast.config if place in IN_FP8 else _in_bf16(forecast.config)
+        start = _without_teachers(start) if place is STORED else start
         teachers = () if place is STORED else forecast.teachers
         models = forecast.num_gpus, forecast.student, teachers, forecast.document_length
         try:
@@ -73,6 +79,13 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
             need_gib = max(rank.total_gib for rank in changed.memory().ranks)
             planned.append(PlannedPlace(place, changed.step_ms(), need_gib))
     return planned
+
+
+def _in_bf16(config: Config) -> Config:
+    """Return `config` with every teacher in bf16."""
+    precision, recipe = TeacherConfig.precision, TeacherConfig.fp8_recipe
+    plain = (replace(one, precision=precision, fp8_recipe=recipe) for one in config.teachers)
+    return replace(config, teachers=tuple(plain))
 
 
 def _without_teachers(config: Config) -> Config:
@@ -102,7 +115,11 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
     if chosen is None:
         lines = ["the teacher fits nowhere without other changes:"]
     else:
-        lines = [f"cheapest place of the teacher that fits: {chosen.place.text(is_only)}; all places:"]
+        line = f"cheapest place of the teacher that fits: {chosen.place.text(is_only)}; "
+        exact = choose([one for one in planned if one.place in IN_BF16], usable_gib)
+        if chosen.place in IN_FP8:
+            line += f"without FP8: {exact.place.text(is_only)}; " if exact else "without FP8 nothing fits; "
+        lines = [line + "all places:"]
     for one in planned:
         line = f"  {one.place.name}: {one.step_ms:.4g} ms, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"

@@ -3,6 +3,7 @@
 __init__.py            `Platform`, `detect` and the settings that must come before the first CUDA call
 megatron_versions.py   what differs between versions of megatron-core
 cpu.py                 Megatron-core without a GPU: the only replaced attributes of other libraries
+fp8_support.py         FP8 products on this machine
 host_memory.py         page-locked host memory, and many tensors in one buffer
 processes.py           unique process ids, and whether a process is alive
 """
@@ -71,7 +72,7 @@ def detect() -> Platform:
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        libraries = _importable("transformer_engine.pytorch"), _importable("apex.optimizers")
+        libraries = has_transformer_engine(), _importable("apex.optimizers")
         return Platform(device, "nccl", *libraries)
     from mkd.platform import cpu
 
@@ -96,6 +97,11 @@ def make_deterministic() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NCCL_ALGO"] = "Ring"
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def has_transformer_engine() -> bool:
+    """Return True if Transformer Engine for torch is installed."""
+    return _importable("transformer_engine.pytorch")
 
 
 def _importable(module: str) -> bool:

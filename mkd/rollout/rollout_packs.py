@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mkd.data.batch import Pack, empty_pack
+from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, Pack, empty_pack
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.teacher_input import SharedTokens
 from mkd.rollout.rollouts import Rollout
@@ -58,18 +58,21 @@ class RolloutPacks:
     def build(self, number: int, sample_id: int) -> tuple[Pack, RolloutRows]:
         """Return a pack: loss on the sampled tokens, each predicted by the token before it."""
         pack, parts, start = self.empty(), [], 0
+        advantage, logp = np.zeros((2, self.seq_length), dtype=np.float32)
         for one in self.packs[number]:
             ids, count = np.concatenate([one.request.ids, one.ids]), len(one.ids)
             end, first = start + len(ids), start + len(one.request.ids) - 1
             pack.tokens[start:end] = ids
             pack.labels[start : end - 1] = ids[1:]
             pack.loss_mask[first : end - 1] = 1
+            advantage[first : end - 1], logp[first : end - 1] = one.advantage, one.logp
             parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp))
             start = end
         lengths = np.array([len(one.request.ids) + len(one.ids) for one in self.packs[number]])
         spans = lengths.copy()
         spans[-1] += self.seq_length - start
-        pack = replace(pack, lengths=lengths, spans=spans, sample_id=sample_id)
+        judged = {ADVANTAGE: advantage, SAMPLED_LOGP: logp}
+        pack = replace(pack, lengths=lengths, spans=spans, sample_id=sample_id, row_values=judged)
         return pack, RolloutRows.joined(parts)
 
     def empty(self) -> Pack:

@@ -21,6 +21,7 @@ from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.plan.rollout_plan import RolloutBatch
 from mkd.rollout.decoding import sample_completions
+from mkd.rollout.rewards import Rewards
 from mkd.rollout.rollout_figures import TruncationWatch, figures
 from mkd.rollout.rollout_packs import RolloutPacks, RolloutRows
 from mkd.rollout.rollouts import Request, Rollout, Sampling
@@ -76,6 +77,7 @@ class RolloutStream:
     consumed_prompts: int
     consumed_samples: int
     announce: Callable[[int], None] = lambda iteration: None  # called for every token that is sampled
+    rewards: Rewards | None = None  # judge the completions; None: only teachers do
     rows: list[RolloutRows] = field(default_factory=list)  # of the last step's micro-batches
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     step_packs: int = 0  # packs of the last step on all ranks, empty ones included
@@ -100,6 +102,9 @@ class RolloutStream:
         self.figures["consumed_prompts"] = self.consumed_prompts
         limit = self.source.sampling.max_new_tokens
         self._truncation.judge(self.iteration, self.figures["rollout/truncated"], limit)
+        if self.rewards is not None:
+            rollouts, judged = self.rewards(rollouts, self.iteration)
+            self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
         self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.num_teachers)
         self._stored = self._next_stored()

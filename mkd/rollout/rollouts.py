@@ -28,6 +28,7 @@ class Rollout:
     logp: np.ndarray  # [c] float32, ln p of each token at T = 1, as the sampler computed it, nats
     entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats
     finish: str  # STOP or LENGTH
+    advantage: float = 0.0  # of its reward over the others of the same prompt; see rewards.py
 
     @property
     def is_truncated(self) -> bool:

@@ -95,6 +95,7 @@ def open_data(
         teachers=teachers,
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,
+        pairs=config.feedback.has_pairs,
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -14,9 +14,11 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_laye
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
 from mkd.config.schema import TeacherConfig
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
+from mkd.models.fp8_weights import Fp8Weights, LayerMemory
 from mkd.models.language_model import LanguageModel
-from mkd.models.residency import LayerStream, stream_from_host, stream_from_peers
+from mkd.models.residency import layer_parameters, stream_from_host, stream_from_peers
 from mkd.models.stage import DistillationStage
+from mkd.models.te_fp8_recipes import fp8_recipe
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
@@ -27,6 +29,8 @@ from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeac
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.feedback.policy_gradient import PolicyGradient
+from mkd.train.feedback.preference import Preference
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
@@ -81,7 +85,8 @@ def build_engine(
     context.seed(config.training.seed)
     teachers = build_teachers(plan, vocabularies)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts)
+    feedback = build_feedback(plan)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, feedback)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
@@ -106,6 +111,8 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
     Their shares are the weights divided by the sum of all weights. `vocabularies` maps the number of a
     cross-tokenizer teacher to its vocabulary, on ranks with the last stage.
     """
+    if plan.config.kd.kd_ratio == 0:  # a model that runs then is a reference
+        return ()
     configured = plan.config.teachers[: len(plan.teacher_names)]
     total = sum(one.weight for one in configured)
     teachers: list[Teacher] = []
@@ -121,6 +128,16 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
             )
             teachers.append(CrossTokenizer(name, share, index, chunk_settings, vocabularies.get(index)))
     return tuple(teachers)
+
+
+def build_feedback(plan: Plan) -> Preference | PolicyGradient | None:
+    """Return the loss of judged answers; None if the run has the cross entropy."""
+    feedback = plan.config.feedback
+    if feedback.dpo_beta is not None:
+        return Preference(feedback.dpo_beta)
+    if feedback.has_rewards:
+        return PolicyGradient(feedback.clip_range, has_ratio=feedback.rollout_updates > 1)
+    return None
 
 
 def place_beside(
@@ -184,18 +201,20 @@ def build_teacher_parts(
 ) -> list[LanguageModel]:
     """Build this rank's parts of a teacher, with their weights where its residency wants them. Collective.
 
-    Unless the weights stay on the device, they are loaded layer by layer.
+    Unless the weights stay on the device as they are, they are loaded layer by layer.
     """
-    options = replace(options, releases_layers=settings.residency != "device")
+    is_fp8 = settings.precision == "fp8"
+    options = replace(options, releases_layers=is_fp8 or settings.residency != "device")
     parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
-    stream = None
+    fp8 = Fp8Weights(parts, fp8_recipe(settings.fp8_recipe)) if is_fp8 else None
+    tensors, memory = fp8.tensors if fp8 else layer_parameters, None
     if settings.residency == "host":
-        stream = stream_from_host(parts, context.device)
+        memory = stream_from_host(parts, context.device, tensors).loading
     elif settings.residency == "peers":
         assert settings.peers is not None, "check_peers requires it"
         group = context.peer_group(settings.peers, has_experts=source.shape.moe is not None)
-        stream = stream_from_peers(parts, context.device, group)
-    load_weights(parts, source, context, stream)
+        memory = stream_from_peers(parts, context.device, group, tensors).loading
+    load_weights(parts, source, context, partial(fp8.loading, memory=memory) if fp8 else memory)
     return parts
 
 
@@ -203,21 +222,21 @@ def load_weights(
     parts: list[LanguageModel],
     source: ModelSource,
     context: ParallelContext,
-    stream: LayerStream | None = None,  # gives the decoder layers memory; None: they have it
+    memory: LayerMemory | None = None,  # gives the decoder layers memory; None: they have it
 ) -> None:
     """Fill this rank's parts of one model. Each rank reads only its slices."""
     if source.load is not None:
-        if stream is None:
+        if memory is None:
             load_checkpoint(source.load, TrainingState(parts), context)
         else:
-            load_layer_by_layer(source.load, parts, context, stream.loading)
+            load_layer_by_layer(source.load, parts, context, memory)
         return
     for part in parts:
         place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
         experts = context.experts(source.shape.num_experts)
-        memory = None if stream is None else partial(_loading, stream, part)
-        load_hf_weights(part, source.shape, source.hf, experts=experts, layer_memory=memory, **place)
+        of_layer = None if memory is None else partial(_loading, memory, part)
+        load_hf_weights(part, source.shape, source.hf, experts=experts, layer_memory=of_layer, **place)
 
 
-def _loading(stream: LayerStream, part: LanguageModel, layer: int) -> AbstractContextManager[None]:
-    return stream.loading(part.decoder.layers[layer])
+def _loading(memory: LayerMemory, part: LanguageModel, layer: int) -> AbstractContextManager[None]:
+    return memory(part.decoder.layers[layer])

@@ -12,10 +12,11 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.data.dataset import later_orders
 from mkd.data.known_files import KnownFiles
 from mkd.data.prompts import PromptSet
@@ -31,7 +32,14 @@ END_BYTES = 1 << 20  # read at the beginning and the end of a large file
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
-LATER_OPTION = "skew_alpha"  # older runs lack it: at its default it does not change the fingerprint
+# Options that older runs lack: at their defaults they do not change the fingerprint.
+LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
+    {
+        "skew_alpha": SKEW_ALPHA.default,
+        "precision": TeacherConfig.precision,
+        "fp8_recipe": TeacherConfig.fp8_recipe,
+    }
+)
 NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed, not of what it is
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
@@ -95,10 +103,15 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
         name: known[name]
         for name in known
         if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"
-        if not (name.endswith(LATER_OPTION) and known[name] in (None, SKEW_ALPHA.default))
+        if not _is_as_before(name, known[name])
     }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
     return _sha256([teachers, others, *packs_read, *sorted(later_orders(valid_set).items())])
+
+
+def _is_as_before(name: str, value: object) -> bool:
+    """Return True for the default of an option that older runs lack."""
+    return any(name.endswith(option) and value in (None, old) for option, old in LATER_OPTIONS.items())
 
 
 def require_same(
@@ -215,7 +228,7 @@ def _option_path(name: str) -> str:
     return of_first if field.startswith("teachers[") else f"kd.{field}"
 
 
-def _corpus(store: TokenStore) -> dict:
+def _corpus(store: TokenStore) -> dict[str, object]:
     """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
     paths = (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
@@ -247,7 +260,8 @@ def _rollout(config: Config) -> Iterator[tuple[str, object]]:
 def _loss(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the loss."""
     for option, value in settings(config):
-        if option.path.startswith("kd.") and option.field not in NOT_LOSS:
+        is_judged = option.path.startswith("feedback.") and value != option.default
+        if is_judged or (option.path.startswith("kd.") and option.field not in NOT_LOSS):
             yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value

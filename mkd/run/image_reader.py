@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages, image_reader
 from mkd.data.images.processors import load_image_processor
 from mkd.errors import UsageError
-from mkd.run.model_source import ModelSource
 from mkd.tokenizers.tokenizer import Tokenizer
 
 
 def open_images(
-    config: Config, student: ModelSource, teachers: Sequence[ModelSource | None], tokenizer: Tokenizer
+    config: Config, student: Path, teachers: Sequence[Path | None], tokenizer: Tokenizer
 ) -> ConversationImages | None:
-    """Return the reader of the student's images, None if it reads none.
+    """Return the reader of the images of the student in a folder; None if it reads none.
 
-    Raises UsageError for a teacher that would see the same images in another form.
+    Return None also beside a teacher that reads the student's tokens and no images: such a run takes records
+    without images alone. Raises UsageError for a teacher that would see the same images in another form.
     """
     data = config.data
-    found = image_reader(
-        student.assets, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side
-    )
+    found = image_reader(student, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side)
     if found is None:
         return None
     for teacher, settings in zip(teachers, config.teachers, strict=False):
         if teacher is None or settings.xtoken is not None:
             continue  # a teacher with tokens of its own has images of its own too
-        other = load_image_processor(teacher.assets, tokenizer, data.max_image_side)
+        other = load_image_processor(teacher, tokenizer, data.max_image_side)
+        if other is None and data.image_root is None:
+            return None
         if other is None or other.fingerprint != found.processor.fingerprint:
             raise UsageError(
-                f"teacher {teacher.assets} has {'another' if other else 'no'} image processor",
+                f"teacher {teacher} has {'another' if other else 'no'} image processor",
                 "both models read the same tokens, so an image must have as many for each",
-                "use a teacher with the same preprocessor_config.json, or give it tokens of its own: xtoken",
+                "use a teacher with the same preprocessor_config.json, give it tokens of its own (xtoken), "
+                "or, for a teacher of text, leave out --image-root and the records with images",
                 code="image-processors-differ",
             )
     return found

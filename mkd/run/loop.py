@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.distributed import TrainingState
 from mkd.checkpoint.folders import TrainingPosition, iteration_folder
 from mkd.config.schema import Config
+from mkd.data.batch import PackedBatch
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
@@ -23,7 +25,7 @@ from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.rollout_meter import RolloutMeter
 from mkd.train.spikes import SpikeWatch
-from mkd.train.step import Engine, train_step
+from mkd.train.step import Engine, StepResult, train_step
 
 
 @dataclass
@@ -124,21 +126,40 @@ def one_step(run: Run) -> Stop | None:
         on_device = [batch.to(run.engine.context.device) for batch in batches]
         looks_ahead = run.engine.schedule.prefetch and not is_last(iteration, run.config.training)
         following = run.data.train.following_step() if looks_ahead else ()
-    phase = partial(run.phase, iteration=iteration)
     if run.meter is not None:
         run.meter.start()
-    exchange = run.guards.stopper.exchange
-    result = train_step(run.engine, on_device, exchange, phase, following, run.meter)
-    try:
-        run.guards.non_finite.judge(iteration, result, batches)
-    except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished
-        finish_save(run, iteration)
-        raise
+    result = updates(run, iteration, batches, on_device, following)
     run.progress.position = advance(run, is_applied=result.is_applied)
     is_spike = run.guards.spikes.is_spike(iteration, result, run.data.train.last_samples)
     figures = run.meter.finish() if run.meter is not None else {}
     run.reporter.train(run.position, result, batches, is_spike, run.data.train.step_packs, figures)
     return result.stop
+
+
+def updates(
+    run: Run,
+    iteration: int,
+    batches: Sequence[PackedBatch],
+    on_device: Sequence[PackedBatch],
+    following: Sequence[PackedBatch],
+) -> StepResult:
+    """Make the updates of an iteration: one, or --rollout-updates with the same completions.
+
+    Return the result of the last, with the time of all.
+    """
+    phase, count = partial(run.phase, iteration=iteration), run.config.feedback.rollout_updates
+    results: list[StepResult] = []
+    for update in range(count):
+        observe = run.meter if update == 0 else None  # it compares with the weights that sampled
+        calls = run.guards.stopper.exchange, phase, following, observe
+        results.append(train_step(run.engine, on_device, *calls, ends_iteration=update == count - 1))
+        try:
+            run.guards.non_finite.judge(iteration, results[-1], batches)
+        except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished
+            finish_save(run, iteration)
+            raise
+    stop = next((one.stop for one in results if one.stop is not None), None)
+    return replace(results[-1], step_time_ms=sum(one.step_time_ms for one in results), stop=stop)
 
 
 def advance(run: Run, is_applied: bool) -> TrainingPosition:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config, ParallelConfig, TeacherConfig
+from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
@@ -24,9 +26,11 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
 from mkd.plan.checks.model_alone import find_model_problems, teacher_alone
 from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform, processes_of_machine
+from mkd.platform.fp8_support import fp8_problems
 from mkd.run.build_engine import build_teacher_parts, load_weights
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.tokenizers.load import load_tokenizer
@@ -73,6 +77,7 @@ def plan_model(
     if teacher is not None:
         alone, models = teacher_alone(config, shape, teacher)
         problems += check_machine(alone, world_size, processes_of_machine(world_size), models)
+        problems += fp8_problems(fp8_recipes(alone))
     if problems:
         return None
     assert source is not None, "a model without a source is a problem"
@@ -113,10 +118,16 @@ def evaluate_student(
         raise ErrorList(problems)
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.source.assets))
+    images = image_reader(
+        plan.source.assets, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side
+    )
     context = plan.join(platform)
-    sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
+    seen: dict[str, Any] = dict(images=images, sequence_parallel=config.parallel.sequence_parallel)
+    sizes: dict[str, Any] = dict(
+        seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size
+    )
     vocab_size = plan.source.shape.vocab_size
-    evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
+    evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes, **seen)
     for line in evaluator.describe():
         LOG.info(line)
     metrics = evaluator.evaluate(plan.build(context))

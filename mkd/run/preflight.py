@@ -20,6 +20,7 @@ from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.build import require_file, require_text, require_vocabulary
 from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
 from mkd.data.images.conversation import ConversationImages
+from mkd.data.pairs import require_pairs
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
@@ -78,7 +79,8 @@ def open_tokenizers(
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     images = None
     if student is not None:
-        images = collect_error(problems, partial(open_images, config, student, teachers, tokenizer))
+        folders = [None if one is None else one.assets for one in teachers]
+        images = collect_error(problems, partial(open_images, config, student.assets, folders, tokenizer))
     return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)), images)
 
 
@@ -189,6 +191,9 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
         max_bad_records = config.data.max_bad_records
         found = collect_error(problems, partial(_kinds_in, flag, path, tokenizers, max_bad_records))
         kinds |= found or set()
+        if found:
+            wanted = config.feedback.has_pairs
+            collect_error(problems, partial(require_pairs, found, wanted, f"{flag} {path}"))
         if found and "messages" in found and tokenizers is not None and not max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
     if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:

@@ -20,12 +20,14 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.verdict import describe
 from mkd.platform import processes_of_machine
+from mkd.platform.fp8_support import fp8_problems
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
 from mkd.run.rollout_preflight import rollout_problems
@@ -38,7 +40,7 @@ class Plan:
 
     config: Config
     student: ModelSource
-    # The teachers that run: none if kd_ratio is 0 or the teacher is stored.
+    # The teachers that run, or the reference: none if no loss reads them, or the teacher is stored.
     teachers: tuple[ModelSource, ...]
     batch: BatchPlan
     virtual_stages: int
@@ -49,8 +51,14 @@ class Plan:
 
     @property
     def assets(self) -> HFAssets:
-        """Small files that are written beside the student's weights, with the tokenizer of the run."""
-        return HFAssets(self.student.assets, self.tokenizers.source)
+        """Small files that are written beside the student's weights, with the tokenizer of the run.
+
+        With --max-image-side transformers must see the images that the student has learned from.
+        """
+        assert self.tokenizers is not None, "a plan without problems has tokenizers"
+        images = self.tokenizers.images if self.config.data.max_image_side is not None else None
+        changed = None if images is None else images.processor
+        return HFAssets(self.student.assets, self.tokenizers.source, changed)
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
@@ -92,7 +100,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     teachers = zip(teacher_roles(config.teachers), config.teachers, strict=True)
     sources: list[ModelSource | None] = []
     stored_teacher = None
-    if config.kd.kd_ratio > 0:
+    if config.needs_models:
         sources = [locate_model(problems, role, one) for role, one in teachers]
     shapes = [source.shape if source else None for source in sources]
     if sources and config.teachers[0].topk:
@@ -102,6 +110,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += find_problems(config, world_size, student.shape if student else None, shapes)
     models = tuple(planned_models(config, (student.shape if student else None, *shapes)))
     problems += check_machine(config, world_size, processes_of_machine(world_size), models)
+    problems += fp8_problems(fp8_recipes(config))
     tokenizers = open_tokenizers(problems, config, student, sources)
     paths = data_paths(problems, config)
     problems += data_problems(paths, tokenizers, config)

@@ -42,7 +42,7 @@ from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identit
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
-from mkd.run.rollouts_setup import build_prompts, build_rollouts
+from mkd.run.rollouts_setup import build_prompts, build_rewards, build_rollouts
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
@@ -69,8 +69,11 @@ def build_run(
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
-    tasks = build_tasks(config, tokenizer, vocab_size, context)
+    tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
     prompts = build_prompts(plan)
+    rewards = build_rewards(plan, prompts, context, phases)
+    if rewards is not None:
+        cleanup.add(lambda error: rewards.calls.close())
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
     engine, state = build_engine(
@@ -88,7 +91,7 @@ def build_run(
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:
-        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases)
+        rollouts, meter = build_rollouts(plan, engine, state, prompts, train_set, position, phases, rewards)
     streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or train_set, signals)
     phases.follow(guards.stopper)
@@ -150,7 +153,7 @@ def build_streams(
         data_parallel_size=context.dp_size,
         context_parallel_rank=context.cp_rank,
         context_parallel_size=context.cp_size,
-        images=image_layout(context, plan.config.parallel.sequence_parallel),
+        images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
@@ -159,14 +162,6 @@ def build_streams(
     if valid_set is not None and training.eval_iters:
         held_out = EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
     return rollouts or TrainStream(train_set, **order, **sizes), held_out
-
-
-def image_layout(context: ParallelContext, sequence_parallel: bool) -> ImageLayout:
-    """Return this rank's share of the images of a row."""
-    tensor_rank, tensor_size = (context.tp_rank, context.tp_size) if sequence_parallel else (0, 1)
-    rank = context.cp_rank * context.tp_size + context.tp_rank
-    ranks = context.cp_size * context.tp_size
-    return ImageLayout(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:

@@ -6,9 +6,10 @@ data settings make, under any layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.config.split import parse_split
-from mkd.data.batch import PackedBatch, collate
+from mkd.data.batch import Pack, PackedBatch, collate
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
+from mkd.evaluation.scores import MICROBATCHES_PER_STAGE, RowImages
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -37,6 +41,8 @@ from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_data import open_data
+from mkd.run.image_reader import open_images
+from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
 from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
@@ -60,10 +66,11 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """A teacher that runs alone, and the tokenizer of the run."""
+    """A teacher that runs alone, with the tokenizer of the run and its reader of images."""
 
     teacher: ModelPlan
     tokenizer: Tokenizer
+    images: ConversationImages | None = None  # reads the images of conversations; None: the models read none
 
     @property
     def config(self) -> Config:
@@ -89,11 +96,11 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
     build = SharedBuild(context, Signals(), Phases())
-    train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build)
+    train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build, images=plan.images)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
     parts = {name: len(dataset) for name, dataset in datasets.items()}
     meta = _describe(plan, settings, vocab_size, parts, context)
-    exporter = _Exporter.build(plan.teacher, settings.out, meta, context)
+    exporter = _Exporter.build(plan, settings.out, meta, context)
     for part, dataset in datasets.items():
         exporter.export(part, dataset)
     context.leave()
@@ -116,18 +123,27 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     collect_error(problems, lambda: parse_split(config.data.split))
     # The run reads with its own tokenizer, the student's, or the teacher's.
     kind, name = config.data.tokenizer_type, config.data.tokenizer_model or config.student.hf
-    tokenizer = teacher and collect_error(
-        problems, lambda: load_tokenizer(kind, name or str(teacher.source.assets))
-    )
-    if tokenizer is not None:
-        problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
+    tokenizer = images = None
+    if teacher is not None:
+        source, folder = teacher.source, name or str(teacher.source.assets)
+        tokenizer = collect_error(problems, lambda: load_tokenizer(kind, folder))
+    if teacher is not None and tokenizer is not None:
+        problems += wider_than_head(tokenizer, config, "teacher", source)
+        images = collect_error(problems, partial(_open_images, config, source, tokenizer))
     paths = data_paths(problems, config)
-    tokenizers = tokenizer and Tokenizers(tokenizer, (), None, ())
+    tokenizers = None if tokenizer is None else Tokenizers(tokenizer, (), None, ())
     problems += data_problems(paths, tokenizers, config)
     problems += disk_problems(list(cache_writes(config, paths)))
     if problems:
         raise ErrorList(problems)
-    return ExportPlan(teacher, tokenizer)
+    assert teacher is not None and tokenizer is not None, "what is missing is a problem"
+    return ExportPlan(teacher, tokenizer, images)
+
+
+def _open_images(config: Config, teacher: ModelSource, tokenizer: Tokenizer) -> ConversationImages | None:
+    """Return the reader of the student's images; of the teacher's if no student is given."""
+    student = resolve_hf(config.student.hf) if config.student.hf else teacher.assets
+    return open_images(config, student, [teacher.assets], tokenizer)
 
 
 def _make_folder(out: Path) -> None:
@@ -164,6 +180,11 @@ def _describe(
     return outcome
 
 
+def _precision(teacher: TeacherConfig | None) -> str:
+    assert teacher is not None, "the plan is of a teacher"
+    return f"fp8 {teacher.fp8_recipe}" if teacher.precision == "fp8" else teacher.precision
+
+
 def _write_description(
     plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
 ) -> TopKMeta:
@@ -180,6 +201,7 @@ def _write_description(
         data=data_settings(plan.config),
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
+        precision=_precision(plan.teacher.teacher),
     )
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)
@@ -204,16 +226,21 @@ class _Exporter:
     schedule: PipelineSchedule
     stages: list[DistillationStage]
     micro_batch_size: int  # packs
+    row_images: RowImages | None  # None: the models read none
 
     @classmethod
-    def build(cls, teacher: ModelPlan, out: Path, meta: TopKMeta, context: ParallelContext) -> _Exporter:
+    def build(cls, plan: ExportPlan, out: Path, meta: TopKMeta, context: ParallelContext) -> _Exporter:
         """Build the teacher with its weights."""
-        models, training = teacher.build(context), teacher.config.training
+        models, training = plan.teacher.build(context), plan.config.training
         stages = [stage.eval() for stage in join_stages(models)]
         communicator = P2PCommunicator(context.pp_group, models[0].config)
         tokens = training.micro_batch_size * training.seq_length
         schedule = PipelineSchedule(context, communicator, tokens)
-        return cls(out, meta, context, schedule, stages, training.micro_batch_size)
+        layout = ImageLayout.of_context(context, plan.config.parallel.sequence_parallel)
+        row_images = None
+        if plan.images is not None:
+            row_images = partial(images_of_row, images=plan.images, layout=layout)
+        return cls(out, meta, context, schedule, stages, training.micro_batch_size, row_images)
 
     def export(self, part: str, dataset) -> None:
         """Make the missing shards, one per replica at a time. A replica with less to do runs empty packs."""
@@ -237,20 +264,36 @@ class _Exporter:
         # Replicas may share the teacher's experts, or its layers: all run as many packs as the largest has.
         largest = max(len(self.meta.shard_samples(part, one)) for one in shards)
         packs += [dataset.empty_pack()] * (largest + -largest % unit - len(packs))
-        sharded, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
-        rows = [collate(packs[first : first + size]) for first in range(0, len(packs), size)]
-        batches = [row.context_parallel_shard(*sharded).to(self.context.device) for row in rows]
+        at_once = self.micro_batch_size * MICROBATCHES_PER_STAGE * self.context.pp_size
         is_writer = self.context.holds_last_stage and self.context.tp_rank == self.context.cp_rank == 0
         path = None if shard is None else self.meta.shard_path(self.out, part, shard)
         with ShardWriter(path, self.meta) if is_writer and path else nullcontext() as writer:
             collector = _Collector(self.meta, self.context, digests, writer)
-            not_finite = self.schedule.run(self.stages, batches, collector, forward_only=True)[0]
+            not_finite = 0
+            for first in range(0, len(packs), at_once):
+                batches = self._batches(packs[first : first + at_once])
+                not_finite += int(self.schedule.run(self.stages, batches, collector, forward_only=True)[0])
             if not_finite:
-                count, size = int(not_finite), self.meta.samples_per_shard
-                what = f"{self.meta.teacher}: the teacher's predictions of {count} positions are not finite"
+                size = self.meta.samples_per_shard
+                what = (
+                    f"{self.meta.teacher}: the teacher's predictions of {not_finite} positions are not finite"
+                )
                 why = f"they are in {part} shards {', '.join(map(str, shards))} of {size} packs each"
                 do = "check the teacher's weights, for example with `mkd parity`"
                 raise NonFiniteError(what, why, do, code="teacher-not-finite")
+
+    def _batches(self, packs: Sequence[Pack]) -> list[PackedBatch]:
+        """Return this rank's micro-batches of packs, with its share of their images, on the device."""
+        place, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
+        batches = []
+        for of_batch in (packs[first : first + size] for first in range(0, len(packs), size)):
+            whole = collate(of_batch)
+            batch = whole.context_parallel_shard(*place)
+            if self.row_images is not None:
+                images = self.row_images(of_batch, whole, context_parallel=place)
+                batch = replace(batch, images=images)
+            batches.append(batch.to(self.context.device))
+        return batches
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from mkd.errors import UsageError
 from mkd.tokenizers.chat import (
@@ -218,13 +218,33 @@ def load_hugging_face(model: str) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise UsageError(
-            f"{model}: no Hugging Face tokenizer could be loaded",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}",
-            "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
-            code="tokenizer-not-loadable",
-        ) from error
+        raise _not_loadable(model, error) from error
     return HuggingFaceTokenizer(require_fast(hf, model))
+
+
+def _not_loadable(model: str, error: Exception) -> UsageError:
+    """Return the error for a tokenizer that raised `error`: transformers reads its config.json first."""
+    config = Path(model) / "config.json"
+    if config.is_file():
+        try:
+            AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        except Exception as refusal:  # some checks of transformers raise errors of their own classes
+            return UsageError(
+                f"transformers refuses {config}",
+                f"{_in_one_line(refusal)}; it reads the file with the tokenizer, and with every export",
+                "correct the file, or download it again",
+                code="model-config-refused",
+            )
+    return UsageError(
+        f"{model}: no Hugging Face tokenizer could be loaded",
+        _in_one_line(error),
+        "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
+        code="tokenizer-not-loadable",
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}"
 
 
 def require_fast(hf: Any, name: str) -> Any:

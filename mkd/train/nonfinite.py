@@ -119,6 +119,8 @@ def blamed(sums: LossSums) -> list[str]:
     divergences = [one.kd for name, one in sums.teachers.items() if name not in teachers]
     if not math.isfinite(sum((*divergences, *sums.auxiliary.values()), sums.ce)):
         found.append("the student")
+    if sums.feedback is not None and not math.isfinite(sums.feedback.feedback):
+        found.append("the student or the reference")
     return found
 
 

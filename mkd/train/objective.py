@@ -12,14 +12,19 @@ from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
-from mkd.train.sums import CROSS_ENTROPY, LossSums, ReportLayout
-from mkd.train.teachers.base import LossInput, Teacher, Term
+from mkd.train.sums import OF_NO_TEACHER, LossSums, ReportLayout
+from mkd.train.teachers.base import FeedbackTerm, LossInput, Teacher, Term
 from mkd.train.teachers.same_tokens import CrossEntropy, SameTokens
 from mkd.train.teachers.weights import pack_weights
 
 
-def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False) -> tuple[Term, ...]:
-    """Return the terms of the loss: the cross entropy, and one for every teacher.
+def loss_terms(
+    kd: KDConfig,
+    teachers: Sequence[Teacher],
+    with_ce_metric: bool = False,
+    feedback: FeedbackTerm | None = None,
+) -> tuple[Term, ...]:
+    """Return the terms of the loss: the cross entropy, or judged answers (`feedback`), and every teacher's.
 
     Each term runs its own pass over the heads, so that no term waits for another. If there is a single
     teacher, it computes the cross entropy in its pass, if it can. `with_ce_metric` measures the cross entropy
@@ -27,6 +32,9 @@ def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool =
     """
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
+    if feedback is not None:
+        of_teachers = (replace(one, factor=kd.kd_ratio) for one in teachers if kd.kd_ratio)
+        return (replace(feedback, factor=1 - kd.kd_ratio), *of_teachers)
     if len(teachers) == 1 and teachers[0].can_take_cross_entropy:
         return (teachers[0].with_cross_entropy(kd.kd_ratio, with_ce_metric),)
     terms = tuple(replace(one, factor=kd.kd_ratio) for one in teachers)
@@ -54,7 +62,8 @@ class Objective:
 
     @property
     def layout(self) -> ReportLayout:
-        return ReportLayout(tuple(term.name for term in self.terms), self.auxiliary_names)
+        measures = {term.name: term.measures for term in self.terms}
+        return ReportLayout(tuple(measures), self.auxiliary_names, measures)
 
     @property
     def num_sums(self) -> int:
@@ -90,5 +99,5 @@ class Objective:
         """
         fp32_logits = self.kd.kd_fp32_logits or not torch.is_grad_enabled()
         given = LossInput(stage, output, batch, self.context, fp32_logits)
-        teachers = [term for term in self.terms if term.name != CROSS_ENTROPY]
+        teachers = [term for term in self.terms if term.name not in OF_NO_TEACHER]
         return replace(given, pack_weights=pack_weights(self.kd, teachers, given))

@@ -18,7 +18,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
 from mkd.config.schema import Config
 from mkd.models.stage import DistillationStage
@@ -50,7 +50,7 @@ def wrap_stages(
     wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
     for stage in stages:
         stage.config.finalize_model_grads_func = partial(_finalize, after_backward)
-        _accumulate_inside_products(stage)
+        accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
         first.no_sync_func = [stage.no_sync for stage in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
@@ -61,13 +61,13 @@ def wrap_stages(
     return wrapped
 
 
-def _accumulate_inside_products(stage: DistillationStage) -> None:
+def accumulate_inside_products(model: nn.Module) -> None:
     """Let Transformer Engine's layers add weight gradients to the fp32 buffers inside the matrix products.
 
     Megatron's own flag, gradient_accumulation_fusion, requires apex, but only Megatron's own linear layers
     need apex.
     """
-    for module in stage.modules():
+    for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
 
@@ -88,7 +88,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule, which counts updates."""
+    """AdamW over the student, and its learning-rate schedule, which counts iterations with an update."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -108,7 +108,12 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, exchange: Callable[[bool], StepAgreement] = without_peers) -> Update:
+    def update(
+        self,
+        loss_sum: float,
+        exchange: Callable[[bool], StepAgreement] = without_peers,
+        ends_iteration: bool = True,  # False: another update of the iteration follows
+    ) -> Update:
         """Check, clip and update.
 
         Unless all ranks are finite, parameters, state and schedule stay bit-identical. `exchange` gets True
@@ -124,9 +129,10 @@ class StudentOptimizer:
             clip = self.optimizer.config.clip_grad
             if clip > 0:
                 for inner in self.optimizer.chained_optimizers:  # weights of experts have their own
-                    clip_grad_by_total_norm_fp32(inner.get_parameters(), clip, grad_norm)
+                    if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
+                        clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=1)
+        self.scheduler.step(increment=int(ends_iteration))
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:

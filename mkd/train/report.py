@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,14 +105,14 @@ class Reporter:
         self._write({"teacher_share": math.nan} | record, line)
 
     @property
-    def open_interval(self) -> dict:
+    def open_interval(self) -> dict[str, Any]:
         """The steps since the last record, for a checkpoint; {} if there are none."""
         if not self._steps:
             return {}
         losses = [asdict(self._losses)] if self._losses else []
         return {"steps": self._steps, "sums": self.interval.state, "losses": losses}
 
-    def go_on(self, open_interval: Mapping) -> None:
+    def go_on(self, open_interval: Mapping[str, Any]) -> None:
         """Continue the interval that was open when a checkpoint was saved.
 
         Earlier versions saved the losses among the sums, each already divided by its rows in its step. Such
@@ -140,7 +141,7 @@ class Reporter:
     def close(self) -> None:
         self.logger.close()
 
-    def _write(self, record: dict, line: str) -> None:
+    def _write(self, record: dict[str, Any], line: str) -> None:
         """Write the record, with null for losses that this run does not compute, and print the line."""
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
@@ -150,7 +151,7 @@ class Reporter:
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Return the sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", *_TEACHER_KEYS}
-        absent |= set() if with_ce else {"ce"}
+        absent |= set() if with_ce and sums.feedback is None else {"ce"}
         present = ((name, value) for name, value in sums.token_sums().items() if name not in absent)
         return {_LOSS_KEYS.get(name, name): value for name, value in present}
 

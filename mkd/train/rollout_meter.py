@@ -73,8 +73,9 @@ class RolloutMeter:
             f"rollout/kl_quarter_{i + 1}": mean(*pair) for i, pair in enumerate(zip(kl, counts, strict=True))
         }
         count = sum(counts)
-        found |= {"rollout/teacher_nll": mean(nll, count), "rollout/logp_gap": mean(gap, count)}
-        return self.stream.figures | found
+        found["rollout/teacher_nll"] = mean(nll, count)
+        found = found if self.teachers else {}
+        return self.stream.figures | found | {"rollout/logp_gap": mean(gap, count)}
 
     def _logp(self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor) -> Tensor:
         """Return ln p of the labels of `rows`, fp64 [n]."""

@@ -2,8 +2,9 @@
 
 The global batch is cut into micro-batches, and each of them passes through all stages of the pipeline
 (schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
-stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, and
-the divergence from each teacher (teachers/). Then the optimizer makes one update (optimizer.py).
+stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, or a
+loss of judged answers (feedback/), and the divergence from each teacher (teachers/). Then the optimizer
+makes one update (optimizer.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
-from mkd.train.teachers.base import LossInput, Teacher, Term
+from mkd.train.teachers.base import FeedbackTerm, LossInput, Teacher, Term
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Engine:
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
     experts: ExpertMonitor | None = None  # None: the student is dense
+    feedback: FeedbackTerm | None = None  # takes the place of the cross entropy; None: nothing is judged
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -84,6 +86,7 @@ def train_step(
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext,  # entered for each part of the step
     following: Sequence[PackedBatch] = (),  # of the next step, for teachers that run ahead; (): none is known
     observe: Callable[[LossInput], None] | None = None,  # called on the last stage for every micro-batch
+    ends_iteration: bool = True,  # see StudentOptimizer.update
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
@@ -103,7 +106,7 @@ def train_step(
             sums, load = routed.added_to(sums), routed.load
     with phase(OPTIMIZER):
         learning_rate = engine.optimizer.learning_rate
-        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
+        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange, ends_iteration)
         if engine.experts is not None and agreed.finite:
             engine.experts.move_biases(routed)
     step_time_ms = 1000 * (time.perf_counter() - start)
@@ -118,7 +121,7 @@ def training_objective(
     """Return the objective of one step, with the row counts of its global batch. Collective."""
     if engine.experts is not None:
         engine.experts.start_step(microbatches)
-    terms = loss_terms(engine.kd, engine.teachers)
+    terms = loss_terms(engine.kd, engine.teachers, feedback=engine.feedback)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.clamp(min=1).float()
     return Objective(engine.kd, engine.context, terms, inverse_counts, engine.auxiliary_names, observe)

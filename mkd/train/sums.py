@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ Number = Tensor | float | None
 """A sum of one micro-batch: a 0-dim tensor, a Python number, or None if not computed (counts as 0)."""
 
 CROSS_ENTROPY = "cross entropy"
-"""Name of the term that belongs to no teacher; the blank keeps it apart from the names of teachers."""
+PREFERENCE, POLICY = "preference loss", "policy loss"
+OF_NO_TEACHER = (CROSS_ENTROPY, PREFERENCE, POLICY)
+"""Names of the terms that belong to no teacher; the blank keeps them apart from the names of teachers."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class TermSums:
     """The sums of one term of the loss over its rows.
 
     Rows are loss tokens, or the aligned chunks of a cross-tokenizer teacher. A row counts with the teacher's
-    weight in its pack. The cross entropy alone fills `student_ce` only.
+    weight in its pack. The cross entropy alone fills `student_ce` only. A loss of judged answers fills
+    `feedback`, `rows` (pairs or tokens) and its `measures`.
     """
 
     student_ce: Number = 0.0  # the student's cross entropy, nats, if this term computed it
@@ -32,10 +36,16 @@ class TermSums:
     tokens: Number = 0.0  # ... both over this number of tokens
     top1_agreement: Number = 0.0
     compared: Number = 0.0  # rows that count for `top1_agreement`
+    feedback: Any = 0.0  # loss of judged answers; see mkd/train/feedback
+    measures: Mapping[str, Any] = field(default_factory=dict)  # sums over rows by metric key
 
     def __add__(self, other: TermSums) -> TermSums:
-        mine, others = asdict(self), asdict(other)
-        return TermSums(**{name: mine[name] + others[name] for name in mine})
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in NUMBERS}
+        both = {name: value + other.measures[name] for name, value in self.measures.items()}
+        return TermSums(**numbers, measures=both)
+
+
+NUMBERS = tuple(part.name for part in fields(TermSums) if part.name != "measures")
 
 
 @dataclass(frozen=True)
@@ -44,17 +54,20 @@ class ReportLayout:
 
     terms: Sequence[str]  # names
     auxiliary: Sequence[str] = ()  # names of the auxiliary losses
+    measures: Mapping[str, Sequence[str]] = field(default_factory=dict)  # term -> keys of its measures
 
     @property
     def size(self) -> int:
-        return 1 + len(self.terms) * len(fields(TermSums)) + len(self.auxiliary)
+        num_measures = sum(len(keys) for keys in self.measures.values())
+        return 1 + len(self.terms) * len(NUMBERS) + num_measures + len(self.auxiliary)
 
     def to_vector(
         self, num_loss_tokens: Tensor, terms: Mapping[str, TermSums], auxiliary: Mapping[str, Tensor]
     ) -> Tensor:
         """Return the sums of one micro-batch as a vector, fp64 [size], on the device of `num_loss_tokens`."""
         values: list[Number] = [num_loss_tokens]
-        values += [getattr(terms[name], part.name) for name in self.terms for part in fields(TermSums)]
+        values += [getattr(terms[name], number) for name in self.terms for number in NUMBERS]
+        values += [terms[name].measures[key] for name, keys in self.measures.items() for key in keys]
         values += [auxiliary[name] for name in self.auxiliary]
         zero = torch.zeros((), dtype=torch.float64, device=num_loss_tokens.device)
         return torch.stack([_as_double(value, zero) for value in values])
@@ -63,15 +76,16 @@ class ReportLayout:
         """Return the sums of added-up vectors [size]. Waits for the device."""
         num_loss_tokens, *values = vector.tolist()
         left = iter(values)
-        terms = {
-            name: TermSums(**{part.name: next(left) for part in fields(TermSums)}) for name in self.terms
-        }
+        terms = {name: TermSums(**{number: next(left) for number in NUMBERS}) for name in self.terms}
+        for name, keys in self.measures.items():
+            terms[name] = replace(terms[name], measures={key: next(left) for key in keys})
         return LossSums(
             kd_ratio,
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
-            teachers={name: one for name, one in terms.items() if name != CROSS_ENTROPY},
+            teachers={name: one for name, one in terms.items() if name not in OF_NO_TEACHER},
             auxiliary={name: next(left) for name in self.auxiliary},
+            feedback=next((terms[name] for name in (PREFERENCE, POLICY) if name in terms), None),
         )
 
 
@@ -91,6 +105,7 @@ class LossSums:
     teachers: Mapping[str, TermSums]  # by name
     auxiliary: Mapping[str, float] = field(default_factory=dict)  # name -> sum over the loss tokens
     num_steps: int = 1
+    feedback: TermSums | None = None  # of judged answers, which take the place of the cross entropy
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums of both together. Both must have the same teachers and auxiliary losses."""
@@ -101,6 +116,7 @@ class LossSums:
             {name: one + other.teachers[name] for name, one in self.teachers.items()},
             {name: one + other.auxiliary[name] for name, one in self.auxiliary.items()},
             self.num_steps + other.num_steps,
+            self.feedback + other.feedback if self.feedback and other.feedback else None,
         )
 
     def named_as(self, other: LossSums) -> LossSums | None:
@@ -109,15 +125,17 @@ class LossSums:
         A resumed run may name a teacher differently, and have another loss if the user accepted that.
         """
         is_same = self.kd_ratio == other.kd_ratio and self.auxiliary.keys() == other.auxiliary.keys()
-        if not is_same or len(self.teachers) != len(other.teachers):
+        measures = [one.feedback and one.feedback.measures.keys() for one in (self, other)]
+        if not is_same or len(self.teachers) != len(other.teachers) or measures[0] != measures[1]:
             return None
         return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
 
     @classmethod
-    def from_state(cls, state: Mapping) -> LossSums:
+    def from_state(cls, state: Mapping[str, Any]) -> LossSums:
         """Return the sums from their `asdict`, as saved in JSON."""
         teachers = {name: TermSums(**one) for name, one in state["teachers"].items()}
-        return cls(**{**state, "teachers": teachers})
+        feedback = TermSums(**state["feedback"]) if state.get("feedback") else None
+        return cls(**{**state, "teachers": teachers, "feedback": feedback})
 
     @property
     def kd_mean(self) -> float:
@@ -127,14 +145,15 @@ class LossSums:
     def token_sums(self) -> dict[str, float]:
         """Return metric name -> sum over `num_loss_tokens`.
 
-        The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`, and
-        `auxiliary_loss/<name>` for each auxiliary loss. A teacher's own metrics are weighted as the teachers
-        are. All but `ce` are means times `num_loss_tokens`, because a teacher's rows may differ from the loss
-        tokens.
+        The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`,
+        `auxiliary_loss/<name>` for each auxiliary loss, and the measures of judged answers. A teacher's own
+        metrics are weighted as the teachers are. All but `ce` are means times `num_loss_tokens`, because
+        other rows may differ from the loss tokens.
         """
-        count = self.num_loss_tokens
+        count, judged = self.num_loss_tokens, self.feedback
         kd = self.kd_mean * count
-        loss = (1 - self.kd_ratio) * self.ce + self.kd_ratio * kd + sum(self.auxiliary.values())
+        of_data = self.ce if judged is None else mean(judged.feedback, judged.rows) * count
+        loss = (1 - self.kd_ratio) * of_data + self.kd_ratio * kd + sum(self.auxiliary.values())
         sums = {"loss": loss, "ce": self.ce, "kd": kd}
         shares = [(mean(one.weight, one.rows), one) for one in self.teachers.values()]
         total = sum(share for share, _ in shares)
@@ -146,6 +165,8 @@ class LossSums:
             value = sum(share * mean(getattr(one, part), getattr(one, out_of)) for share, one in shares)
             sums[name] = mean(value, total) * count
         sums |= {f"auxiliary_loss/{name}": value for name, value in self.auxiliary.items()}
+        if judged is not None:
+            sums |= {key: mean(value, judged.rows) * count for key, value in judged.measures.items()}
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:

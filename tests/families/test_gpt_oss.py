@@ -73,6 +73,8 @@ def test_missing_keys_are_those_of_transformers():
         ("routing-not-supported", {"num_experts_per_tok": 1}),
         ("experts-of-a-token", {"num_experts_per_tok": 33}),
         ("layer-types-incomplete", {"num_hidden_layers": 23}),
+        ("sliding-window-missing", {"sliding_window": None}),
+        ("sliding-window-missing", {"sliding_window": None, "layer_types": None}),
         ("rope-not-supported", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("model-config-value-not-valid", {"swiglu_limit": 0}),
     ],

@@ -115,6 +115,16 @@ def test_known_models_are_refused_by_name(model_type):
         ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 0}}, "model-config-value-not-valid"),
         ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 24}}, "tile-not-divisible"),
         ({"text_config": {"model_type": "bert"}}, "model-type-not-supported"),
+        *(
+            (
+                {"text_config": vision_config("smolvlm").text_config.to_dict() | one},
+                "vision-model-not-supported",
+            )
+            for one in (
+                {"model_type": "gemma3_text"},
+                {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+            )
+        ),
     ],
 )
 def test_broken_configurations_are_named(change, code):

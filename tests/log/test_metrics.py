@@ -36,7 +36,13 @@ def test_registry_holds_the_contract_keys_once_in_order():
     ]
     own_text = ["length", "truncated", "repetition", "entropy", "teacher_nll"]
     own_text += [f"kl_quarter_{number}" for number in (1, 2, 3, 4)]
-    more += [*(f"rollout/{name}" for name in (*own_text, "logp_gap", "time_ms")), "peak_memory_gib"]
+    more += [
+        *(f"rollout/{name}" for name in (*own_text, "logp_gap", "time_ms")),
+        "dpo/margin",
+        "dpo/accuracy",
+    ]
+    more += [f"reward/{name}" for name in ("mean", "std0_groups", "failed", "clipped")]
+    more += ["peak_memory_gib"]
     assert [metric.name for metric in METRICS] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS)
 

@@ -41,6 +41,12 @@ def test_the_numbers_are_those_of_the_run():
     assert "forward KL only" in skewed["same in ModelOpt"]
 
 
+def test_a_teacher_in_fp8_is_another_teacher():
+    assert "FP8" not in card("--teacher-fp8-recipe", "tensorwise")["KD"]
+    blockwise = card("--teacher-precision", "fp8", "--teacher-fp8-recipe", "blockwise")["KD"]
+    assert blockwise.endswith("; p_t of layers in FP8 (E4M3, blockwise scales)")
+
+
 def test_parts_that_do_not_exist_are_left_out():
     assert "CE" not in card("--kd-ratio", 1)
     plain = rows(loss_card(config("--kd-ratio", 0), STUDENT, []))

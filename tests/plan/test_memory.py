@@ -8,6 +8,7 @@ from itertools import zip_longest
 import pytest
 
 from mkd.config.schema import XTokenConfig
+from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
@@ -239,6 +240,24 @@ def test_peers_keep_their_parts_of_all_layers_and_two_whole_ones():
         teachers = dict(teachers=(TEACHER, TEACHER), data_parallel=4)
         (two,) = predict(settings=several_split, **teachers)
         assert two.device_gib - whole.device_gib == pytest.approx(groups * NCCL_GIB)
+
+
+def test_a_teacher_in_fp8_has_one_byte_a_weight_and_scales():
+    """Norms, embedding and head stay bf16. The input of the MLP's second product is there in FP8 as well."""
+    matrices = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    fp8, block = ("--teacher-precision", "fp8"), ("--teacher-fp8-recipe", "blockwise")
+    (whole,), (tensor,), (blocks,) = predict(), predict(*fp8), predict(*fp8, *block)
+    assert whole.teacher_gib - tensor.teacher_gib == pytest.approx(36 * matrices / GIB)
+    assert blocks.teacher_gib - tensor.teacher_gib == pytest.approx(36 * matrices / 128**2 * 4 / GIB)
+    (host,), (peers,) = (
+        predict(*fp8, "--teacher-residency", *place, data_parallel=4)
+        for place in (("host",), ("peers", "--teacher-peers", 4))
+    )
+    layer = matrices + 2 * (2 * 4096 + 2 * 128)
+    assert tensor.teacher_gib - host.teacher_gib == pytest.approx(34 * layer / GIB)
+    assert peers.teacher_gib - host.teacher_gib == pytest.approx(36 / 4 * layer / GIB)
+    teacher = Activations(config(), TEACHER, 2, SEQ_LENGTH)
+    assert teacher.forward_bytes(is_fp8=True) - teacher.forward_bytes() == SEQ_LENGTH * 12288
 
 
 def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():

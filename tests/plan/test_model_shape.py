@@ -138,6 +138,10 @@ def test_the_kinds_of_layers_decide_the_window(family):
         ModelShape.from_hf_config(config | {"layer_types": [FULL, "chunked_attention"]})
     with refused("layer-types-incomplete"):
         ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING, FULL]})
+    nothing = config | {"sliding_window": None, "max_window_layers": 0}
+    assert ModelShape.from_hf_config(nothing).sliding_windows == ()
+    with refused("sliding-window-missing", CheckpointError):
+        ModelShape.from_hf_config(nothing | {"layer_types": [FULL, SLIDING]})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -195,8 +199,13 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     # the others ignore the factor
     assert ours.common("rope").rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)
-    nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
-    assert nothing.sliding_windows == () and nothing.num_query_groups == 32
+    nothing = sizes | {"sliding_window": None, "num_key_value_heads": None}
+    if family == "gemma3_text":  # its layers have kinds
+        with refused("sliding-window-missing", CheckpointError):
+            ModelShape.from_hf_config(nothing)
+    else:
+        shape = ModelShape.from_hf_config(nothing)
+        assert shape.sliding_windows == () and shape.num_query_groups == 32
     few = CONFIG | {"model_type": family, "num_attention_heads": 64, "hidden_size": 2048}
     assert ModelShape.from_hf_config(few).num_query_groups == AutoConfig.for_model(**few).num_key_value_heads
 

@@ -13,6 +13,7 @@ from tests.plan.shapes import MOE_TEACHER, STUDENT, TEACHER, config, several
 
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1)
 PEERS = ("--teacher-residency", "peers", "--teacher-peers")
+PLACES = "device", "2 peers", "4 peers", "8 peers", "host"
 
 
 def forecast(world_size: int, *argv: str | int, teachers=(TEACHER,)) -> Forecast:
@@ -23,9 +24,13 @@ def by_name(pair: Forecast) -> dict[str, PlannedPlace]:
     return {one.place.name: one for one in plan_places(pair)}
 
 
+def in_bf16(planned: dict[str, PlannedPlace]) -> list[PlannedPlace]:
+    return [one for name, one in planned.items() if "fp8" not in name]
+
+
 def test_a_place_costs_what_its_flags_cost():
     planned = by_name(forecast(8, *PEERS, 2))
-    assert [*planned] == ["device", "2 peers", "4 peers", "8 peers", "host", "stored"]
+    assert [*planned] == [*PLACES, *(f"{name}, fp8" for name in PLACES), "stored"]
     for name, one in planned.items():
         argv = one.place.text(is_only=True).split()
         direct = forecast(8, *argv, teachers=() if name == "stored" else (TEACHER,))
@@ -40,10 +45,10 @@ def test_the_fastest_place_that_fits_is_chosen_and_the_simplest_of_equal_ones():
         "2 peers": ("device",),
         "8 peers": ("device", "2 peers", "4 peers"),
     }.items():
-        chosen = choose([*planned.values()], planned[name].need_gib)
+        chosen = choose(in_bf16(planned), planned[name].need_gib)
         assert chosen is planned[name], name
         assert all(planned[other].need_gib > chosen.need_gib for other in others)
-    assert choose([*planned.values()], planned["host"].need_gib).place.name == "host"
+    assert choose(in_bf16(planned), planned["host"].need_gib).place.name == "host"
     assert planned["host"].step_ms > 1.1 * planned["8 peers"].step_ms
 
 
@@ -59,9 +64,9 @@ def test_a_stored_teacher_is_the_last_choice():
     planned = by_name(forecast(8))
     stored, host = planned["stored"], planned["host"]
     assert stored.need_gib < host.need_gib and stored.step_ms < planned["device"].step_ms
-    assert choose([*planned.values()], host.need_gib).place.name == "host"
-    assert choose([*planned.values()], stored.need_gib) is stored
-    assert choose([*planned.values()], stored.need_gib - 0.1) is None
+    assert choose(in_bf16(planned), host.need_gib).place.name == "host"
+    assert choose(in_bf16(planned), stored.need_gib) is stored
+    assert choose(in_bf16(planned), stored.need_gib - 0.1) is None
 
 
 @pytest.mark.parametrize(
@@ -73,8 +78,9 @@ def test_a_stored_teacher_is_the_last_choice():
     ],
 )
 def test_places_that_are_not_possible_are_left_out(world_size, argv, missing):
-    names = {"device", "2 peers", "4 peers", "8 peers", "host", "stored"}
-    assert names - {*by_name(forecast(world_size, *argv))} == missing
+    found = by_name(forecast(world_size, *argv))
+    assert {*PLACES, "stored"} - {*found} == missing
+    assert {name for name in PLACES if f"{name}, fp8" not in found} == missing - {"stored"}
 
 
 def test_experts_over_processes_leave_fewer_peers():
@@ -83,15 +89,39 @@ def test_experts_over_processes_leave_fewer_peers():
     assert "2 peers" in by_name(forecast(32, *argv, teachers=(MOE_TEACHER,)))
 
 
+def test_fp8_is_the_fastest_and_the_choice_without_it_is_named():
+    planned = by_name(forecast(8))
+    device, fp8 = planned["device"], planned["device, fp8"]
+    assert fp8.step_ms < 0.85 * device.step_ms and fp8.need_gib < device.need_gib - 6
+    assert choose([*planned.values()], device.need_gib) is fp8
+    first, *_ = describe_places(forecast(8), planned["host"].need_gib)
+    assert (
+        ": --teacher-precision fp8 --teacher-residency host; without FP8: --teacher-residency host;" in first
+    )
+    first, *_ = describe_places(
+        forecast(8, *PEERS, 2, "--teacher-precision", "fp8"), planned["host, fp8"].need_gib
+    )
+    assert first.endswith("without FP8 nothing fits; all places:")
+
+
+def test_teachers_that_cannot_be_in_fp8_are_planned_in_bf16():
+    assert not any("fp8" in name for name in by_name(forecast(8, teachers=(MOE_TEACHER,))))
+    blockwise = forecast(8, "--teacher-precision", "fp8", "--teacher-fp8-recipe", "blockwise")
+    assert by_name(blockwise)["device"] == by_name(forecast(8))["device"]
+    assert by_name(blockwise)["device, fp8"].step_ms > by_name(forecast(8))["device, fp8"].step_ms
+
+
 def test_the_lines_name_the_choice():
     """Without a teacher there are none. Of several, all move, and none can be stored."""
     pair = forecast(8)
     need = by_name(pair)["2 peers"].need_gib
     first, *lines = describe_places(pair, need)
-    assert "--teacher-residency peers --teacher-peers 2;" in first and len(lines) == 6
+    assert "; without FP8: --teacher-residency peers --teacher-peers 2; all places:" in first
+    assert len(lines) == 11
     assert [line.split(":")[0].strip() for line in lines if "does not fit" in line] == ["device"]
     settings = replace(config(*BASE), teachers=several({}, {}).teachers)
     two = Forecast.from_config(settings, 8, STUDENT, (TEACHER, TEACHER))
     first, *lines = describe_places(two, by_name(two)["4 peers"].need_gib)
-    assert "residency: peers, peers: 4 for every teacher;" in first and len(lines) == 5
+    assert "; without FP8: residency: peers, peers: 4 for every teacher;" in first and len(lines) == 10
+    assert "precision: fp8, residency: " in first
     assert describe_places(forecast(8, teachers=()), 80) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,14 @@ from mkd.config.load import load_config
 from mkd.plan.auto_layout import layouts_of
 from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import pair_cost
+from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
 from mkd.plan.towers import tower_flops, tower_parameters
 from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
 from tests.tiny_vision_models import FAMILIES, make_vision_model
+from tools.benchmarks.shapes import shape_of
 
 QWEN, SMOLVLM = ModelShape.from_hf_config(HUB_QWEN), ModelShape.from_hf_config(HUB_SMOLVLM)
 
@@ -72,3 +75,11 @@ def test_a_trained_tower_costs_its_backward():
     assert costs[0].towers.forward_ms == costs[1].towers.forward_ms > 0
     assert costs[0].towers.backward_ms > costs[1].towers.backward_ms == 0
     assert costs[0].towers.backward_ms < 3 * costs[0].towers.forward_ms  # the teacher's has none
+
+
+def test_the_recipe_of_qwen_fits_on_gpus_of_80_gib():
+    recipe = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5_vl_3b_from_7b.yaml"
+    pair = [shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b")]
+    assert pair[0].differences(QWEN) == []
+    forecast = Forecast.from_config(load_config(["--config", str(recipe)]).config, 8, pair[0], pair[1:])
+    assert 60 < forecast.figures()["peak_memory_gib"] < 76

@@ -9,7 +9,7 @@ import pytest
 
 from mkd.errors import ErrorList
 from mkd.plan.forecast import Forecast
-from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
+from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
 from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies, verdict
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
@@ -129,7 +129,7 @@ def test_layers_from_peers_cost_time_only_where_computation_is_shorter():
     for length, is_hidden in ((8192, True), (256, False)):
         plain, split = (forecast(8, "--seq-length", length, *more) for more in ((), peers))
         late_ms = split.stage_times()[0].forward_ms - plain.stage_times()[0].forward_ms
-        gather_ms = 2 * 192e6 * 7 / 8 / LINK_BYTES_PER_MS  # a layer has 192 million weights
+        gather_ms = 2 * 192e6 * 7 / 8 / GATHER_BYTES_PER_MS  # a layer has 192 million weights
         assert late_ms == 0 if is_hidden else 0 < late_ms < gather_ms * layers
         assert is_hidden or gather_ms * layers - late_ms < plain.stage_times()[0].forward_ms
 

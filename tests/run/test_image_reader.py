@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +15,6 @@ from tests.reported import refused
 from tests.tiny_models import add_tokenizer
 
 
-@dataclass(frozen=True)
-class Model:
-    """The part of a ModelSource that the reader needs."""
-
-    assets: Path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_smolvlm(tmp_path_factory.mktemp("student"))
@@ -33,7 +24,7 @@ def open_(folder, *flags, teachers=()):
     teacher_flags = [word for one in teachers for word in ("--teacher-hf", one)]
     config = load_config([str(word) for word in (*flags, *teacher_flags)]).config
     tokenizer = load_hugging_face(str(folder))
-    return open_images(config, Model(folder), [Model(one) for one in teachers], tokenizer)
+    return open_images(config, folder, teachers, tokenizer)
 
 
 def test_the_flags_reach_the_reader(folder, tmp_path):
@@ -52,13 +43,19 @@ def test_a_root_that_cannot_be_used_is_refused(folder, tmp_path):
 
 def test_a_teacher_that_sees_other_images_is_refused(folder, tmp_path):
     finer = make_smolvlm(tmp_path / "finer", tiles=4)
-    for other in (finer, add_tokenizer(tmp_path)):
-        with refused("image-processors-differ"):
-            open_(folder, teachers=[other])
+    with refused("image-processors-differ"):
+        open_(folder, teachers=[finer])
     with refused("image-token-missing"):
         open_(folder, teachers=[make_qwen(tmp_path / "qwen")])
     images = open_(folder, "--max-image-side", 40, teachers=[finer])
     assert images is not None, "with the same limit both make the same tiles"
+
+
+def test_beside_a_teacher_of_text_the_run_reads_text_alone(folder, tmp_path):
+    text = add_tokenizer(tmp_path / "text")
+    assert open_(folder, teachers=[text]) is None
+    with refused("image-processors-differ"):
+        open_(folder, "--image-root", tmp_path, teachers=[text])
 
 
 def test_an_unknown_family_and_a_damaged_processor_are_refused(folder, tmp_path):

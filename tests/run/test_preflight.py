@@ -155,6 +155,16 @@ def test_a_model_without_tokenizer(files, tmp_path):
     assert damaged.what.startswith("the teacher's tokenizer: ") and str(bare) in damaged.what
 
 
+def test_a_configuration_that_transformers_refuses(files, tmp_path):
+    """mkd reads a limit without decimals; transformers loads neither tokenizer nor export of this folder."""
+    folder = add_tokenizer(make_model(tmp_path / "student", "gpt_oss", num_hidden_layers=2))
+    assert problems_of(flags(files, "good", student_hf=folder)) == []
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"swiglu_limit": 7}))
+    (error,) = problems_of(flags(files, "refused", student_hf=folder))
+    assert error.code == "model-config-refused" and str(path) in error.what and "swiglu_limit" in error.why
+
+
 def test_an_export_destroys_nothing(files, tmp_path):
     """Every folder that the run reads is protected."""
     tokenizer = add_tokenizer(tmp_path / "tokenizer")

@@ -33,7 +33,7 @@ def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class):
     try:
         ids = load_tokenizer("HuggingFaceTokenizer", str(folder)).encode("The fox")
     except UsageError as error:
-        assert error.code == "tokenizer-not-loadable"
+        assert error.code == "model-config-refused"
     else:
         assert ids == load_tokenizer("HuggingFaceTokenizer", hf_dir).encode("The fox")
     assert not mark.exists()

@@ -11,6 +11,7 @@ from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP
 
 pytestmark = pytest.mark.gpu
 SINGLE = Layout("one process", flags=BALANCE)
+UPDATES = 2
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
@@ -19,7 +20,7 @@ def reference(request, gpu_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"moe_{request.param}")
     pair = make_moe_pair(folder, HEADS)
     flags = ("--bf16",) if request.param == "bf16" else ()
-    (single,) = gpu_ranks.run(run_layout, 1, SINGLE.with_flags(flags), *pair, folder / "single")
+    (single,) = gpu_ranks.run(run_layout, 1, SINGLE.with_flags(flags), *pair, folder / "single", UPDATES)
     return flags, folder, pair, single
 
 
@@ -37,12 +38,12 @@ def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     flags, folder, pair, single = reference
     skip_unless_gpus_take(layout.ranks)
     layout = layout.with_flags(BALANCE + flags)
-    results = gpu_ranks.run(run_layout, layout.ranks, layout, *pair, folder / "layout")
+    results = gpu_ranks.run(run_layout, layout.ranks, layout, *pair, folder / "layout", UPDATES)
     require_close(errors_of(results, folder, single), folder, flags)
 
 
 def test_grouped_experts_equal_local_experts(reference, gpu_ranks, ranks):
     """The CPU runs one MLP after another, in fp32."""
     flags, folder, pair, single = reference
-    results = ranks.run(run_layout, 1, SINGLE, *pair, folder / "layout")
+    results = ranks.run(run_layout, 1, SINGLE, *pair, folder / "layout", UPDATES)
     require_close(errors_of(results, folder, single), folder, flags)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.invariance import TOLERANCE, Layout, errors_of, require_equal, run_layout
+from tests.train.invariance import TOLERANCE, Layout, build_layout, errors_of, require_equal, run_layout
 from tests.train.moe_invariance import BALANCE, LAYOUTS, make_moe_pair
 
 UPDATES = 2  # the table has more
@@ -39,6 +39,34 @@ def test_layout_equals_one_process(layout, reference, ranks):
     ours, theirs = results[0]["last"], single["last"]
     for name in ("auxiliary_loss/moe_balance", "auxiliary_loss/moe_z"):
         assert ours[name] == pytest.approx(theirs[name], rel=TOLERANCE)
+
+
+def clipped(layout, student, teacher):
+    """Return the number of gradients in each call that clips them."""
+    from mkd.train import optimizer
+    from mkd.train.step import train_step
+
+    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
+    numbers, clip = [], optimizer.clip_grad_by_total_norm_fp32
+
+    def count(parameters, *limits):
+        numbers.append(sum(parameter.grad is not None for parameter in parameters))
+        clip(parameters, *limits)
+
+    optimizer.clip_grad_by_total_norm_fp32 = count
+    try:
+        train_step(engine, batches)
+    finally:
+        optimizer.clip_grad_by_total_norm_fp32 = clip
+    return numbers
+
+
+def test_nothing_is_clipped_on_a_stage_without_experts(reference, ranks):
+    """Transformer Engine's kernels end the process on a list without tensors."""
+    _, pair, _ = reference
+    layout = next(layout for layout in LAYOUTS if "stage without experts" in layout.name)
+    dense, with_experts = ranks.run(clipped, 2, layout, *pair)
+    assert len(dense) == 1 and len(with_experts) == 2 and all(dense + with_experts)
 
 
 def test_the_quick_layouts_are_in_the_table():

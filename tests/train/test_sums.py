@@ -93,7 +93,8 @@ def test_metrics_of_each_teacher_make_the_whole():
 
 
 def test_nothing_is_0():
-    empty = ReportLayout(("one",)).from_vector(torch.zeros(10, dtype=torch.float64), 0.5)
+    layout = ReportLayout(("one",))
+    empty = layout.from_vector(torch.zeros(layout.size, dtype=torch.float64), 0.5)
     assert set(empty.token_sums().values()) == {0.0} and empty.kd_mean == 0
 
 

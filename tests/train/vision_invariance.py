@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.tiny_vision_models import IMAGE, START, Row, make_document, make_row, make_vision_model, row_images
+from tests.train import two_processors
 from tests.train.invariance import (
     DISTRIBUTED,
     NUM_PACKS,
@@ -32,12 +33,14 @@ BUCKET_SIZE = 5000  # parameters
 LENGTH = ("--seq-length", str(SEQ_LENGTH))
 ALL_PARTS = (*LENGTH, "--student-train-parts", "text", "projector", "tower")
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "6,2")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
     Layout("TP2 + SP", 2, tp=2, flags=SP),
     Layout("TP4 + SP, micro-batch 2", 4, tp=4, micro=2, flags=SP),
     Layout("PP2", 2, pp=2),
+    Layout("PP2 uneven", 2, pp=2, flags=UNEVEN),
     Layout("PP2 VPP2", 2, pp=2, vp=2),
     Layout("PP2, units of 2 layers recomputed", 2, pp=2, flags=(*RECOMPUTED, "2")),
     Layout("PP2, units of 4 layers recomputed", 2, pp=2, flags=(*RECOMPUTED, "4")),
@@ -138,7 +141,7 @@ def vision_batches(layout: Layout, context, vision) -> list:
         is_sharded = "--sequence-parallel" in layout.flags
         images = row_images([rows[index] for index in group], sequence_parallel=is_sharded, **place)
         shard = batch.context_parallel_shard(context.cp_rank, context.cp_size)
-        batches.append(replace(shard, images=images))
+        batches.append(replace(shard, images=images).to(context.device))
     return batches
 
 
@@ -170,4 +173,5 @@ TABLES = (
 
 
 if __name__ == "__main__":
-    sys.exit(print_tables(TABLES, run_vision_layout))
+    failed = print_tables(TABLES, run_vision_layout)
+    sys.exit(print_tables(two_processors.TABLES, two_processors.run_two_processors) or failed)

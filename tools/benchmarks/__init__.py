@@ -3,6 +3,7 @@
 Nothing in mkd imports them. In reading order:
 
 cli                    the command line: one subcommand per benchmark
+runners                each benchmark's call, with the defaults of this machine
 machine                the device under test, and the rates that bound everything on it
 measure                time and peak memory of a call
 gate                   the check of every arm against float64 before it is timed
@@ -18,6 +19,10 @@ shapes                 shapes of known models
 synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
 step_benchmark         a whole training step
+megatron_sft           Megatron's own training step
+kernel_times           the time of kernels by kind
+expert_benchmark       a step with experts, beside Megatron's
+vision_benchmark       a step with images
 packing_benchmark      packs against padded batches
 corpus_benchmark       the start of a run on a large corpus
 tokenise_benchmark     tokenisation beside bare `tokenizers`

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,23 @@ import torch.distributed as dist
 from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
 from mkd.platform import Platform, detect
-from tools.benchmarks.benchmark_report import Report, merge
-from tools.benchmarks.machine import Machine, ceilings
+from tools.benchmarks.machine import Machine
 from tools.benchmarks.results import append_figures
-
-if TYPE_CHECKING:
-    from tools.benchmarks.random_engine import PairSettings
-    from tools.benchmarks.synthetic_documents import ChatLengths
+from tools.benchmarks.runners import (
+    is_parallel,
+    run_ceilings,
+    run_chunks,
+    run_corpus,
+    run_experts,
+    run_head,
+    run_logits,
+    run_packing,
+    run_pipeline,
+    run_step,
+    run_tokenise,
+    run_trainers,
+    run_vision,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -70,12 +79,45 @@ def parser() -> argparse.ArgumentParser:
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
+    vision = _add(
+        commands, "vision", run_vision, "a step with images: the plan, its parts, varlen: R21 to R23"
+    )
+    vision.add_argument(
+        "--image-side", type=int, help="patches of an image's side, an even number (default: 40, on a CPU 4)"
+    )
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, packing, pipeline, trainers))
-    _add_layout_flags((step, pipeline))
+    _add_pair_flags((step, packing, pipeline, trainers, vision))
+    _add_layout_flags((step, pipeline, vision))
+    _add_expert_command(commands)
     _add_data_commands(commands)
     return main
+
+
+def _add_expert_command(commands) -> None:
+    text = "a step with experts, beside the teacher's forward and Megatron's SFT step: R10 R20"
+    experts = _add(commands, "experts", run_experts, text)
+    experts.add_argument(
+        "--student-shape",
+        help="student of tools/benchmarks/shapes.py; NAME:N has N of its layers (default: as many layers of "
+        "qwen3-30b-a3b as fit, on a CPU tiny-moe)",
+    )
+    experts.add_argument(
+        "--teacher-shapes",
+        nargs="+",
+        help="teachers (default: qwen3-8b:8 qwen3-235b-a22b:2, on a CPU tiny-teacher tiny-moe)",
+    )
+    experts.add_argument("--seq-length", type=int, help="tokens of a pack (default: 8192, on a CPU 256)")
+    experts.add_argument("--packs", type=int, default=1, help="packs of a micro-batch (default: 1)")
+    experts.add_argument("--microbatches", type=int, default=4, help="micro-batches of a step (default: 4)")
+    experts.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.88,
+        help="share of the GPU that the plan may fill (default: 0.88)",
+    )
+    experts.add_argument("--kernels", type=int, default=12, help="longest kernels to list (default: 12)")
+    experts.add_argument("--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'")
 
 
 def _add_data_commands(commands) -> None:
@@ -195,107 +237,6 @@ def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
     )
 
 
-def run_ceilings(args: argparse.Namespace, machine: Machine) -> Report:
-    return ceilings(machine)
-
-
-def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.logits_benchmark import benchmark
-
-    if machine.compile:
-        compile_every_shape()
-    shapes = args.shape or [(8192, 151936) if machine.is_cuda else (256, 32000)]
-    return merge([benchmark(machine, rows, vocab) for rows, vocab in shapes])
-
-
-def run_head(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks import head_benchmark, head_tp_benchmark
-    from tools.benchmarks.head_case import HeadShape
-
-    if machine.compile:
-        compile_every_shape()
-    shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
-    benchmark = head_tp_benchmark.benchmark if is_parallel() else head_benchmark.benchmark
-    return merge([benchmark(machine, HeadShape(*shape), args.block_rows) for shape in shapes])
-
-
-def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
-    from mkd.config.models import XTOKEN_LOSSES
-    from tools.benchmarks.chunks_benchmark import ChunkShape, benchmark
-
-    shapes = args.shape or [(8192, 2048, 4096, 32000, 151936) if machine.is_cuda else (64, 32, 48, 400, 700)]
-    return merge(
-        [benchmark(machine, ChunkShape(*shape), tuple(args.losses or XTOKEN_LOSSES)) for shape in shapes]
-    )
-
-
-def run_step(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.step_benchmark import benchmark
-
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
-
-
-def run_packing(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.packing_benchmark import benchmark
-
-    documents = args.documents or (64 if machine.is_cuda else 16)
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
-
-
-def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.trainers_benchmark import benchmark
-
-    documents = args.documents or (64 if machine.is_cuda else 16)
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
-
-
-def run_corpus(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.corpus_benchmark import benchmark
-
-    return benchmark(args.documents, args.seq_length, args.workers, args.folder, args.loss_mask, machine.seed)
-
-
-def run_tokenise(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.tokenise_benchmark import benchmark
-
-    return benchmark(args.tokenizer, args.mebibytes, args.workers, machine.seed)
-
-
-def run_pipeline(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.pipeline_benchmark import benchmark
-
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
-
-
-def pair_settings(args: argparse.Namespace, machine: Machine) -> PairSettings:
-    from tools.benchmarks.random_engine import PairSettings
-
-    defaults = ("qwen3-1.7b", "qwen3-8b", 8192) if machine.is_cuda else ("tiny-student", "tiny-teacher", 256)
-    given = (args.student_shape, args.teacher_shape, args.seq_length)
-    student, teacher, seq_length = (value or default for value, default in zip(given, defaults, strict=True))
-    return PairSettings(
-        student,
-        teacher,
-        seq_length,
-        num_microbatches=getattr(args, "microbatches", 1),
-        tensor_parallel=getattr(args, "tensor_parallel", 1),
-        pipeline_parallel=getattr(args, "pipeline_parallel", 1),
-        virtual_stages=getattr(args, "virtual_stages", 1),
-        flags=tuple(args.flags.split()),
-    )
-
-
-def chat_lengths(machine: Machine) -> ChatLengths:
-    from tools.benchmarks.synthetic_documents import ChatLengths
-
-    return ChatLengths(600, 4096) if machine.is_cuda else ChatLengths(40, 256)
-
-
-def is_parallel() -> bool:
-    """Return True if torchrun has started several processes."""
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 @returns_exit_code
 def main(argv: list[str]) -> int:
     """Run one benchmark, print its table and then its requirement lines, and return the exit code."""
@@ -328,16 +269,6 @@ def run(args: argparse.Namespace, platform: Platform, argv: list[str]) -> int:
     finally:
         if dist.is_initialized() and not joined_before:
             dist.destroy_process_group()
-
-
-def compile_every_shape() -> None:
-    """Compile code for every shape and block size.
-
-    By default torch soon generalises or gives up, and peers suffer. Use it only for losses: with padded
-    documents the engine meets too many lengths to compile for each.
-    """
-    torch._dynamo.config.automatic_dynamic_shapes = False
-    torch._dynamo.config.recompile_limit = 64
 
 
 def same_on_all_ranks(value: int, platform: Platform) -> int:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from mkd.checkpoint.hf.hf_names import Cut, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
+from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.config.load import load_config
 from mkd.errors import UsageError
+from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
@@ -42,6 +44,10 @@ class PairSettings:
     pipeline_parallel: int = 1
     virtual_stages: int = 1
     flags: tuple[str, ...] = ()  # more flags of pretrain_kd.py
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.micro_batch_size * self.seq_length
 
     def argv(self, dtype: torch.dtype, data_parallel: int) -> list[str]:
         """Return the training command's flags.
@@ -81,10 +87,16 @@ class RandomCheckpoint(HFCheckpoint):
         self.headers = {
             name: TensorHeader("", tuple(full), "F32") for name, full in hf_tensor_shapes(shape).items()
         }
+        self.names = DiskNames.of_shape(shape)
+        self.tower = {}
+        if shape.vision is not None:
+            tower = VisionTower(shape, torch.float32, torch.device("meta"))
+            parameters = tower.named_parameters(prefix=TOWER.removesuffix("."))
+            self.tower = {name: TensorHeader("", tuple(one.shape), "F32") for name, one in parameters}
         self._device, self._std = device, shape.initializer_range
 
     def read(self, tensor: str, cut: Cut) -> Tensor:
-        size = self.headers[tensor].shape
+        size = (self.headers | self.tower)[tensor].shape
         if len(size) == 1:
             return torch.ones(size, device=self._device)[cut]
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(tensor.encode()))

@@ -80,6 +80,37 @@ def _tiny(hidden: int, layers: int, tied: bool) -> dict:
     )
 
 
+def _qwen2_5_vl(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: int, tied: bool) -> dict:
+    vision = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
+    return dict(
+        model_type="qwen2_5_vl",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        tie_word_embeddings=tied,
+        rope_theta=1e6,
+        rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+        max_position_embeddings=128000,
+        rms_norm_eps=1e-6,
+        image_token_id=151655,
+        vision_config=dict(
+            vision, out_hidden_size=hidden, window_size=112, fullatt_block_indexes=[7, 15, 23, 31]
+        ),
+    )
+
+
+def _tiny_vl(hidden: int, layers: int) -> dict:
+    """Return a tiny Qwen2.5-VL with towers of two blocks, whose patches have 4 pixels a side."""
+    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=4)
+    vision |= dict(out_hidden_size=hidden, window_size=16, fullatt_block_indexes=[1])
+    tiny = _qwen2_5_vl(hidden, layers, 4, 2, 2 * hidden, 500, tied=False)
+    rope = dict(type="mrope", mrope_section=[hidden // 8 - 2, 1, 1])
+    return tiny | dict(vision_config=vision, rope_scaling=rope, image_token_id=499)
+
+
 _SMOLLM2 = dict(
     model_type="llama",
     hidden_size=576,
@@ -98,6 +129,8 @@ SHAPES = {
     "tiny-student": _tiny(32, 2, tied=True),
     "tiny-teacher": _tiny(64, 4, tied=False),
     "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
+    "tiny-vl-student": _tiny_vl(32, 2),
+    "tiny-vl-teacher": _tiny_vl(64, 3),
     "smollm2-135m": _SMOLLM2,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
@@ -107,6 +140,8 @@ SHAPES = {
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 128, (128, 8, 768)),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 128, (128, 8, 1536)),
+    "qwen2.5-vl-3b": _qwen2_5_vl(2048, 36, 16, 2, 11008, 151936, tied=True),
+    "qwen2.5-vl-7b": _qwen2_5_vl(3584, 28, 28, 4, 18944, 152064, tied=False),
     "llama3.2-1b": _llama3(2048, 16, 32, 64, 8192, tied=True, rope_factor=32.0),
     "llama3.2-3b": _llama3(3072, 28, 24, 128, 8192, tied=True, rope_factor=32.0),
     "llama3.1-8b": _llama3(4096, 32, 32, 128, 14336, tied=False, rope_factor=8.0),

@@ -39,7 +39,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
             for _ in range(settings.num_microbatches)
         ]
         arms = [Arm(KD, step_of(engine, batches))]
-        memory = _memory_note(machine, plan, arms[0], context)
+        memory = memory_note(machine, plan, arms[0], context)
         plain = PairSettings(**{**vars(settings), "kd_ratio": 0.0})
         arms += [Arm(SFT, step_of(random_engine(plain, machine, context)[0], batches))]
         if context.pp_size == 1:
@@ -97,7 +97,7 @@ def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
     }
 
 
-def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext) -> str:
+def memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext) -> str:
     """Measure each pipeline rank's peak over two steps, beside the plan's.
 
     The first step creates the optimizer state.

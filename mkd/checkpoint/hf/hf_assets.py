@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 MODEL_ASSETS = (
     *("config.json", "generation_config.json"),
@@ -21,12 +22,20 @@ TEMPLATES = "*.jinja"
 TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 
+class SavesFiles(Protocol):
+    """Settings that a run has changed, such as those of an image processor."""
+
+    def save(self, folder: Path) -> None:
+        """Write the changed settings into a folder that has the files of the source."""
+
+
 @dataclass(frozen=True)
 class HFAssets:
     """Sources of the small files of a written model; its tokenizer may come from another folder."""
 
     model: Path  # folder with config.json
     tokenizer: Path | None  # folder with a tokenizer, or a SentencePiece file; None: no tokenizer
+    changed: SavesFiles | None = None  # writes over the copies; None: they are the source's
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:
@@ -69,3 +78,5 @@ class HFAssets:
         for name, path in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
+        if self.changed is not None:
+            self.changed.save(folder)

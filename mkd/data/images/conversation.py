@@ -12,7 +12,7 @@ import numpy as np
 
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
-from mkd.data.images.processors import PREPROCESSOR_FILE, ImageProcessor, load_image_processor
+from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -68,7 +68,10 @@ class ConversationImages:
         return [self.processor.fingerprint, root, self.source.max_pixels]
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], images: Sequence[str | Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[str | Mapping[str, Any]],
+        read: Sequence[ReadImage] | None = None,  # result of `read(images)`; None: they are read now
     ) -> tuple[np.ndarray, np.ndarray, tuple[EncodedImage, ...]]:
         """Return (ids int32, loss uint8, images) of a conversation; both [n] with the images expanded.
 
@@ -77,7 +80,7 @@ class ConversationImages:
         for an image that cannot be read, and for a text that spells a control token of images.
         """
         ids, loss = self.processor.tokenizer.apply_chat_template(messages)
-        placed = self.place(messages, np.asarray(ids, np.int32), self.read(images))
+        placed = self.place(messages, np.asarray(ids, np.int32), self.read(images) if read is None else read)
         new_loss = np.repeat(np.asarray(loss, np.uint8), placed.repeats)
         for image in placed.images:
             new_loss[image.first : image.first + image.tokens] = 0
@@ -154,7 +157,7 @@ def image_reader(
     if processor is None:
         raise UsageError(
             f"--image-root is given, and the model {folder} reads no images",
-            f"it has no {PREPROCESSOR_FILE} beside its config.json, or no vision part",
+            f"it has neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}, or no vision part in config.json",
             "leave the flag out, or use a vision-language model",
             code="image-root-of-text-model",
         )
@@ -174,9 +177,9 @@ def require_image_processor(store: TokenStore, images: ConversationImages | None
         return
     if images is None:
         raise DataError(
-            f"{name} has images, and the models of this run read none",
-            "their tokens would be empty places",
-            "use a vision-language model, or a corpus of texts",
+            f"{name} has images, and a model of this run reads none",
+            "it would read empty places in the text",
+            "use vision-language models, or a corpus of texts",
             code="corpus-with-images",
         )
     known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)

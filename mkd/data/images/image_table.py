@@ -131,19 +131,33 @@ class ImageTable:
 
         Raises DataError if it cannot be read, or is another one than was tokenised.
         """
-        with self._sources.open("rb") as file:
-            file.seek(int(record["start"]))
-            held = file.read(int(record["length"]))
+        held = self._held(int(record["start"]), int(record["length"]))
         content = source.read_path(held.decode()) if record["is_path"] else held
         name = held.decode() if record["is_path"] else f"an image of document {int(record['document'])}"
         if hashlib.sha256(content).digest() != record["sha256"].tobytes():
             raise DataError(
                 f"{name} has changed since it was tokenised",
                 "its tokens belong to the earlier content, which had perhaps another size",
-                f"restore it, or remove {self._sources} and tokenise the corpus again",
+                "restore it, or tokenise the corpus again: remove its files from the cache",
                 code="image-changed",
             )
         return decode_image(content, source.max_pixels)
+
+    def _held(self, start: int, length: int) -> bytes:
+        with self._sources.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+
+class ImagesInMemory(ImageTable):
+    """The images of documents that are on no disk: those of questions with images."""
+
+    def __init__(self, images: Iterable[Sequence[EncodedImage]]):
+        """Take the images of each document."""
+        self._records, self._content = image_records(images)
+
+    def _held(self, start: int, length: int) -> bytes:
+        return self._content[start : start + length]
 
 
 def with_sources_of(records: np.ndarray, others: np.ndarray) -> np.ndarray:

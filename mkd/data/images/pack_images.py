@@ -13,6 +13,7 @@ from torch import Tensor
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import IMAGE, ImageTable, grids_of
 from mkd.data.images.rotary_positions import rotary_positions
+from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image_row, num_patches
 from mkd.parallel.zigzag import context_parallel_rows
 
@@ -51,6 +52,14 @@ class ImageLayout:
     tensor_rank: int = 0
     tensor_size: int = 1  # ranks among which sequence parallelism cuts a row; 1 without it
     runs_tower: bool = True  # False on later pipeline stages: they get positions alone
+
+    @classmethod
+    def of_context(cls, context: ParallelContext, sequence_parallel: bool) -> ImageLayout:
+        """Return the share of the rank of `context`."""
+        tensor_rank, tensor_size = (context.tp_rank, context.tp_size) if sequence_parallel else (0, 1)
+        rank = context.cp_rank * context.tp_size + context.tp_rank
+        ranks = context.cp_size * context.tp_size
+        return cls(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
 
 
 def images_of_row(

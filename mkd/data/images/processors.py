@@ -19,6 +19,7 @@ from mkd.parallel.image_row import Grid, num_patches
 from mkd.tokenizers.tokenizer import Tokenizer, sha256_of
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILE = "processor_config.json"  # of transformers 5; it counts before the other
 IDEFICS_TYPES = ("idefics3", "smolvlm")
 QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -70,6 +71,15 @@ class ImageProcessor(ABC):
         assert found.shape[1:] == self.width, (found.shape, self.width)
         return found.astype(np.uint8)
 
+    @abstractmethod
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return `pixels` of an image of this size as one picture for people, uint8 [height, width, 3]."""
+
+    @property
+    @abstractmethod
+    def token_side(self) -> int:
+        """Pixels of the side of the square that becomes one token."""
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides tokens and pixels."""
@@ -90,6 +100,11 @@ class ImageProcessor(ABC):
     def save(self, folder: str | Path) -> None:
         """Write the settings of the processor, `--max-image-side` included, as transformers reads them."""
         self.backend.save_pretrained(folder)
+        settings = _own_settings(Path(folder))
+        if settings is not None:
+            settings["image_processor"] = json.loads((Path(folder) / PREPROCESSOR_FILE).read_text("utf-8"))
+            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+            (Path(folder) / PROCESSOR_FILE).write_text(text, encoding="utf-8")
 
     @property
     def _rescale(self) -> float:
@@ -141,6 +156,17 @@ class QwenImages(ImageProcessor):
     def _pixels(self, image: np.ndarray) -> np.ndarray:
         return _processed(self.backend, image)
 
+    @property
+    def token_side(self) -> int:
+        return int(self.backend.patch_size) * self.merge
+
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        _, rows, columns = self.shape(*size).grid
+        merge, side = self.merge, self.backend.patch_size
+        blocks = pixels.reshape(rows // merge, columns // merge, merge, merge, 3, -1, side, side)
+        picture = blocks[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)  # the first of equal frames
+        return np.ascontiguousarray(picture).reshape(rows * side, columns * side, 3)
+
 
 class IdeficsImages(ImageProcessor):
     """Idefics3 and SmolVLM: an image is cut into square tiles, and a small copy of it is one more."""
@@ -174,6 +200,21 @@ class IdeficsImages(ImageProcessor):
     def _pixels(self, image: np.ndarray) -> np.ndarray:
         return _processed(self.backend, image)[0]
 
+    @property
+    def token_side(self) -> int:
+        return self.width[1] // self._side * self.merge
+
+    def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return the tiles in their places, and the small copy of the whole image below the first."""
+        _, rows, columns = self.backend.get_number_of_image_patches(*size, {})
+        side, tiles = self.width[1], pixels.transpose(0, 2, 3, 1)
+        picture = np.full(((rows + 1) * side, max(columns, 1) * side, 3), 255, np.uint8)
+        picture[-side:, :side] = tiles[-1]
+        for number, tile in enumerate(tiles[:-1]):
+            y, x = divmod(number, columns)
+            picture[y * side : (y + 1) * side, x * side : (x + 1) * side] = tile
+        return picture
+
     def _ids(self, rows: int, columns: int) -> np.ndarray:
         from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -190,7 +231,8 @@ def load_image_processor(
     `max_side`: --max-image-side. Raises UsageError for one that is not supported.
     """
     folder = Path(folder)
-    if not (folder / PREPROCESSOR_FILE).is_file() or not (folder / "config.json").is_file():
+    has_processor = (folder / PREPROCESSOR_FILE).is_file() or _own_settings(folder) is not None
+    if not has_processor or not (folder / "config.json").is_file():
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind, vision = config.model_type, getattr(config, "vision_config", None)
@@ -207,6 +249,15 @@ def load_image_processor(
     if kind in QWEN_TYPES:
         return QwenImages(backend, tokenizer, max_side)
     return IdeficsImages(backend, tokenizer, max_side, vision.patch_size, config.scale_factor)
+
+
+def _own_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `PROCESSOR_FILE` if it has an image processor."""
+    try:
+        found = json.loads((folder / PROCESSOR_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "image_processor" in found else None
 
 
 def _load_backend(folder: Path) -> Any:

@@ -29,13 +29,17 @@ class Packs:
         return self.piece_ids[self.offsets[pack] : self.offsets[pack + 1]]
 
 
-def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str) -> Packs:
+def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str, together: int = 1) -> Packs:
     """Put pieces of `lengths` tokens (padded), int64 [pieces], into packs of at most `seq_length` tokens.
 
     Deterministic. Packs are ordered by their first piece, and pieces inside a pack by number, so that
-    unshuffled packs follow the corpus.
+    unshuffled packs follow the corpus. `together` consecutive pieces always share a pack.
     """
     assert pack in PACKINGS
+    if together > 1:
+        packs = pack_pieces(lengths.reshape(-1, together).sum(axis=1), seq_length, pack)
+        pieces = packs.piece_ids[:, None] * together + np.arange(together)
+        return Packs(packs.offsets * together, pieces.reshape(-1))
     if pack == "none" or len(lengths) == 0:
         return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
     pack_of_piece = _best_fit_decreasing(lengths, seq_length)

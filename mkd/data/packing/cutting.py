@@ -38,6 +38,12 @@ def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
+def whole_records(lengths: np.ndarray, together: int, multiple: int, seq_length: int) -> np.ndarray:
+    """Return the lengths, 0 for documents whose record of `together` documents does not fit a pack."""
+    of_record = padded_lengths(lengths, multiple).reshape(-1, together).sum(axis=1)
+    return np.where(np.repeat(of_record <= seq_length, together), lengths, 0)
+
+
 def cut_documents(lengths: np.ndarray, first_document: int, seq_length: int, overlong: str) -> Pieces:
     """Cut the documents first_document, first_document + 1, ... into pieces of at most `seq_length` tokens.
 

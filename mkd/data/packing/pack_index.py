@@ -21,7 +21,7 @@ from mkd.data.images.image_packing import ImageRoom
 from mkd.data.known_files import KnownFiles, sha256_of_file
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
+from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths, whole_records
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
@@ -133,14 +133,14 @@ class Windows:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         first, end = self.settings.document_range(self.store)
-        most = self.settings.window_pieces
+        most, together = self.settings.window_pieces, self.store.documents_per_record
         while first < end:
             last = min(first + most, end)
             lengths = self.store.lengths_between(first, last)
             if self.settings.overlong != "split":
                 lengths = np.minimum(lengths, self.settings.seq_length)
             pieces = np.cumsum(-(-lengths // self.settings.seq_length))
-            last = first + max(1, int(np.searchsorted(pieces, most, side="right")))
+            last = first + max(1, int(np.searchsorted(pieces, most, side="right")) // together) * together
             yield first, min(last, end)
             first = last
 
@@ -153,9 +153,11 @@ class WindowPacker:
     settings: PackSettings
 
     def __call__(self, window: tuple[int, int]) -> PackedWindow:
-        store, settings = self.store, self.settings
+        store, settings, together = self.store, self.settings, self.store.documents_per_record
         first, last = window
         lengths = store.lengths_between(first, last)
+        if together > 1:
+            lengths = whole_records(lengths, together, settings.document_multiple, settings.seq_length)
         left_out = np.array(settings.left_out, dtype=np.int64)
         lengths[left_out[(left_out >= first) & (left_out < last)] - first] = 0
         room = ImageRoom(store, settings.seq_length, settings.max_patches, settings.teacher_images)
@@ -166,7 +168,8 @@ class WindowPacker:
         # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         spans = padded_lengths(pieces.length, settings.document_multiple)
-        packs = pack_pieces(room.taken_by(pieces, spans), settings.seq_length, settings.pack)
+        taken = room.taken_by(pieces, spans)
+        packs = pack_pieces(taken, settings.seq_length, settings.pack, together)
         kinds = self.kinds()
         found = PackedWindow(np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"]))
         for field in found.pieces.dtype.names:
@@ -223,7 +226,8 @@ def pack_into_file(
     """
     files = StoreFiles(store.prefix)
     contents = [path for path in (files.idx, files.loss_mask, files.images) if path.exists()]
-    key = known.content_hash([VERSION, settings.identity], contents, progress)
+    identity = settings.identity | ({"together": 2} if store.documents_per_record > 1 else {})
+    key = known.content_hash([VERSION, identity], contents, progress)
     path = Path(cache_dir) / f"{Path(store.prefix).name}-packs-{key[:16]}.bin"
     if (found := open_whole(path, key, known, progress)) is not None:
         return found

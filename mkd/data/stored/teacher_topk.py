@@ -49,6 +49,7 @@ class TopKMeta:
     parts: dict[str, int]  # data set -> packs
     samples_per_shard: int
     format_version: int = field(default=FORMAT_VERSION)
+    precision: str = "bf16"  # of the teacher's products: that of the export's run, or fp8 and its recipe
 
     @classmethod
     def read(cls, folder: Path) -> TopKMeta:
@@ -106,10 +107,12 @@ class TopKMeta:
 
 
 def pack_digest(pack: Pack) -> bytes:
-    """Return 16 bytes that identify a pack: a digest of tokens, labels, loss mask and document borders."""
+    """Return 16 bytes that identify a pack: a digest of tokens, labels, mask, document borders, images."""
     digest = hashlib.blake2b(digest_size=16)
     for array in (pack.tokens, pack.labels, pack.loss_mask, pack.lengths, pack.spans):
         digest.update(np.ascontiguousarray(array).tobytes())
+    if pack.images is not None:
+        digest.update(pack.images.records["sha256"].tobytes())
     return digest.digest()
 
 

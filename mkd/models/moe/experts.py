@@ -34,7 +34,7 @@ class GroupedExperts(TEGroupedMLP):
         super().__init__(*args, **options)
         mark_as_experts(self.parameters())
         for linear in (self.linear_fc1, self.linear_fc2):
-            place_side_by_side(self._of(linear, "weight"))
+            place_side_by_side(linear, [f"weight{expert}" for expert in range(self.num_local_experts)])
 
     def forward(
         self,

@@ -33,7 +33,9 @@ class GroupedProduct(Function):
             of_rows = grouped_mm(gradient, stacked(ctx.weights), offs=ends)
         if not any(ctx.needs_input_grad[2:]):
             return of_rows, None, *(None for _ in ctx.weights)
-        return of_rows, None, *grouped_mm(gradient.t(), rows, offs=ends).unbind()
+        of_weights = grouped_mm(gradient.t(), rows, offs=ends)
+        add_to_buffers(ctx.weights, of_weights)
+        return of_rows, None, *of_weights.unbind()
 
 
 def grouped_product(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -42,20 +44,49 @@ def grouped_product(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> 
     return GroupedProduct.apply(rows, ends, *weights)
 
 
+def add_to_buffers(weights: Sequence[Tensor], gradients: Tensor) -> None:
+    """Add gradients [E, m, k] to Megatron's buffers in one kernel if these are neighbours.
+
+    Megatron would launch a kernel for each weight. Its hooks expect the gradients all the same, and leave out
+    what has been added.
+    """
+    if not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
+        return  # these weights have no buffers
+    buffers = neighbours([weight.main_grad for weight in weights])
+    if buffers is None:
+        return
+    buffers.add_(gradients)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+
+
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """Return [E, m, k]: a view where the weights follow each other in memory, else a copy."""
-    first, size = weights[0].detach(), weights[0].nbytes
+    view = neighbours(weights)
+    return torch.stack([weight.detach() for weight in weights]) if view is None else view
+
+
+def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors of one shape that follow each other in memory as one view [E, ...]; None for others."""
+    first, size = tensors[0].detach(), tensors[0].nbytes
     begin, end = first.data_ptr(), first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
-    follow = all(weight.data_ptr() == begin + i * size for i, weight in enumerate(weights))
-    if follow and begin + len(weights) * size <= end:  # neighbours by chance lie beyond the storage
-        return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack([weight.detach() for weight in weights])
+    follow = all(tensor.data_ptr() == begin + i * size for i, tensor in enumerate(tensors))
+    if not follow or begin + len(tensors) * size > end:  # neighbours by chance lie beyond the storage
+        return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
-def place_side_by_side(weights: Sequence[nn.Parameter]) -> None:
-    """Move the weights into one piece of memory, for `stacked`."""
+def place_side_by_side(module: nn.Module, names: Sequence[str]) -> None:
+    """Move the weights of these names into one piece of memory, for `stacked`.
+
+    Megatron's distributed optimizer moves all weights of a model into one buffer, the last registered one
+    first. The weights are therefore registered again, the last one first.
+    """
+    weights = [getattr(module, name) for name in names]
     for weight, place in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):
         weight.data = place
+    for name in reversed(names):
+        module.register_parameter(name, module._parameters.pop(name))
 
 
 def can_group(rows: Tensor, weights: Sequence[Tensor]) -> bool:

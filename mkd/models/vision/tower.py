@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mkd.families.vision import VISION_FAMILIES
+from mkd.families.vision_shape import VisionShape
+from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_inputs
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
 
@@ -36,6 +38,10 @@ class VisionTower(nn.Module):
             parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.requires_grad_(False).eval()
+        self._positions = tile_positions(self.shape).to(device)
+        varlen = None if self.shape.image_size else find_varlen(self.shape, dtype, device)
+        if varlen is not None:
+            attend_varlen(self.visual, varlen)
 
     def train_parts(self, parts: Collection[str]) -> None:
         """Train the named parts, `tower` and `projector`; all others stay frozen.
@@ -68,11 +74,35 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return the features of some images, [n, 1 + deepstack, h]; see `ImageRow` for the arguments."""
         if self.shape.image_size:
-            patches = self.vision_model(pixel_values=pixels).last_hidden_state
-            return self.connector(patches).flatten(0, 1)[:, None]
-        output = self.visual(pixels, grid_thw=torch.tensor(grids, device=pixels.device))
+            return self.connector(self._tiles(pixels)).flatten(0, 1)[:, None]
+        output = self.visual(pixels, **pass_inputs(self.visual, self.shape, grids, pixels.device))
         further = output.deepstack_features if self.shape.deepstack else []
         return torch.stack([output.pooler_output, *further], dim=1)
+
+    def _tiles(self, pixels: Tensor) -> Tensor:
+        """Return the features of the patches of whole tiles [n, patches, width].
+
+        transformers' module would read back from the device that tiles are whole, in every pass, and some
+        versions of it round positions to bf16.
+        """
+        model = self.vision_model
+        patches = model.embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        hidden = patches + model.embeddings.position_embedding(self._positions)
+        hidden = model.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+        return model.post_layernorm(hidden)
+
+
+def tile_positions(shape: VisionShape) -> Tensor:
+    """Return the number of the learned position of each patch of a tile, int64 [patches]; empty for Qwen's.
+
+    They are those of transformers in fp32, whose rounding repeats some where the side is no power of two.
+    """
+    side = shape.image_size // shape.patch_size
+    if not side:
+        return torch.zeros(0, dtype=torch.int64)
+    at = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    bucket = torch.bucketize(at, torch.arange(1 / side, 1.0, 1 / side), right=True)
+    return (bucket[:, None] * side + bucket).flatten()
 
 
 def _recompute_blocks(module: PreTrainedModel) -> None:

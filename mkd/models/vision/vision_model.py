@@ -13,6 +13,7 @@ from mkd.models.packed import PackedDocuments
 from mkd.models.vision.features import mark_tower, row_features
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.image_row import ImageRow
+from mkd.parallel.zigzag import context_parallel_rows
 
 
 class VisionLanguageModel(LanguageModel):
@@ -42,9 +43,11 @@ class VisionLanguageModel(LanguageModel):
         images: ImageRow | None = None,  # None: a row of text alone
     ) -> Tensor:
         """Run this part on one pack, as `LanguageModel.forward` does."""
-        if images is not None:
-            fields = dict(positions=images.positions, image_rows=images.rows)
-            packed_seq_params = replace(packed_seq_params, **fields)
+        positions = position_ids.expand(3, -1)  # of text: all three count the tokens of a document
+        if images is not None and images.positions is not None:
+            positions = self._own_rows(images.positions, packed_seq_params)
+        rows = None if images is None else images.rows
+        packed_seq_params = replace(packed_seq_params, positions=positions, image_rows=rows)
         if self.tower is None:
             return self._decoded(None, tokens, packed_seq_params)
         size = self.config.hidden_size, self.config.params_dtype
@@ -57,3 +60,10 @@ class VisionLanguageModel(LanguageModel):
             hidden = hidden.index_put((rows,), features[:, :1])
         has_further = self.tower.shape.deepstack and images is not None and images.slots
         return self._decoded(hidden, tokens, packed_seq_params, features[:, 1:] if has_further else None)
+
+    def _own_rows(self, positions: Tensor, packed: PackedDocuments) -> Tensor:
+        """Return the columns of `positions` [3, t] of the rows on this context-parallel rank."""
+        if self.context.cp_size == 1:
+            return positions
+        borders = packed.cu_seqlens_q_padded
+        return positions[:, context_parallel_rows(borders, self.context.cp_rank, self.context.cp_size)]

@@ -12,6 +12,7 @@ from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
+from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.model_shape import ModelShape
 
 READ_BY_A_MODEL = (
@@ -58,6 +59,9 @@ def find_model_problems(
     if teacher is not None and wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS, "teacher_peers")):
         alone, models = teacher_alone(config, model, teacher)
         problems += [*check_peers(alone), *check_replicas(alone, world_size, models)]
+        problems += check_precision_of_models(alone, world_size, models)
+        if wrong.isdisjoint(PACKS):
+            problems += check_precision(alone)
     if model is None:
         return problems
     models = (one_model(config, model, teacher),)

@@ -35,7 +35,7 @@ def check_prefetch(config: Config) -> Iterator[UsageError]:
         why = "teacher forwards ahead are planned for the gaps of the schedule without interleaving"
         do = f"{DO_WITHOUT}, or the virtual stages, which then gain little"
         yield UsageError(what, why, do, code="teacher-prefetch-with-interleaving")
-    if config.kd.kd_ratio == 0 or not config.teachers or any(teacher.topk for teacher in config.teachers):
+    if not config.needs_models or not config.teachers or any(teacher.topk for teacher in config.teachers):
         what = f"{given}, but no teacher runs"
         why = "a stored teacher, and a --kd-ratio of 0, need no teacher forward"
         yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-without-teacher")

@@ -13,6 +13,7 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
+from mkd.plan.checks.feedback_limits import check_preferences, check_rewards
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
@@ -27,6 +28,7 @@ from mkd.plan.checks.prefetch_limits import check_prefetch
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.rollout_limits import check_rollout_model, check_rollouts
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
+from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision
@@ -41,9 +43,12 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_models: (),
     check_objective: (),
     check_peers: (),
+    check_precision: (*PACKS, *SHARDS),
     check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
     check_rollouts: ("on_policy_fraction", "max_new_tokens", "seq_length"),
+    check_preferences: (),
+    check_rewards: (),
     check_folders: (),
     check_tasks: (),
     check_schedule: (),
@@ -65,6 +70,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
     check_vision: STAGES,
     check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
+    check_precision_of_models: ("tensor_model_parallel_size",),
 }
 """Check of the settings together with the models of known shape -> options that it calculates with."""
 

@@ -31,7 +31,12 @@ _GROUPS = (
     ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
     ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
     ("from 0 to below 1", lambda x: 0 <= x < 1, "lr_warmup_fraction adam_beta1 adam_beta2"),
-    ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps"),
+    ("above 0 and below 1", lambda x: 0 < x < 1, "clip_range"),
+    (
+        "above 0",
+        lambda x: x > 0,
+        "device_memory_gib exit_duration_in_mins adam_eps dpo_beta reward_timeout_s",
+    ),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
     ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),
     ("at most a trillion", lambda x: x <= 10**12, "train_iters"),
@@ -40,7 +45,8 @@ _GROUPS = (
         "0 or more",
         lambda x: x >= 0,
         "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed profile_step_start "
-        "eval_num_fewshot max_bad_records moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
+        "eval_num_fewshot max_bad_records max_failed_rewards "
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
     ),
     (
         "1 or more",
@@ -49,7 +55,7 @@ _GROUPS = (
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
         "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots max_image_pixels "
-        "max_image_side max_patches_per_pack",
+        "max_image_side max_patches_per_pack rollout_updates",
     ),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),

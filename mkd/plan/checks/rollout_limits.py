@@ -27,7 +27,7 @@ def check_rollouts(config: Config) -> Iterator[UsageError]:
         what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
         do = "give --prompt-data-path FILE"
         yield UsageError(what, "the student completes prompts", do, code="prompt-data-path-missing")
-    if config.kd.kd_ratio != 1:
+    if config.kd.kd_ratio != 1 and not config.feedback.has_rewards:
         yield UsageError(
             f"on-policy-fraction is {rollout.on_policy_fraction}, but kd-ratio is {config.kd.kd_ratio}",
             "the cross entropy with the student's own samples has a mean gradient of 0: it is only noise",

@@ -33,8 +33,8 @@ class _Split:
 
 def check_peers(config: Config) -> Iterator[UsageError]:
     """Check that residency `peers` and the number of peers are given together."""
-    for index, teacher in _running(config).items():
-        place = _place(index)
+    for index, teacher in running_teachers(config).items():
+        place = place_of(index)
         if teacher.peers is not None and teacher.residency != "peers":
             setting, why = f"{place}peers {teacher.peers}", f"{place}residency is {teacher.residency}"
             yield no_effect(setting, why, f"add {place}residency peers")
@@ -82,13 +82,13 @@ def check_machine(
             yield UsageError(what, why, do, code="teacher-peers-across-machines")
 
 
-def _running(config: Config) -> Mapping[int, TeacherConfig]:
+def running_teachers(config: Config) -> Mapping[int, TeacherConfig]:
     """Return the teachers that run, by their numbers."""
-    teachers = enumerate(config.teachers if config.kd.kd_ratio > 0 else ())
+    teachers = enumerate(config.teachers if config.needs_models else ())
     return {index: teacher for index, teacher in teachers if not teacher.topk}
 
 
-def _place(index: int) -> str:
+def place_of(index: int) -> str:
     """Return how messages call a teacher's settings."""
     return f"teachers[{index}]." if index else "--teacher-"
 
@@ -97,9 +97,9 @@ def _split_teachers(config: Config, models: Sequence[PlannedModel]) -> Iterator[
     """Yield the teachers over peers. One whose shape is unknown counts as dense."""
     shapes = {model.teacher: model.shape for model in models}
     tensor = config.parallel.tensor_model_parallel_size
-    for index, teacher in _running(config).items():
+    for index, teacher in running_teachers(config).items():
         if teacher.residency == "peers" and teacher.peers:
             shape = shapes.get(index)
             experts = 1 if shape is None else expert_parallel_size(config, shape, index)
             divided_by = f"tensor parallel {tensor}" + (f" and expert parallel {experts}" * (experts > 1))
-            yield _Split(_place(index), teacher.peers, weight_shards(tensor, experts), divided_by)
+            yield _Split(place_of(index), teacher.peers, weight_shards(tensor, experts), divided_by)

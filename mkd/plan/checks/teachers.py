@@ -26,11 +26,11 @@ def check_models(config: Config) -> Iterator[UsageError]:
         do = "give --student-hf DIR or --student-load CKPT"
         yield UsageError("no student is given", "there is nothing to train", do, code="student-missing")
     teachers, ratio = config.teachers, config.kd.kd_ratio
-    if ratio == 0:  # plain training loads no teacher
+    if not config.needs_models:  # plain training loads no teacher
         return
     if not any(map(_has_model, teachers)):
         what = f"no teacher is given, but kd-ratio is {ratio}"
-        why = "the distillation loss needs the teacher's logits"
+        why = "the loss needs the teacher's logits"
         do = "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or train with --kd-ratio 0"
         yield UsageError(what, why, do, code="teacher-missing")
         return
@@ -75,6 +75,8 @@ def _stored(config: Config) -> Iterator[UsageError]:
         )
     for residency in sorted({teacher.residency for teacher in stored.values()} - {"device"}):
         yield no_effect(f"teacher-residency {residency}", "a stored teacher has no weights", "remove it")
+    if any(teacher.precision != "bf16" for teacher in stored.values()):
+        yield no_effect("teacher-precision fp8", "a stored teacher has no weights", "remove it")
 
 
 def _given(places: Collection[str]) -> str:
@@ -122,7 +124,7 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     yield from _combination(config)
     yield from _divergences(config)
     for index, teacher in enumerate(config.teachers):
-        if teacher.xtoken is not None and config.kd.kd_ratio > 0:
+        if teacher.xtoken is not None and config.needs_models:
             yield from _xtoken(config, teacher, teacher.xtoken, f"teachers[{index}]")
     kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
     if kd.kd_fp32_logits and not config.training.bf16:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,6 +53,7 @@ class Term(Protocol):
 
     name: str
     factor: float  # in the loss
+    measures: ClassVar[tuple[str, ...]]  # keys of its own metrics, which `TermSums.measures` fills
 
     def num_rows(self, batch: PackedBatch) -> int:
         """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together."""
@@ -62,6 +63,12 @@ class Term(Protocol):
 
         `scale` (0-dim) is the number that the caller multiplies the loss by before backward.
         """
+
+
+class FeedbackTerm(Term, Protocol):
+    """A term that learns from judged answers, in the place of the cross entropy; see mkd/train/feedback."""
+
+    has_held_out_loss: ClassVar[bool]  # it can judge held-out data. Otherwise this has the cross entropy
 
 
 class Teacher(Term, Protocol):

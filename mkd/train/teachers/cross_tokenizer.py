@@ -31,6 +31,7 @@ class CrossTokenizer:
     factor: float = 1.0
 
     can_take_cross_entropy: ClassVar[bool] = False
+    measures: ClassVar[tuple[str, ...]] = ()
 
     def num_rows(self, batch: PackedBatch) -> int:
         return batch.teacher_inputs[self.index].chunks.num_chunks

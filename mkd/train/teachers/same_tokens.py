@@ -24,6 +24,8 @@ class CrossEntropy:
     factor: float
     name: str = CROSS_ENTROPY
 
+    measures: ClassVar[tuple[str, ...]] = ()
+
     def num_rows(self, batch: PackedBatch) -> int:
         return batch.num_loss_tokens
 
@@ -46,6 +48,7 @@ class SameTokens:
     with_ce_metric: bool = False
 
     can_take_cross_entropy: ClassVar[bool] = True
+    measures: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:

@@ -31,6 +31,7 @@ class Stored:
     with_ce_metric: bool = False
 
     can_take_cross_entropy: ClassVar[bool] = True
+    measures: ClassVar[tuple[str, ...]] = ()
 
     def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> Stored:
         return replace(self, factor=1.0, kd_ratio=kd_ratio, with_ce_metric=with_ce_metric)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import make_model
+from tests.checkpoint.hf.test_hf_quantised import FP8, dequantised, fp8
+from tests.tiny_models import VARIANTS, make_model
 
 
 def round_trip(source, out, expert_parallel, pipeline_parallel=1, tensor_parallel=1):
@@ -52,11 +53,21 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+BIAS = "e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek-experts", "moonlight-experts"]
+)
 def test_an_export_has_the_bytes_of_its_source(family, ranks, tmp_path):
-    source = make_model(tmp_path / "source", family, dtype=torch.bfloat16)
+    """Correction biases are fp32 in every checkpoint, all other tensors are bf16."""
+    source = make_model(tmp_path / "source", family, dtype=torch.bfloat16, shard_size="1GB")
     expected, read = tensors(source), {}
     assert all(tensor.dtype == torch.bfloat16 for tensor in expected.values())
+    biases = {name: torch.rand(len(tensor)) for name, tensor in expected.items() if name.endswith(BIAS)}
+    expected |= biases
+    save_file(expected, source / "model.safetensors", {"format": "pt"})
+    assert bool(biases) == (family in VARIANTS)
     experts = sum(t.nbytes for name, t in expected.items() if ".experts." in name)
     for world, layout in ((1, (1,)), (2, (2,)), (4, (4, 1, 2)), (4, (2, 2))):
         out = tmp_path / f"out{world}{len(layout)}"
@@ -101,3 +112,25 @@ def test_quantised_experts_are_those_of_transformers(ranks, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_quantised_blocks_of_experts(ranks, tmp_path):
+    """DeepSeek-V3's FP8 blocks, with experts over two processes: the export has the dequantised tensors."""
+    source = make_model(tmp_path / "source", "deepseek-experts", dtype=torch.bfloat16, shard_size="1GB")
+    block, expected, stored = (16, 32), tensors(source), {}
+    for seed, (name, tensor) in enumerate(sorted(expected.items())):
+        if tensor.dim() == 2 and ".layers." in name and not name.endswith("mlp.gate.weight"):
+            values, scales = fp8(*tensor.shape, block, seed)
+            stored |= {name: values, f"{name}_scale_inv": scales}
+            expected[name] = dequantised(values, scales, block).bfloat16()
+        else:
+            stored[name] = expected[name] = tensor.float() if name.endswith(BIAS) else tensor
+    assert sum(".mlp.experts." in name for name in stored) == 3 * 8 * 3 * 2  # layers, experts, matrices
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = FP8 | {"weight_block_size": list(block)}
+    (source / "config.json").write_text(json.dumps(config))
+    ranks.run(round_trip, 2, source, tmp_path / "out", 2)
+    found = tensors(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

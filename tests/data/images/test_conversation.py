@@ -140,6 +140,7 @@ BAD_RECORDS = {
     "image-placeholder-in-text": asked(text="say <|image_pad|>"),
     "record-part-unknown": {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
     "record-image-missing": asked(None),
+    "image-placeholder-of-video": asked(text="say <|video_pad|>"),
     "record-images-unused": {**asked(text="?"), "images": ["a.png"]},
     "record-images-not-list": {**asked(text="?"), "images": "a.png"},
     "record-images-out-of-order": {
@@ -151,7 +152,7 @@ BAD_RECORDS = {
 
 @pytest.mark.parametrize("code", BAD_RECORDS)
 def test_a_bad_record_is_refused(reader, code):
-    with refused(code, DataError):
+    with refused(code.replace("of-video", "in-text"), DataError):
         encode(BAD_RECORDS[code], reader())
 
 

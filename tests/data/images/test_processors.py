@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
 
-from mkd.data.images.processors import PREPROCESSOR_FILE, load_image_processor
+from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, load_image_processor
 from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.images.tiny_processors import make_smolvlm, picture
 from tests.reported import refused
@@ -60,6 +61,23 @@ def test_a_side_that_is_no_multiple_of_a_tile_is_refused(tmp_path):
     (folder / PREPROCESSOR_FILE).write_text(json.dumps({**settings, "size": {"longest_edge": 70}}))
     with refused("image-side-not-divisible"):
         load(folder)
+
+
+def test_the_processor_of_transformers_5_is_read_and_written(tmp_path):
+    """It stands in processor_config.json, which counts before a file of the older kind."""
+    folder, out = make_smolvlm(tmp_path / "a", tiles=3), tmp_path / "b"
+    original = load(folder).fingerprint
+    settings = json.loads((folder / PREPROCESSOR_FILE).read_text())
+    (folder / PREPROCESSOR_FILE).unlink()
+    written = {"image_processor": settings, "image_seq_len": 4, "processor_class": "SmolVLMProcessor"}
+    (folder / PROCESSOR_FILE).write_text(json.dumps(written))
+    assert load(folder).fingerprint == original
+    reduced = load(folder, max_side=64)
+    shutil.copytree(folder, out)
+    reduced.save(out)
+    assert load(out).fingerprint == reduced.fingerprint != original
+    found = json.loads((out / PROCESSOR_FILE).read_text())
+    assert found["image_processor"]["size"] == {"longest_edge": 64} and found["image_seq_len"] == 4
 
 
 def test_a_text_model_has_no_image_processor(tmp_path, folders):

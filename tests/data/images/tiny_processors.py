@@ -25,7 +25,14 @@ SMOLVLM_TEMPLATE = (  # reads lists of parts only, as SmolVLM's own does
 )
 TEXT_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 TEXT_SIZES |= dict(num_key_value_heads=2, vocab_size=400, max_position_embeddings=512)
-QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+QWEN_TOKENS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 SMOLVLM_TOKENS = [
     "<|im_start|>",
     "<end_of_utterance>",

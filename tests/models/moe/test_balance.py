@@ -97,3 +97,29 @@ def test_only_training_is_recorded_and_without_padding(ranks, tmp_path):
     assert trained.sum(1).tolist() == [2 * sum(LENGTHS), 0, 2 * sum(LENGTHS), 2 * sum(LENGTHS)]
     (frozen,) = ranks.run(recorded, 1, folder, True)
     assert not frozen.any()
+
+
+def trained(folder, padding, filler):
+    """Return counts and losses, and all gradients, of one pack with `padding` tokens `filler` behind it."""
+    model = load_model(folder, tp=1).train()
+    record = model.router_record
+    record.balance_coeff, record.z_coeff = ALPHA, ZETA
+    record.start_step(torch.tensor(1.0 / sum(LENGTHS)))
+    tokens = torch.cat([*documents(model.shape.vocab_size), torch.full((padding,), filler)])
+    hidden = model(tokens[None], torch.arange(tokens.numel())[None], pack(LENGTHS, padding))
+    model.logits(hidden)[: sum(LENGTHS)].square().mean().backward()
+    return record.sums, {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek-experts"])
+def test_padding_changes_no_gradient_count_or_loss(family, ranks, tmp_path):
+    """Padding is routed like other tokens, also through shared experts."""
+    folder = make_model(tmp_path / "model", family)
+    (sums, gradients), (more_sums, more) = (
+        ranks.run(trained, 1, folder, *given)[0] for given in ((0, 0), (3 * PADDING, 7))
+    )
+    assert torch.equal(sums[:, :-2], more_sums[:, :-2]) and (sums[:, -2:].sum(0) > 0).all()
+    torch.testing.assert_close(sums[:, -2:], more_sums[:, -2:], rtol=1e-6, atol=0)
+    assert gradients.keys() == more.keys() and any("router" in name for name in more)
+    for name, gradient in gradients.items():
+        assert (gradient - more[name]).abs().max() <= 1e-5 * gradient.abs().max(), name

@@ -94,3 +94,22 @@ def test_a_frozen_tower_takes_no_gradient(tmp_path, ranks):
     own = {name for name in projector if name.startswith("model.visual.")}
     assert not any(name.startswith("model.visual.") for name in frozen)
     assert own and all("merger" in name for name in own)
+
+
+def pass_of_rows(folder):
+    """Return whether a pass asked for the rows of each document, as Megatron's rotary embedding does."""
+    from unittest.mock import patch
+
+    model = load_model(folder, tp=1)
+    row = make_row(model.shape.vision, documents(model.shape.vision), multiple=8, total=160)
+    asked = "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd"
+    with torch.no_grad(), patch(asked, side_effect=AssertionError("rows were looked up")) as lookup:
+        for images in (row.images(), None):
+            model(row.tokens[None], row.position_ids[None], row.packed(), images=images)
+    return lookup.called
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_no_layer_looks_up_the_rows_of_documents(family, tmp_path, ranks):
+    """On a GPU each layer would wait for the borders of every document."""
+    assert ranks.run(pass_of_rows, 1, make_vision_model(tmp_path / family, family)) == [False]

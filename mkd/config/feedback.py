@@ -1,0 +1,63 @@
+"""The settings of training on judged answers: preference pairs, and rewards of sampled answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.config.field import option
+
+
+@dataclass(frozen=True)
+class FeedbackConfig:
+    """Losses of judged answers, which take the place of the cross entropy."""
+
+    dpo_beta: float | None = option(
+        None,
+        "factor on the log-ratios of DPO, 0.1 as a rule. It turns DPO on: --data-path has records with "
+        "prompt, chosen and rejected. A smaller one lets the student move further from the reference, "
+        "which is --teacher-hf or the initial student. Needs --kd-ratio 0 (default: no DPO)",
+    )
+    reward: str | None = option(
+        None,
+        "function that judges completions, module:function, called as function(prompt, completion, fields). "
+        "It turns GRPO on: the loss is (1 - kd_ratio) x policy loss + kd_ratio x divergence. Needs "
+        "--on-policy-fraction 1 and --samples-per-prompt of 2 or more (default: no rewards)",
+    )
+    reward_timeout_s: float = option(
+        10.0, "seconds that the reward function may take for a completion. Its process is then started again"
+    )
+    max_failed_rewards: int = option(
+        0,
+        "completions of a step whose reward may fail: it raises, takes too long or is no finite number. They "
+        "are left out and listed in the log folder. One more ends the run",
+    )
+    clip_range: float = option(
+        0.2,
+        "largest change of a token's probability ratio that gains reward, in both directions. It matters "
+        "only with --rollout-updates above 1",
+    )
+    rollout_updates: int = option(
+        1,
+        "updates that each iteration makes with the same completions. Above 1 their loss has the ratio of "
+        "today's to the sampler's probabilities, clipped",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if the run learns from judged answers."""
+        return self.has_pairs or self.has_rewards
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if the run learns from preference pairs."""
+        return self.dpo_beta is not None
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if a function judges the student's completions."""
+        return self.reward is not None
+
+    @property
+    def scores_tokens(self) -> bool:
+        """True if the coefficients of the loss need a pass over the student's head before."""
+        return self.has_pairs or (self.has_rewards and self.rollout_updates > 1)

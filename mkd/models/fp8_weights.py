@@ -1,0 +1,117 @@
+"""Keep the weights of a frozen model's linear layers in FP8, and run these layers in FP8.
+
+Every linear layer of the decoder loses its parameter `weight`. A tensor of Transformer Engine takes its
+place, whose values are in two plain tensors: data (one byte a weight) and scales. There is no other copy: a
+frozen model has no backward, so no transpose is made. Because the two are plain tensors, `LayerStream` moves
+them like parameters.
+
+Embedding, norms, biases, attention, final norm and head stay in the precision of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mkd.models.language_model import LanguageModel
+from mkd.models.released_layers import released_like
+from mkd.platform.host_memory import packed_bytes, packed_views
+
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Linear layers of a dense decoder layer."""
+
+LayerMemory = Callable[[nn.Module], AbstractContextManager[None]]
+"""Returns the context in which the parameters of a decoder layer have memory to be filled."""
+
+
+class Fp8Recipe(Protocol):
+    """A way to scale FP8 numbers."""
+
+    def scales_shape(self, weight: Tensor) -> Sequence[int]:
+        """Return the shape of the fp32 scales of `weight` [out, in]."""
+
+    def quantised(self, weight: Tensor, data: Tensor, scales: Tensor) -> Tensor:
+        """Write FP8 values of `weight` [out, in] to `data`, uint8 [out, in], and their scales to `scales`.
+
+        Return the tensor that takes the weight's place. It reads `data` and `scales` wherever their memory is
+        when it is used.
+        """
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context in which linear layers round their input to FP8."""
+
+
+@dataclass(eq=False)
+class _Linear:
+    """One linear layer and the two tensors of its weight."""
+
+    module: nn.Module
+    weight: nn.Parameter  # to be loaded; without memory before and after
+    data: Tensor  # uint8 [out, in]
+    scales: Tensor  # fp32
+
+    @classmethod
+    def build(cls, module: nn.Module, recipe: Fp8Recipe) -> _Linear:
+        weight = module.weight
+        scales = weight.new_empty((1,), dtype=torch.float32).expand(*recipe.scales_shape(weight))
+        data = weight.new_empty((1,), dtype=torch.uint8).expand(weight.shape)
+        return cls(module, weight, released_like(data), released_like(scales))
+
+    def quantise(self, recipe: Fp8Recipe) -> None:
+        quantised = recipe.quantised(self.weight.detach(), self.data, self.scales)
+        self.weight.data = released_like(self.weight)  # the loader may still name it
+        del self.module._parameters["weight"]
+        self.module.weight = quantised
+
+
+class Fp8Weights:
+    """The decoder layers of one frozen model, whose weights become FP8 inside `loading`.
+
+    The layers must have been built without memory (`released_layers.py`): only one at a time has its weights
+    in 16 bits.
+    """
+
+    def __init__(self, parts: Sequence[LanguageModel], recipe: Fp8Recipe):
+        self._recipe = recipe
+        self._layers = {
+            layer: [_Linear.build(layer.get_submodule(name), recipe) for name in LINEARS]
+            for part in parts
+            for layer in part.decoder.layers
+        }
+        for part in parts:
+            part.running_layers = recipe.running
+
+    def tensors(self, layer: nn.Module) -> list[Tensor]:
+        """Return the tensors that a decoder layer keeps: data and scales, and its other parameters."""
+        linears = self._layers[layer]
+        replaced = {linear.weight for linear in linears}
+        kept = [parameter for parameter in layer.parameters() if parameter not in replaced]
+        return kept + [tensor for linear in linears for tensor in (linear.data, linear.scales)]
+
+    @contextmanager
+    def loading(self, layer: nn.Module, memory: LayerMemory | None = None) -> Iterator[None]:
+        """Give the decoder layer memory to be filled, and quantise its weights at the end.
+
+        `memory` is that of `tensors` (default: they stay on the device). The weights have memory only here.
+        """
+        with (memory or self.on_device)(layer):
+            linears = self._layers[layer]
+            weights = [linear.weight for linear in linears]
+            buffer = torch.empty(packed_bytes(weights), dtype=torch.uint8, device=weights[0].device)
+            for weight, values in zip(weights, packed_views(buffer, weights), strict=True):
+                weight.data = values
+            yield
+            for linear in linears:
+                linear.quantise(self._recipe)
+
+    @contextmanager
+    def on_device(self, layer: nn.Module) -> Iterator[None]:
+        """Give the tensors of a decoder layer memory of their own."""
+        for tensor in self.tensors(layer):
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        yield

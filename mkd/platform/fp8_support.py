@@ -1,0 +1,52 @@
+"""Check that this machine can multiply in FP8: a GPU with FP8 products, and Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from mkd.errors import UsageError
+from mkd.platform import has_transformer_engine, local_rank
+
+FIRST_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0)}
+"""FP8 recipe -> lowest compute capability of a GPU (Ada, Hopper), as Transformer Engine 2.11 requires it."""
+
+BLOCKWISE_CUDA = (12, 9)
+"""Lowest version of CUDA whose cuBLAS multiplies with scales of blocks."""
+
+
+def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
+    """Yield the problem of teachers with these FP8 recipes on this machine, if there is one."""
+    flag, do = "--teacher-precision fp8", "use --teacher-precision bf16"
+    if not recipes:
+        return
+    if not torch.cuda.is_available():
+        why = "only GPUs have FP8 products, and torch sees none"
+        yield UsageError(f"{flag} needs a GPU", why, do, code="fp8-without-gpu")
+    elif not has_transformer_engine():
+        why = "its kernels quantise and multiply"
+        do = f"install mkd's extra `te` (`mkd doctor` shows what is there), or {do}"
+        yield UsageError(f"{flag} needs Transformer Engine", why, do, code="fp8-without-transformer-engine")
+    else:
+        yield from _device_problems(recipes)
+
+
+def _device_problems(recipes: Collection[str]) -> Iterator[UsageError]:
+    device = local_rank() % torch.cuda.device_count()
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    for recipe in sorted(recipes):
+        first, do = FIRST_CAPABILITY[recipe], "use --teacher-precision bf16"
+        if capability < first:
+            what = f"--teacher-fp8-recipe {recipe} on {name}, whose compute capability is {_dots(capability)}"
+            yield UsageError(what, f"it needs {_dots(first)} or more", do, code="fp8-not-on-this-gpu")
+        elif recipe == "blockwise" and cuda < BLOCKWISE_CUDA:
+            what = f"--teacher-fp8-recipe blockwise with a torch for CUDA {_dots(cuda)}"
+            why = f"cuBLAS has scales of blocks from CUDA {_dots(BLOCKWISE_CUDA)} on"
+            do = "use --teacher-fp8-recipe tensorwise, or a newer torch"
+            yield UsageError(what, why, do, code="fp8-not-on-this-cuda")
+
+
+def _dots(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,108 @@
+"""Rewards of a step's completions, and the advantages that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mkd.data.prompts import PromptSet
+from mkd.errors import DataError, MkdError
+from mkd.parallel.agreement import on_rank_0
+from mkd.parallel.context import ParallelContext
+from mkd.rollout.reward_calls import RewardCalls
+from mkd.rollout.rollouts import STOP, Rollout
+from mkd.tokenizers.tokenizer import Tokenizer
+
+STD_OFFSET = 1e-6  # keeps the advantage of equal rewards 0
+SHOWN_CHARACTERS = 200  # of a completion whose reward failed
+
+
+@dataclass
+class Rewards:
+    """Judges all completions of a step on rank 0, and passes their advantages to all ranks."""
+
+    calls: RewardCalls
+    prompts: PromptSet
+    tokenizer: Tokenizer
+    context: ParallelContext
+    group_size: int  # completions of a prompt, one after the other
+    max_failed: int  # in a step
+    file: Path  # failed calls, one JSON line each
+    announce: Callable[[int], None] = lambda iteration: None  # called for every completion
+    _failed: int = 0  # of this step
+
+    def start(self) -> None:
+        """Start the process of the function. Raises UsageError if there is none. Collective."""
+        on_rank_0(self.calls.start, _unexpected)
+
+    def __call__(self, rollouts: Sequence[Rollout], iteration: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Return the completions that have a reward, with their advantages, and metrics. Collective.
+
+        Raises DataError on all ranks if more than `max_failed` have none.
+        """
+        found = on_rank_0(lambda: self._judge(rollouts, iteration), _unexpected)
+        rewards = np.array(self.context.broadcast_object(found), dtype=np.float64)
+        groups = rewards.reshape(-1, self.group_size)
+        advantages, is_flat = group_advantages(groups)
+        is_judged = np.isfinite(rewards)
+        judged = [
+            replace(one, advantage=float(advantage))
+            for one, advantage, has in zip(rollouts, advantages.reshape(-1), is_judged, strict=True)
+            if has
+        ]
+        figures = {"reward/failed": float((~is_judged).sum()), "reward/std0_groups": float(is_flat.mean())}
+        if judged:
+            figures["reward/mean"] = float(rewards[is_judged].mean())
+        return judged, figures
+
+    def _judge(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:
+        """Return the reward of each completion, NaN where it failed."""
+        self._failed = 0
+        return [self._reward(one, iteration) for one in rollouts]
+
+    def _reward(self, rollout: Rollout, iteration: int) -> float:
+        self.announce(iteration)
+        prompt = self.prompts.prompts[rollout.request.prompt]
+        ids = rollout.ids[:-1] if rollout.finish == STOP else rollout.ids
+        completion = self.tokenizer.decode(ids.tolist())
+        try:
+            return self.calls(self.tokenizer.decode(prompt.ids.tolist()), completion, prompt.fields)
+        except DataError as failed:
+            self._failed += 1
+            entry = {"iteration": iteration, "file": prompt.path, "line": prompt.line, "reason": failed.what}
+            entry |= {"sample": rollout.request.sample, "completion": completion[:SHOWN_CHARACTERS]}
+            with self.file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(entry) + "\n")
+            if self._failed > self.max_failed:
+                place = f"{prompt.path}:{prompt.line}, iteration {iteration}"
+                raise failed.located(place) from failed
+            return float("nan")
+
+
+def group_advantages(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (advantages [groups, n], which groups have equal rewards, bool [groups]).
+
+    `rewards` float64 [groups, n], NaN where one failed, which counts as absent. The advantage is (R - mean) /
+    (std + 1e-6) with the standard deviation of a sample (divided by n - 1). Source: Shao et al. 2024 (arXiv
+    2402.03300), section 4.1.2.
+    """
+    here = np.isfinite(rewards)
+    count = here.sum(axis=1, keepdims=True)
+    values = np.where(here, rewards, 0.0)
+    centred = np.where(here, values - values.sum(axis=1, keepdims=True) / np.maximum(count, 1), 0.0)
+    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+    largest = np.where(here, values, -np.inf).max(axis=1)
+    is_flat = largest <= np.where(here, values, np.inf).min(axis=1)
+    centred[is_flat] = 0.0  # rounding of the mean
+    return centred / (spread + STD_OFFSET), is_flat
+
+
+def _unexpected(error: Exception) -> MkdError:
+    what = f"rewards cannot be computed: {type(error).__name__}: {error}"
+    return DataError(
+        what, "", "check the fields of the prompts and the log folder", code="rewards-impossible"
+    )

@@ -1,0 +1,43 @@
+"""Check that the plans printed in the docs are those of today."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mkd.commands.plan import main
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER
+
+ROOT = Path(__file__).parents[2]
+MODELS = {"Qwen/Qwen3-30B-A3B-Base": MOE_STUDENT, "Qwen/Qwen3-235B-A22B": MOE_TEACHER}
+PLAN = re.compile(r"^\$ mkd plan ([^\n]*--config configs/[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capsys):
+    """Return a function: what `mkd plan` prints in a folder with configs/ and the models of `MODELS`."""
+    for name, shape in MODELS.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(shape.hf_config)))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> str:
+        assert main(argv) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_recipe_of_a_pair_with_experts(printed):
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    ((command, expected),) = PLAN.findall(text)
+    argv = shlex.split(command)
+    assert printed(*argv).splitlines() == expected.splitlines()
+    step, spread = re.search(r"at EP 16, .*? from\s(\d+) to (\d+) ms", text, re.DOTALL).groups()
+    wider = printed(*argv, "--teacher-expert-model-parallel-size", "16")
+    assert f"predicted step: {step} ms" in expected and f"predicted step: {spread} ms" in wider

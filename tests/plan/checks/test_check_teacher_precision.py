@@ -1,0 +1,92 @@
+"""Check which teachers, packs and layouts are refused for FP8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.data.aligned import teacher_pieces
+from mkd.families.layer_shape import MLAShape
+from mkd.plan.checks import teacher_precision
+from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.checks.problems import find_problems
+from tests.plan.shapes import MOE_TEACHER, TEACHER
+
+BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 1 --lr 1 --global-batch-size 8"
+FP8 = "--teacher-precision fp8 --bf16"
+BLOCKS = "--teacher-fp8-recipe blockwise --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def config(*argv: str):
+    return load_config(f"{BASE} {' '.join(argv)}".split()).config
+
+
+def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
+    return [error.code for error in find_problems(settings, world_size, None, [teacher])]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (FP8, []),
+        (f"{FP8} --teacher-fp8-recipe blockwise --teacher-residency host", []),
+        (f"{FP8} --teacher-residency peers --teacher-peers 2", []),
+        ("--teacher-precision fp8", ["fp8-without-bf16"]),
+        ("--teacher-fp8-recipe blockwise", ["setting-without-effect"]),
+        (f"{FP8} --teacher-topk k", ["setting-without-effect"]),
+        (f"{FP8} --kd-ratio 0 --seq-length 12", []),
+        (f"{FP8} --seq-length 12", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 12 --micro-batch-size 2 --global-batch-size 16", []),
+        (f"{FP8} --seq-length 40 --context-parallel-size 2", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 48 --context-parallel-size 2", []),
+        (f"{FP8} --seq-length 40 --tensor-model-parallel-size 2", []),
+        (
+            f"{FP8} --seq-length 40 --tensor-model-parallel-size 2 --sequence-parallel",
+            ["fp8-rows-not-divisible"],
+        ),
+        (f"{FP8} --seq-length 12 --xtoken-seq-length 64", []),
+        (f"{FP8} --seq-length 12 --xtoken-seq-length 20", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 12 --xtoken-loss gold", []),
+        (f"{FP8} {BLOCKS} --seq-length 128", ["fp8-rows-not-divisible"]),
+        (f"{FP8} {BLOCKS} --seq-length 256", []),
+        (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold", ["fp8-rows-not-divisible"]),
+        (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold --xtoken-seq-length 256", []),
+    ],
+)
+def test_settings(argv, expected):
+    assert codes(config(argv)) == expected
+
+
+def test_the_advice_fits():
+    settings = config(FP8, "--seq-length 36 --micro-batch-size 2 --context-parallel-size 2")
+    (error,) = find_problems(settings, 8)
+    assert error.do == "use --seq-length 40" and codes(config(FP8, error.do.removeprefix("use "))) == []
+
+
+def test_models():
+    """Refused are experts, latent attention, and widths that are no multiples of 16 on a process."""
+    fp8, tensor = config(FP8), config(FP8, "--tensor-model-parallel-size 2 --teacher-fp8-recipe blockwise")
+    assert codes(fp8, TEACHER) == codes(config("--bf16"), MOE_TEACHER) == []
+    assert codes(fp8, MOE_TEACHER) == ["fp8-with-experts"]
+    layers = tuple(replace(layer, ffn_hidden_size=24) for layer in TEACHER.layers)
+    narrow = replace(TEACHER, layers=layers)
+    assert codes(fp8, narrow) == codes(tensor, narrow) == ["fp8-widths-not-divisible"]
+    blocks, odd = config(FP8, BLOCKS, "--seq-length 256"), replace(TEACHER, hidden_size=4096 + 16)
+    assert codes(blocks, TEACHER) == codes(tensor, odd) == []
+    assert codes(blocks, odd) == ["fp8-blocks-not-divisible"]
+    latent = replace(TEACHER.layers[0], mla=MLAShape(512, 128, 64, 128))
+    assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == ["fp8-with-latent-attention"]
+
+
+def test_the_length_of_packs_that_follows_from_the_data():
+    assert teacher_precision.LENGTH_UNIT == teacher_pieces.LENGTH_UNIT
+
+
+def test_a_teacher_that_runs_alone():
+    for argv, expected in (("", []), ("--seq-length 12", ["fp8-rows-not-divisible"])):
+        problems = find_model_problems(config(FP8, argv), 8, TEACHER, 0)
+        assert [error.code for error in problems] == expected
+    assert [one.code for one in find_model_problems(config(FP8), 8, MOE_TEACHER, 0)] == ["fp8-with-experts"]
+    assert find_model_problems(config(FP8, "--seq-length 12"), 8, None) == []

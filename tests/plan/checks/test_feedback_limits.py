@@ -1,0 +1,77 @@
+"""Check what losses of judged answers refuse before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.checks.problems import find_problems
+from tests.plan.checks.test_problems import BASE, codes, shape
+
+DPO = ("--dpo-beta", "0.1", "--kd-ratio", "0")
+FRESH = ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl", "--max-new-tokens", "8")
+GRPO = (*FRESH, "--reward", "rewards:exact", "--samples-per-prompt", "4", "--kd-ratio", "0")
+
+
+def test_the_initial_student_is_the_reference_by_default():
+    config = load_config([*BASE[:2], *BASE[4:], *DPO]).config
+    assert find_problems(config, 1, shape(), [shape()]) == []
+    assert [one.hf for one in config.teachers] == ["s"] and config.needs_models
+    assert [one.hf for one in load_config([*BASE, *DPO]).config.teachers] == ["t"]
+    assert load_config([*BASE[:2], *BASE[4:]]).config.teachers == ()
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (("--kd-ratio", "0.5"), "dpo-with-distillation"),
+        (("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl"), "dpo-with-rollouts"),
+        (("--teacher-topk", "cache"), "dpo-with-stored-reference"),
+        (("--xtoken-loss", "uld"), "dpo-with-cross-tokenizer-reference"),
+        (("--dpo-beta", "0"), "value-out-of-range"),
+    ],
+)
+def test_refused_beside_dpo(flags, code):
+    assert code in codes(*DPO, *flags, student=shape(), teacher=shape())
+
+
+def test_one_reference_is_enough(tmp_path):
+    (tmp_path / "two.yaml").write_text(json.dumps({"teachers": [{"hf": "a"}, {"hf": "b"}]}))
+    argv = [*BASE[:2], *BASE[4:], *DPO, "--config", str(tmp_path / "two.yaml")]
+    found = find_problems(load_config(argv).config, 1, shape(), [shape(), shape()])
+    assert [one.code for one in found] == ["dpo-with-several-references"]
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (("--reward", "exact"), "reward-name-not-valid"),
+        (("--on-policy-fraction", "0.5"), "reward-without-rollouts"),
+        (("--samples-per-prompt", "1"), "reward-without-group"),
+        (("--rollout-temperature", "0.7"), "reward-at-other-temperature"),
+        (("--kd-ratio", "1"), "reward-without-weight"),
+        (("--dpo-beta", "0.1"), "dpo-with-rollouts"),
+        (("--clip-range", "1"), "value-out-of-range"),
+        (("--rollout-updates", "0"), "value-out-of-range"),
+        (("--max-failed-rewards", "-1"), "value-out-of-range"),
+        (("--teacher-hf", "s", "--kd-ratio", "0.1"), "reference-divergence"),
+    ],
+)
+def test_refused_beside_rewards(flags, code):
+    assert codes(*GRPO, student=shape(), teacher=shape()) == []
+    assert code in codes(*GRPO, *flags, student=shape(), teacher=shape())
+
+
+def test_the_reference_of_rewards_is_the_initial_student_if_there_is_a_divergence():
+    argv = [*BASE[:2], *BASE[6:], *GRPO]
+    assert load_config(argv).config.teachers == ()
+    config = load_config([*argv, "--kd-ratio", "0.04", "--kd-divergence", "reverse_kl"]).config
+    assert [one.hf for one in config.teachers] == ["s"]
+    assert find_problems(config, 1, shape(), [shape()]) == []
+
+
+def test_settings_of_rewards_have_no_effect_without_one():
+    for flags in (("--clip-range", "0.1"), ("--rollout-updates", "2"), ("--reward-timeout-s", "3")):
+        assert codes(*flags, student=shape(), teacher=shape()) == ["setting-without-effect"]
