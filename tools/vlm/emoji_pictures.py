@@ -30,7 +30,7 @@ WHITE = (255, 255, 255, 255)
 
 @dataclass(frozen=True)
 class Named:
-    """What is on a picture."""
+    """Name and group of a picture."""
 
     name: str  # "hot pepper"
     group: str  # "food & drink"
