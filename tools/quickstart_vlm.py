@@ -32,7 +32,7 @@ GROUPS = ("animals & nature", "food & drink", "activities")
 COPIES = 8  # varied pictures of each name
 MATCHED, CAPTIONS = 16_000, 9_600  # pictures of the teacher's pretraining
 TEACHER_STEPS, STUDENT_STEPS = 100, 80
-STUDENT_LAYERS = 3  # of 4, in the text model and in the tower
+STUDENT_LAYERS = 3, 2  # of 4 in the text model, of 4 in the tower
 NUM_EXAMINED, NUM_SAMPLES = 200, 12
 TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, lr_warmup_iters=10, processes=2)
 NAMES = ("teacher", "student before", "student after")
@@ -180,7 +180,7 @@ def main() -> None:
     fetch_smollm2(folder / "smollm2")
     corpus, named = prepare(folder, args.copies, args.groups)
     teacher = make_teacher(args, corpus, named)
-    cut_vlm(teacher, folder / "student", STUDENT_LAYERS, STUDENT_LAYERS)
+    cut_vlm(teacher, folder / "student", *STUDENT_LAYERS)
     for name in ("teacher", "student"):
         parts = ", ".join(f"{part} {count:,}" for part, count in num_parameters(folder / name).items())
         print(f"{name}: parameters: {parts}")

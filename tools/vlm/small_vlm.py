@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.pruning.cut import without_middle
+from mkd.pruning.cut import without_block, without_middle
 from tools.vlm.emoji_pictures import SIDE
 
 IMAGE, FRAME, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
@@ -113,11 +113,15 @@ def load_vlm(folder: Path, dtype=torch.float32, device: str = "cpu") -> nn.Modul
 
 
 def cut_vlm(teacher: Path, out: Path, text_layers: int, tower_layers: int) -> None:
-    """Write the student: the teacher without the layers in the middle of its text model and of its tower."""
+    """Write the student: of text model and tower the first layer and the last ones.
+
+    A trained teacher of 4 text layers lost 3.0 nats without its second layer, and 14.1 without its third.
+    """
     model, config = load_vlm(teacher), AutoConfig.from_pretrained(teacher)
     text, vision = config.text_config, config.vision_config
-    kept_text = without_middle(text.num_hidden_layers, text_layers)
-    kept_vision = without_middle(vision.num_hidden_layers, tower_layers)
+    kept_text = without_block(text.num_hidden_layers, 1, text.num_hidden_layers - text_layers)
+    removed = vision.num_hidden_layers - tower_layers
+    kept_vision = without_block(vision.num_hidden_layers, 1 if removed else 0, removed)
     text.num_hidden_layers, vision.num_hidden_layers = text_layers, tower_layers
     text.layer_types = None
     cut = SmolVLMForConditionalGeneration(config)

@@ -108,7 +108,7 @@ def test_answers_are_texts(tiny, exam):
     assert len(written) == 2 and not any(END in text for text in written)
 
 
-def test_a_cut_keeps_the_layers_at_both_ends(tiny, tmp_path):
+def test_a_cut_keeps_the_first_layer_and_the_last_ones(tiny, tmp_path):
     cut_vlm(tiny, tmp_path / "cut", 2, 1)
     whole, cut = Examiner(tiny).model.model, Examiner(tmp_path / "cut").model.model
     for kept, own in ((0, 0), (2, 1)):
