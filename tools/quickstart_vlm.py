@@ -33,7 +33,7 @@ COPIES = 8  # varied pictures of each name
 MATCHED, CAPTIONS = 16_000, 9_600  # pictures of the teacher's pretraining
 TEACHER_STEPS, STUDENT_STEPS = 100, 80
 STUDENT_LAYERS = 3, 2  # of 4 in the text model, of 4 in the tower
-NUM_EXAMINED, NUM_SAMPLES = 200, 12
+NUM_EXAMINED, NUM_SAMPLES, MAX_CHARACTERS = 200, 12, 28
 TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, lr_warmup_iters=10, processes=2)
 NAMES = ("teacher", "student before", "student after")
 ROWS = (
@@ -150,7 +150,8 @@ def report(
     results = examine(folders, exam)
     print(f"\n--- {len(exam.named)} pictures of the other drawing style\n" + "\n".join(table_lines(results)))
     shown = exam.shown(False)[:NUM_SAMPLES]
-    answers = {name: Examiner(one).answers(shown, QUESTIONS[0]) for name, one in folders.items()}
+    written = {name: Examiner(one).answers(shown, QUESTIONS[0]) for name, one in folders.items()}
+    answers = {name: [text[:MAX_CHARACTERS] for text in texts] for name, texts in written.items()}
     print(f"\n--- {QUESTIONS[0].text}")
     print(f"{'':32}" + "".join(f"{name:32}" for name in folders))
     for number, one in enumerate(exam.named[:NUM_SAMPLES]):

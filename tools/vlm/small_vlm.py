@@ -120,8 +120,7 @@ def cut_vlm(teacher: Path, out: Path, text_layers: int, tower_layers: int) -> No
     model, config = load_vlm(teacher), AutoConfig.from_pretrained(teacher)
     text, vision = config.text_config, config.vision_config
     kept_text = without_block(text.num_hidden_layers, 1, text.num_hidden_layers - text_layers)
-    removed = vision.num_hidden_layers - tower_layers
-    kept_vision = without_block(vision.num_hidden_layers, 1 if removed else 0, removed)
+    kept_vision = without_block(vision.num_hidden_layers, 1, vision.num_hidden_layers - tower_layers)
     text.num_hidden_layers, vision.num_hidden_layers = text_layers, tower_layers
     text.layer_types = None
     cut = SmolVLMForConditionalGeneration(config)
