@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
         ("matched", 256_000, "pictures that the teacher's tower matches with names"),
         ("captions", 128_000, "pictures that the teacher names before it reads conversations"),
         ("copies", 16, "varied pictures of each name"),
-        ("text-layers", 2, "layers of the student's text model, of 4"),
+        ("text-layers", 3, "layers of the student's text model, of 4"),
         ("tower-layers", 3, "layers of the student's tower, of 6"),
         ("eval-iters", 8, "steps of each evaluation"),
         ("every", 1, "take every n-th name"),
