@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+
 from mkd.commands.plot import draw, new_figure, save_figure  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import returns_exit_code  # noqa: E402
@@ -177,6 +179,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
     args = parser.parse_args()
     folder, start = args.folder, time.perf_counter()
+    disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     fetch_smollm2(folder / "smollm2")
     corpus, named = prepare(folder, args.copies, args.groups)

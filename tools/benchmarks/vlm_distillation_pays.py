@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from tools.benchmarks.benchmark_report import table  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
@@ -185,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    disable_progress_bar()
     args.folder.mkdir(parents=True, exist_ok=True)
     (prepare if args.prepare else lambda _: measure(args))(args.folder)
 
