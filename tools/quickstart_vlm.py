@@ -36,7 +36,7 @@ MATCHED, CAPTIONS = 16_000, 9_600  # pictures of the teacher's pretraining
 TEACHER_STEPS, STUDENT_STEPS = 100, 80
 STUDENT_LAYERS = 3, 2  # of 4 in the text model, of 4 in the tower
 NUM_EXAMINED, NUM_SAMPLES, MAX_CHARACTERS = 200, 12, 28
-TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, lr_warmup_iters=10, processes=2)
+TRAINING = dict(micro_batch_size=2, global_batch_size=4, lr=6e-4, processes=2)
 NAMES = ("teacher", "student before", "student after")
 ROWS = (
     ("kl", "KL to the teacher"), ("top1", "top-1 agreement"), ("ce", "cross entropy"),
@@ -68,7 +68,8 @@ def make_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: S
     print("\n--- the teacher learns to answer", flush=True)
     flags = TRAINING | dict(student=begin, export=out, train_iters=steps, eval_iters=8, log_interval=20)
     log_dir = folder / "teacher-training"
-    vlm_training.run(vlm_training.command(corpus, log_dir, eval_interval=steps, **flags), log_dir)
+    flags |= dict(eval_interval=steps, lr_warmup_iters=steps // 10)
+    vlm_training.run(vlm_training.command(corpus, log_dir, **flags), log_dir)
     return out
 
 
@@ -78,7 +79,7 @@ def distil(folder: Path, corpus: vlm_training.Corpus, steps: int) -> Path:
     shutil.rmtree(checkpoints, ignore_errors=True)
     flags = TRAINING | dict(student=folder / "student", teacher=folder / "teacher", export=out)
     flags |= dict(train_iters=steps, kd_ratio=0.9, eval_interval=max(1, steps // 4), eval_iters=8)
-    flags |= dict(log_interval=10, save=checkpoints)
+    flags |= dict(log_interval=10, lr_warmup_iters=steps // 10, save=checkpoints)
     vlm_training.run(vlm_training.command(corpus, folder, **flags), folder)
     return out
 
