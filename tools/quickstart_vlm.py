@@ -169,7 +169,9 @@ def main() -> None:
     out = ROOT / "runs" / "quickstart-vlm"
     help_text = "folder to write everything to (default: runs/quickstart-vlm)"
     parser.add_argument("--folder", type=Path, default=out, help=help_text)
-    parser.add_argument("--groups", nargs="*", default=GROUPS, help="groups of emoji (default: three)")
+    parser.add_argument(
+        "--groups", nargs="*", default=GROUPS, help="groups of emoji, at least two (default: three)"
+    )
     for name, value, text in (
         ("copies", COPIES, "varied pictures of each name"),
         ("matched", MATCHED, "pictures that the teacher's tower matches with names"),
