@@ -28,19 +28,10 @@ def test_quickstart_runs_from_the_downloads_to_the_picture(smollm2, tmp_path, mo
     if shutil.which("npm") is None:
         pytest.skip("npm is missing")
     (tmp_path / "smollm2").symlink_to(smollm2)
-    words = [
-        "--folder",
-        tmp_path,
-        "--groups",
-        "activities",
-        "--copies",
-        1,
-        "--matched",
-        640,
-        "--captions",
-        128,
-    ]
-    monkeypatch.setattr(sys, "argv", ["x", *map(str, words), "--teacher-steps", "4", "--steps", "4"])
+    options = {"copies": 1, "matched": 640, "captions": 128, "teacher-steps": 4, "steps": 4}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--folder", str(tmp_path), "--groups", "activities", "food & drink"]
+    monkeypatch.setattr(sys, "argv", ["x", *words])
     assert quickstart_vlm.main() in (0, None)
     printed = capsys.readouterr().out
     assert "KL to the teacher" in printed and "What is it?" in printed
