@@ -24,6 +24,7 @@ from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.operations.run_folders import cache_folder
+from mkd.run.cross_tokenizer_setup import teacher_images
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -74,6 +75,7 @@ def fingerprints(
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
+    found |= _teacher_processors(plan)
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
@@ -89,6 +91,19 @@ def fingerprints(
     return json.loads(
         json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)) | dict(_rollout(plan.config)))
     )
+
+
+def _teacher_processors(plan: Plan) -> dict[str, object]:
+    """Return name -> fingerprint of the image processors of teachers with tokens and images of their own."""
+    if plan.tokenizers is None or plan.tokenizers.images is None:
+        return {}
+    found: dict[str, object] = {}
+    for index, name in enumerate(plan.teacher_names[: len(plan.teachers)]):
+        if plan.config.teachers[index].xtoken is not None:
+            images = teacher_images(plan, index, plan.tokenizers.teachers[index])
+            if images is not None:
+                found[f"{TEACHER}{name}.images"] = images.processor.fingerprint
+    return found
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
