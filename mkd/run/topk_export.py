@@ -45,7 +45,7 @@ from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
-from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
+from mkd.run.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import PipelineSchedule
@@ -190,6 +190,9 @@ def _write_description(
 ) -> TopKMeta:
     source, tokenizer = plan.teacher.source, plan.tokenizer
     require_same_tokenizer(tokenizer, source)
+    data = data_settings(plan.config)
+    if plan.images is not None:
+        data[IMAGE_PROCESSOR] = plan.images.processor.fingerprint
     meta = TopKMeta(
         k=settings.k,
         temperature=temperature_of(plan.config),
@@ -198,7 +201,7 @@ def _write_description(
         teacher=str(source.load or source.assets),
         weights_fingerprint=weights_fingerprint(source),
         vocabulary_fingerprint=tokenizer.vocabulary_fingerprint,
-        data=data_settings(plan.config),
+        data=data,
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
         precision=_precision(plan.teacher.teacher),
