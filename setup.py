@@ -59,6 +59,6 @@ setup(
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
         "dev": ["pytest", "pillow>=10", "accelerate", "ruff", "import-linter", "mypy"],
-        "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],
+        "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard", "pillow>=10"],
     },
 )
