@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reference-hf",
         metavar="DIR_OR_ID",
-        help="source of configuration and tokenizer, and of an image processor that CKPT lacks (default: CKPT)",
+        help="source of configuration and tokenizer (default: CKPT); an image processor in CKPT counts",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)

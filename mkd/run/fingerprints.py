@@ -71,7 +71,9 @@ def fingerprints(
     """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
     stores = [member.store for member in train_set.members] if train_set is not None else []
     teachers = zip(plan.teacher_names, plan.teachers, strict=False)
-    found = {TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers}
+    found: dict[str, object] = {
+        TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers
+    }
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
@@ -99,8 +101,9 @@ def _teacher_processors(plan: Plan) -> dict[str, object]:
         return {}
     found: dict[str, object] = {}
     for index, name in enumerate(plan.teacher_names[: len(plan.teachers)]):
-        if plan.config.teachers[index].xtoken is not None:
-            images = teacher_images(plan, index, plan.tokenizers.teachers[index])
+        tokenizer = plan.tokenizers.teachers[index]
+        if tokenizer is not None:  # it does not read the student's tokens
+            images = teacher_images(plan, index, tokenizer)
             if images is not None:
                 found[f"{TEACHER}{name}.images"] = images.processor.fingerprint
     return found

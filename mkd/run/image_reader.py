@@ -36,8 +36,8 @@ def open_images(
             raise UsageError(
                 f"teacher {teacher} has {'another' if other else 'no'} image processor",
                 "both models read the same tokens, so an image must have as many for each",
-                "use a teacher folder with the same preprocessor_config.json, give it tokens of its own (xtoken), "
-                "or, for a teacher of text, leave out --image-root and the records with images",
+                "use a teacher folder with the same preprocessor_config.json, give it tokens of its own "
+                "(xtoken), or, for a teacher of text, leave out --image-root and the records with images",
                 code="image-processors-differ",
             )
     return None if beside_text else found

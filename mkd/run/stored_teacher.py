@@ -34,7 +34,7 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     ),
     "max_patches_per_pack": ("--max-patches-per-pack", "it decides which documents with images share a pack"),
 }
-IMAGE_PROCESSOR = "image_processor"  # entry of a description beside `data_settings`, if the models read images
+IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class StoredTeacher:
             raise DataError(what, why, do, code="teacher-cache-tokenizer-differs")
         seen = self.meta.data.get(IMAGE_PROCESSOR)
         if seen is not None and images is not None and seen != images.processor.fingerprint:
-            what = f"the teacher cache {self.folder} is of another image processor, or another --max-image-side"
+            what = f"the teacher cache {self.folder} is of another image processor or --max-image-side"
             why = "the student would see other pixels of an image than the teacher saw"
             do = "use the processor and the flag of the export, or export again into another folder"
             raise DataError(what, why, do, code="teacher-cache-image-processor-differs")
