@@ -89,7 +89,7 @@ class ImageProcessor(ABC):
 
     @property
     def _of_model(self) -> list[object]:
-        """What decides tokens besides the settings of the processor and `merge`."""
+        """Values of config.json that decide tokens, besides `merge`."""
         return []
 
     @cached_property
