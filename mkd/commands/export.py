@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--reference-hf", metavar="DIR_OR_ID", help="source of configuration and tokenizer (default: CKPT)"
+        "--reference-hf",
+        metavar="DIR_OR_ID",
+        help="source of configuration and tokenizer (default: CKPT); an image processor in CKPT counts",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)

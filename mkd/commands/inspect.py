@@ -184,6 +184,8 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             code="seq-length-below-one",
         )
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
+    if args.picture:
+        require_pillow(args.picture)
     tokenizer = open_tokenizer(args.student)
     with tempfile.TemporaryDirectory() as folder:
         dataset, _ = open_datasets(
@@ -215,13 +217,17 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             save_figure(figure, Path(args.histogram), "--histogram")
 
 
-def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
-    """Draw packs to a file. Raises UsageError if Pillow is missing or the file cannot be written."""
+def require_pillow(picture: str) -> None:
+    """Raise UsageError if Pillow is missing."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
         what, do = f"--picture {picture} needs Pillow", "pip install 'megatron-kd[images]'"
         raise UsageError(what, str(error), do, code="picture-needs-pillow") from error
+
+
+def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
+    """Draw packs to a file. Raises UsageError if the file cannot be written."""
     from mkd.data.pack_picture import PackPicture
 
     drawn = PackPicture(tokenizer, dataset.images).draw(packs)

@@ -9,7 +9,7 @@ from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
-from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_assets import HFAssets, SavedProcessor
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
@@ -39,6 +39,15 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
     return folder, folder / HF_FOLDER
 
 
+def assets_of(folder: Path, reference: Path) -> HFAssets:
+    """Return the small files of an export: the reference's, with the image processor of the checkpoint.
+
+    --max-image-side has changed the processor in the checkpoint: the student has learned from its pixels.
+    """
+    own = SavedProcessor(folder / HF_FOLDER)
+    return HFAssets(reference, reference, None if own.source == reference else own)
+
+
 def saved_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's embedding, which all weights share; fp32 if it has none."""
     embedding = dist_checkpointing.load_tensors_metadata(str(folder)).get("embedding.word_embeddings.weight")
@@ -66,7 +75,8 @@ def run(
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)
     model = build_model(shape, weights, context)
     load_checkpoint(folder, TrainingState([model]), context, is_verified=True)
-    export_hf([(model, model.first_layer)], shape, hf_out, context=context, assets=HFAssets.of(reference))
+    assets = assets_of(folder, reference)
+    export_hf([(model, model.first_layer)], shape, hf_out, context=context, assets=assets)
     if context.rank == 0:
         print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
     context.leave()

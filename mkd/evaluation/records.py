@@ -158,8 +158,11 @@ def _completion(record: Mapping, line: int) -> Completion:
         what = f"{keys[1]} is empty or not a text"
         why = "there is nothing to score"
         raise DataError(what, why, "repair or remove the record", code="task-completion-not-text")
+    images = _images(record)
+    if images:
+        completion = completion.strip()  # as it stands in a conversation
     # The text of MBPP is a sentence, not the beginning of code.
-    return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line, _images(record))
+    return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line, images)
 
 
 def _images(record: Mapping[str, Any]) -> Images:

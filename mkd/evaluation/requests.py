@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mkd.data.batch import Pack, PackedBatch, collate, empty_pack
 from mkd.data.images.conversation import ConversationImages, EncodedImage, ReadImage
+from mkd.data.images.image_files import ImageBytes
 from mkd.data.images.image_table import ImagesInMemory
 from mkd.data.images.pack_images import PackImages
 from mkd.data.packing.best_fit import pack_pieces
@@ -52,15 +53,16 @@ def encode_pairs(
     A pair with images becomes a conversation: the images and the prompt from the user, then the answer. It is
     scored up to the token that ends the turn, and never cut.
     """
-    requests: list[Request] = []
+    requests: dict[int, Request] = {}
     before_all = _encode(tokenizer, "")
     prompt, prompt_ids = "", before_all
     conversations = None if images is None else _Conversations(images, seq_length, vocab_size)
-    for pair in pairs:
+    for number in _by_images(pairs):
+        pair = pairs[number]
         if pair.images:
             if conversations is None:
                 raise _no_image_reader(pair)
-            requests.append(conversations.encode(pair))
+            requests[number] = conversations.encode(pair)
             continue
         if pair.prompt != prompt:
             prompt, prompt_ids = pair.prompt, _encode(tokenizer, pair.prompt)
@@ -68,8 +70,16 @@ def encode_pairs(
         start, lead = _common_prefix(prompt_ids, whole), _common_prefix(before_all, whole)
         if start == 0 and tokenizer.eos_id is not None:
             whole, start = np.concatenate([[tokenizer.eos_id], whole]), 1
-        requests.append(_cut(pair, whole, start, lead, seq_length, vocab_size))
-    return requests
+        requests[number] = _cut(pair, whole, start, lead, seq_length, vocab_size)
+    return [requests[number] for number in range(len(pairs))]
+
+
+def _by_images(pairs: Sequence[Pair]) -> list[int]:
+    """Return the numbers of all pairs so that those of one question's images follow each other."""
+    firsts: dict[int, int] = {}
+    for number, pair in enumerate(pairs):
+        firsts.setdefault(id(pair.images), number)  # all pairs of a question have the same tuple
+    return sorted(range(len(pairs)), key=lambda number: firsts[id(pairs[number].images)])
 
 
 def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
@@ -95,7 +105,7 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
 
 
 class _Conversations:
-    """Encodes pairs with images. Pairs of one question follow each other: its images are read once."""
+    """Encodes pairs with images. It holds the files of one question: pairs of the next one read theirs."""
 
     def __init__(self, reader: ConversationImages, seq_length: int, vocab_size: int):
         self._reader, self._seq_length, self._vocab_size = reader, seq_length, vocab_size
@@ -105,7 +115,11 @@ class _Conversations:
         self._read: list[ReadImage] = []
 
     def encode(self, pair: Pair) -> Request:
-        """Return the request of a pair. Raises DataError for images that cannot be read or do not fit."""
+        """Return the request of a pair, without the content of files that have a path.
+
+        Raises DataError for images that cannot be read or do not fit, and for an answer with a control token.
+        """
+        self._check_answer(pair)
         content = [*({"type": "image"} for _ in pair.images), {"type": "text", "text": pair.prompt}]
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": content},
@@ -124,7 +138,24 @@ class _Conversations:
             what = f"{pair.place}: the question with its images and the answer has {len(ids)} tokens"
             why, do = "a question with images is not cut", "raise --seq-length, or lower --max-image-side"
             raise DataError(what, why, do, code="task-images-too-long")
-        return replace(_cut(pair, ids, start, 1, self._seq_length, self._vocab_size), images=images)
+        request = _cut(pair, ids, start, 1, self._seq_length, self._vocab_size)
+        return replace(request, images=tuple(map(_without_file, images)))
+
+    def _check_answer(self, pair: Pair) -> None:
+        spelled = sorted(s for s in self._reader.processor.tokenizer.special_tokens if s in pair.continuation)
+        if spelled:
+            raise DataError(
+                f"{pair.place}: the answer has the special token {spelled[0]}",
+                "beside images an answer is scored up to its first special token, which ends the turn",
+                "remove the token, or the record",
+                code="task-answer-with-special-token",
+            )
+
+
+def _without_file(image: EncodedImage) -> EncodedImage:
+    """Return the image without the content of a file that can be read again by its path."""
+    path = image.source.path
+    return image if path is None else replace(image, source=ImageBytes(b"", path))
 
 
 def _no_image_reader(pair: Pair) -> DataError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from mkd.data.images.pack_images import RowImages
 from mkd.data.loader import BatchLayout
 from mkd.errors import NonFiniteError
 from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate_requests
@@ -20,12 +21,7 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.image_row import ImageRow
-from mkd.train.schedule import PipelineSchedule
-
-RowImages = Callable[..., ImageRow]
-"""Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
-MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough to make filling the pipeline cheap
+from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 
 
 @dataclass(frozen=True)

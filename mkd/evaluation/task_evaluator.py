@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 from megatron.core.utils import get_attr_wrapped_model
@@ -14,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import ImageLayout, images_of_row
+from mkd.data.images.pack_images import row_images_of
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.requests import encode_pairs
 from mkd.evaluation.scores import RequestBatches, log_likelihoods
@@ -69,8 +67,7 @@ class TaskEvaluator:
         encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size, images) for task in tasks]
         borders = tuple(accumulate(map(len, encoded), initial=0))
         requests = [request for of_task in encoded for request in of_task]
-        layout = ImageLayout.of_context(context, sequence_parallel)
-        row_images = None if images is None else partial(images_of_row, images=images, layout=layout)
+        row_images = row_images_of(images, context, sequence_parallel)
         sizes = micro_batch_size, seq_length, tokenizer.pad_id
         batches = RequestBatches.of(requests, context, *sizes, row_images)
         return cls(tuple(tasks), borders, batches)
@@ -114,11 +111,16 @@ def build_tasks(
     tasks = tasks_of(config)
     if not (tasks and config.training.evaluates):
         return None
-    sizes: dict[str, Any] = dict(
-        seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size
+    return TaskEvaluator.build(
+        tasks,
+        tokenizer,
+        context,
+        vocab_size=vocab_size,
+        seq_length=config.training.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+        images=images,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
-    seen: dict[str, Any] = dict(images=images, sequence_parallel=config.parallel.sequence_parallel)
-    return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes, **seen)
 
 
 def evaluate_tasks(

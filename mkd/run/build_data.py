@@ -58,7 +58,8 @@ def build_data(
         raise DataError(what, why, do, code="held-out-documents-missing")
     if plan.stored_teacher is not None:
         held_out = valid_set if config.training.evaluates else None
-        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizers.student, context)
+        run = tokenizers.student, context, tokenizers.images
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, *run)
     return train_set, valid_set
 
 

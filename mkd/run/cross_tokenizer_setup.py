@@ -57,7 +57,7 @@ def teacher_texts(
     return [side.text if side else SharedTokens() for side in sides]
 
 
-def _teacher_images(plan: Plan, index: int, tokenizer: Tokenizer) -> ConversationImages | None:
+def teacher_images(plan: Plan, index: int, tokenizer: Tokenizer) -> ConversationImages | None:
     """Return the reader of the teacher's images; None if the teacher or the student reads none."""
     ours = plan.tokenizers.images if plan.tokenizers else None
     if ours is None:
@@ -82,6 +82,6 @@ def _cross_tokenizer(
         exact_only=settings.exact_token_match_only,
         reasoning=settings.reasoning,
         name=plan.teacher_names[index],
-        images=_teacher_images(plan, index, teacher),
+        images=teacher_images(plan, index, teacher),
     )
     return CrossTokenizerTeacher(settings, relation, text)

@@ -26,6 +26,7 @@ from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.operations.run_folders import cache_folder
+from mkd.run.cross_tokenizer_setup import teacher_images
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -73,12 +74,15 @@ def fingerprints(
     """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
     stores = [member.store for member in train_set.members] if train_set is not None else []
     teachers = zip(plan.teacher_names, plan.teachers, strict=False)
-    found = {TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers}
+    found: dict[str, object] = {
+        TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers
+    }
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
         if plan.stored_teacher.meta.is_fp8:  # else absent as in earlier versions
             found["loss.stored_precision"] = plan.stored_teacher.meta.precision
+    found |= _teacher_processors(plan)
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
@@ -94,6 +98,20 @@ def fingerprints(
     return json.loads(
         json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)) | dict(_rollout(plan.config)))
     )
+
+
+def _teacher_processors(plan: Plan) -> dict[str, object]:
+    """Return name -> fingerprint of the image processors of teachers with tokens and images of their own."""
+    if plan.tokenizers is None or plan.tokenizers.images is None:
+        return {}
+    found: dict[str, object] = {}
+    for index, name in enumerate(plan.teacher_names[: len(plan.teachers)]):
+        tokenizer = plan.tokenizers.teachers[index]
+        if tokenizer is not None:  # it does not read the student's tokens
+            images = teacher_images(plan, index, tokenizer)
+            if images is not None:
+                found[f"{TEACHER}{name}.images"] = images.processor.fingerprint
+    return found
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:

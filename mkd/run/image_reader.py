@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages, image_reader
-from mkd.data.images.processors import load_image_processor
+from mkd.data.images.processors import has_vision_part, load_image_processor
 from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -24,18 +24,20 @@ def open_images(
     found = image_reader(student, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side)
     if found is None:
         return None
+    beside_text = False
     for teacher, settings in zip(teachers, config.teachers, strict=False):
         if teacher is None or settings.xtoken is not None:
             continue  # a teacher with tokens of its own has images of its own too
         other = load_image_processor(teacher, tokenizer, data.max_image_side)
-        if other is None and data.image_root is None:
-            return None
+        if other is None and data.image_root is None and not has_vision_part(teacher):
+            beside_text = True
+            continue
         if other is None or other.fingerprint != found.processor.fingerprint:
             raise UsageError(
                 f"teacher {teacher} has {'another' if other else 'no'} image processor",
                 "both models read the same tokens, so an image must have as many for each",
-                "use a teacher with the same preprocessor_config.json, give it tokens of its own (xtoken), "
-                "or, for a teacher of text, leave out --image-root and the records with images",
+                "use a teacher folder with the same preprocessor_config.json, give it tokens of its own "
+                "(xtoken), or, for a teacher of text, leave out --image-root and the records with images",
                 code="image-processors-differ",
             )
-    return found
+    return None if beside_text else found

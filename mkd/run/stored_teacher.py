@@ -9,9 +9,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkd.config.schema import Config
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
@@ -31,7 +32,9 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
         "--context-parallel-size",
         "documents are padded to multiples of 2 x --context-parallel-size (1 without context parallelism)",
     ),
+    "max_patches_per_pack": ("--max-patches-per-pack", "it decides which documents with images share a pack"),
 }
+IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,23 @@ class StoredTeacher:
         problems += _differences(folder, meta, config, student_ids)
         return cls(folder, meta, source)
 
-    def attach(self, train_set, valid_set, tokenizer: Tokenizer, context: ParallelContext) -> tuple:
+    def attach(
+        self,
+        train_set,
+        valid_set,
+        tokenizer: Tokenizer,
+        context: ParallelContext,
+        images: ConversationImages | None = None,  # the student's; None: it reads none
+    ) -> tuple:
         """Return both data sets with the teacher's rows. Collective; raises the same error on every rank.
 
-        Raises DataError for a cache of another tokenizer or other data, CheckpointError for one of other
-        weights.
+        Raises DataError for a cache of another tokenizer, image processor or other data, CheckpointError for
+        one of other weights.
         """
         error = None
         if context.rank == 0:
             try:
-                self._check(tokenizer)
+                self._check(tokenizer, images)
                 self._taught(train_set, valid_set)
             except MkdError as caught:
                 error = caught
@@ -82,12 +92,18 @@ class StoredTeacher:
             return train, None
         return train, TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
 
-    def _check(self, tokenizer: Tokenizer) -> None:
+    def _check(self, tokenizer: Tokenizer, images: ConversationImages | None) -> None:
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
             what = f"the teacher cache {self.folder} is of another tokenizer"
             why = "its ids stand for other strings than this run's"
             do = "export the cache with this run's tokenizer, or train with that of the export"
             raise DataError(what, why, do, code="teacher-cache-tokenizer-differs")
+        seen = self.meta.data.get(IMAGE_PROCESSOR)
+        if seen is not None and images is not None and seen != images.processor.fingerprint:
+            what = f"the teacher cache {self.folder} is of another image processor or --max-image-side"
+            why = "the student would see other pixels of an image than the teacher saw"
+            do = "use the processor and the flag of the export, or export again into another folder"
+            raise DataError(what, why, do, code="teacher-cache-image-processor-differs")
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
             teacher = self.source.load or self.source.assets
             what = f"the teacher cache {self.folder} is of other weights than {teacher}"
@@ -106,10 +122,10 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
         why = "the probability of all ids outside the top-k at another temperature does not follow from it"
         do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
         yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
-    for name, value in data_settings(config).items():
-        exported = meta.data.get(name)
+    settings = data_settings(config)
+    for name, (flag, reason) in DATA_FLAGS.items():
+        value, exported = settings.get(name), meta.data.get(name)
         if exported != value:
-            flag, reason = DATA_FLAGS[name]
             what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"
             do = f"use the {flag} of the export, or export again into another folder"
@@ -127,15 +143,18 @@ def temperature_of(config: Config) -> float:
     return config.kd.kd_temperature if own is None else own
 
 
-def data_settings(config: Config) -> dict:
+def data_settings(config: Config) -> dict[str, Any]:
     """Return the settings that, besides files and tokenizer, decide which tokens make a pack."""
-    return {
+    found = {
         "seq_length": config.training.seq_length,
         "pack": config.data.pack,
         "overlong": config.data.overlong,
         "append_eod": config.data.append_eod,
         "document_multiple": document_multiple(config.parallel.context_parallel_size),
     }
+    if config.data.max_patches_per_pack is not None:  # absent as in earlier versions
+        found["max_patches_per_pack"] = config.data.max_patches_per_pack
+    return found
 
 
 def weights_fingerprint(source: ModelSource) -> str:

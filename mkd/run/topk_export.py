@@ -24,10 +24,9 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.config.split import parse_split
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import ImageLayout, images_of_row
+from mkd.data.images.pack_images import RowImages, row_images_of
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
-from mkd.evaluation.scores import MICROBATCHES_PER_STAGE, RowImages
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -45,10 +44,10 @@ from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
-from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
+from mkd.run.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.schedule import PipelineSchedule
+from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
 
 TEACHER = 0  # number of the exported teacher
@@ -190,6 +189,9 @@ def _write_description(
 ) -> TopKMeta:
     source, tokenizer = plan.teacher.source, plan.tokenizer
     require_same_tokenizer(tokenizer, source)
+    data = data_settings(plan.config)
+    if plan.images is not None:
+        data[IMAGE_PROCESSOR] = plan.images.processor.fingerprint
     meta = TopKMeta(
         k=settings.k,
         temperature=temperature_of(plan.config),
@@ -198,7 +200,7 @@ def _write_description(
         teacher=str(source.load or source.assets),
         weights_fingerprint=weights_fingerprint(source),
         vocabulary_fingerprint=tokenizer.vocabulary_fingerprint,
-        data=data_settings(plan.config),
+        data=data,
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
         precision=_precision(plan.teacher.teacher),
@@ -236,10 +238,7 @@ class _Exporter:
         communicator = P2PCommunicator(context.pp_group, models[0].config)
         tokens = training.micro_batch_size * training.seq_length
         schedule = PipelineSchedule(context, communicator, tokens)
-        layout = ImageLayout.of_context(context, plan.config.parallel.sequence_parallel)
-        row_images = None
-        if plan.images is not None:
-            row_images = partial(images_of_row, images=plan.images, layout=layout)
+        row_images = row_images_of(plan.images, context, plan.config.parallel.sequence_parallel)
         return cls(out, meta, context, schedule, stages, training.micro_batch_size, row_images)
 
     def export(self, part: str, dataset) -> None:

@@ -20,6 +20,8 @@ from mkd.parallel.context import ParallelContext
 from mkd.train.stage_inputs import stage_inputs, student_input
 from mkd.train.teacher_prefetch import TeacherPrefetch
 
+MICROBATCHES_PER_STAGE = 16  # in one forward-only call: enough to make filling the pipeline cheap
+
 
 class LossCallback(Protocol):
     """Takes the results of the last stage; see `objective.Objective`."""

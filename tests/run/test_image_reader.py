@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mkd.config.load import load_config
+from mkd.config.schema import TeacherConfig
 from mkd.data.images.processors import PREPROCESSOR_FILE
 from mkd.run.image_reader import open_images
 from mkd.tokenizers.hugging_face import load_hugging_face
@@ -21,8 +23,8 @@ def folder(tmp_path_factory):
 
 
 def open_(folder, *flags, teachers=()):
-    teacher_flags = [word for one in teachers for word in ("--teacher-hf", one)]
-    config = load_config([str(word) for word in (*flags, *teacher_flags)]).config
+    config = load_config([str(word) for word in flags]).config
+    config = replace(config, teachers=tuple(TeacherConfig(hf=str(one)) for one in teachers))
     tokenizer = load_hugging_face(str(folder))
     return open_images(config, folder, teachers, tokenizer)
 
@@ -56,6 +58,16 @@ def test_beside_a_teacher_of_text_the_run_reads_text_alone(folder, tmp_path):
     assert open_(folder, teachers=[text]) is None
     with refused("image-processors-differ"):
         open_(folder, "--image-root", tmp_path, teachers=[text])
+
+
+def test_a_teacher_of_images_without_its_processor_is_refused(folder, tmp_path):
+    """It is no teacher of text. The order of the teachers does not matter."""
+    bare = make_smolvlm(tmp_path / "bare")
+    (bare / PREPROCESSOR_FILE).unlink()
+    text, finer = add_tokenizer(tmp_path / "text"), make_smolvlm(tmp_path / "finer", tiles=4)
+    for teachers in ([bare], [text, bare], [bare, text], [text, finer], [finer, text]):
+        with refused("image-processors-differ"):
+            open_(folder, teachers=teachers)
 
 
 def test_an_unknown_family_and_a_damaged_processor_are_refused(folder, tmp_path):

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-MODEL_ASSETS = (
-    *("config.json", "generation_config.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-)
+IMAGE_ASSETS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+MODEL_ASSETS = ("config.json", "generation_config.json", *IMAGE_ASSETS)
 SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (
     *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_ASSET, "special_tokens_map.json"),
@@ -27,6 +25,19 @@ class SavesFiles(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the changed settings into a folder that has the files of the source."""
+
+
+@dataclass(frozen=True)
+class SavedProcessor:
+    """The image processor in a folder, as the run left it that saved the folder."""
+
+    source: Path
+
+    def save(self, folder: Path) -> None:
+        """Copy its files, if there are any."""
+        for name in IMAGE_ASSETS:
+            if (self.source / name).is_file():
+                shutil.copyfile(self.source / name, folder / name)
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,19 @@ IMAGE = np.dtype(
 )
 
 
-def image_records(images: Iterable[Sequence[EncodedImage]]) -> tuple[np.ndarray, bytes]:
+def image_records(
+    images: Iterable[Sequence[EncodedImage]],
+    shares_sources: bool = False,  # True: equal sources are kept once
+) -> tuple[np.ndarray, bytes]:
     """Return (records of IMAGE, their sources) of consecutive documents, both counted from the first one."""
     records, sources, start = [], [], 0
+    kept: dict[bytes, int] = {}  # source -> its place
     for document, of_document in enumerate(images):
         for image in of_document:
             path = image.source.path
             source = image.source.content if path is None else path.encode()
             digest = np.frombuffer(image.sha256, np.uint8)
+            place = kept.setdefault(source, start) if shares_sources else start
             row = (
                 document,
                 image.first,
@@ -52,13 +57,14 @@ def image_records(images: Iterable[Sequence[EncodedImage]]) -> tuple[np.ndarray,
                 image.grid,
                 image.size,
                 path is not None,
-                start,
+                place,
                 len(source),
                 digest,
             )
             records.append(row)
-            sources.append(source)
-            start += len(source)
+            if place == start:
+                sources.append(source)
+                start += len(source)
     return np.array(records, dtype=IMAGE), b"".join(sources)
 
 
@@ -155,7 +161,7 @@ class ImagesInMemory(ImageTable):
 
     def __init__(self, images: Iterable[Sequence[EncodedImage]]):
         """Take the images of each document."""
-        self._records, self._content = image_records(images)
+        self._records, self._content = image_records(images, shares_sources=True)
 
     def _held(self, start: int, length: int) -> bytes:
         return self._content[start : start + length]

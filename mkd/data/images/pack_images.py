@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,10 @@ from mkd.parallel.zigzag import context_parallel_rows
 if TYPE_CHECKING:
     from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
     from mkd.data.batch import Pack, PackedBatch
+
+
+RowImages = Callable[..., ImageRow]
+"""Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,14 @@ class ImageLayout:
         rank = context.cp_rank * context.tp_size + context.tp_rank
         ranks = context.cp_size * context.tp_size
         return cls(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
+
+
+def row_images_of(
+    images: ConversationImages | None, context: ParallelContext, sequence_parallel: bool
+) -> RowImages | None:
+    """Return `images_of_row` for the rank of `context`; None if the models read no images."""
+    layout = ImageLayout.of_context(context, sequence_parallel)
+    return None if images is None else partial(images_of_row, images=images, layout=layout)
 
 
 def images_of_row(

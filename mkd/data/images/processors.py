@@ -85,7 +85,12 @@ class ImageProcessor(ABC):
         """SHA-256 over everything that decides tokens and pixels."""
         settings = {key: value for key, value in self.backend.to_dict().items() if "processor" not in key}
         written = json.dumps(settings, sort_keys=True, default=dict)
-        return sha256_of([type(self).__name__, written, self.merge, self.placeholder])
+        return sha256_of([type(self).__name__, written, self.merge, self.placeholder, *self._of_model])
+
+    @property
+    def _of_model(self) -> list[object]:
+        """Values of config.json that decide tokens, besides `merge`."""
+        return []
 
     @cached_property
     def scale(self) -> Tensor:
@@ -204,6 +209,10 @@ class IdeficsImages(ImageProcessor):
     def token_side(self) -> int:
         return self.width[1] // self._side * self.merge
 
+    @property
+    def _of_model(self) -> list[object]:
+        return [self.width, self._side]
+
     def seen(self, pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return the tiles in their places, and the small copy of the whole image below the first."""
         _, rows, columns = self.backend.get_number_of_image_patches(*size, {})
@@ -221,6 +230,12 @@ class IdeficsImages(ImageProcessor):
         fake, small = self.structure
         text = get_image_prompt_string(rows, columns, self._num_tokens, fake, self.placeholder, small)
         return np.array(self.tokenizer.encode_with_control_tokens(text), dtype=np.int32)
+
+
+def has_vision_part(folder: str | Path) -> bool:
+    """Return True for the folder of a model that reads images, with or without its image processor."""
+    path = Path(folder) / "config.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("vision_config") is not None
 
 
 def load_image_processor(

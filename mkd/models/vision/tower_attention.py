@@ -25,7 +25,10 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 def attend_varlen(visual: PreTrainedModel, varlen: Varlen, name: str = NAME) -> None:
-    """Let the tower's blocks attend by `varlen`, in one call for all images or windows of a pass."""
+    """Let the tower's blocks attend by `varlen`, in one call for all images or windows of a pass.
+
+    Change nothing with a version of transformers that would not hand over the borders under this name.
+    """
     from transformers import AttentionInterface
 
     def attention(
@@ -44,8 +47,11 @@ def attend_varlen(visual: PreTrainedModel, varlen: Varlen, name: str = NAME) -> 
         q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
         return varlen(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)[None], None
 
-    AttentionInterface.register(name, attention)
-    visual.config._attn_implementation = name
+    # Older versions compare the name with "flash_attention_2".
+    is_flash = getattr(sys.modules[type(visual).__module__], "is_flash_attention_requested", None)
+    if is_flash is not None and is_flash(requested_attention_implementation=name):
+        AttentionInterface.register(name, attention)
+        visual.config._attn_implementation = name
 
 
 def find_varlen(shape: VisionShape, dtype: torch.dtype, device: torch.device) -> Varlen | None:

@@ -80,5 +80,17 @@ def test_the_processor_of_transformers_5_is_read_and_written(tmp_path):
     assert found["image_processor"]["size"] == {"longest_edge": 64} and found["image_seq_len"] == 4
 
 
+def test_the_patches_of_a_tile_count_in_the_fingerprint(tmp_path):
+    """They stand in config.json, and decide the tokens of a tile."""
+    folder = make_smolvlm(tmp_path)
+    before = load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["patch_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    after = load(folder)
+    assert len(after.shape(40, 40).ids) < len(before.shape(40, 40).ids)
+    assert after.fingerprint != before.fingerprint
+
+
 def test_a_text_model_has_no_image_processor(tmp_path, folders):
     assert load_image_processor(tmp_path, load_hugging_face(str(folders["smolvlm"]))) is None
