@@ -103,6 +103,14 @@ class Preempted(MkdError):
     on_all_ranks = True
 
 
+class ServerLost(Preempted):
+    """The rollout server cannot be reached any more: the run saves, and ends as if it had been preempted."""
+
+
+class ServerAnswer(MkdError):
+    """The rollout server answers, but not as a server of this model with these weights would."""
+
+
 class CrashLoop(MkdError):
     """A run that was restarted after a crash, and crashed in the same step each time."""
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mkd.data.documents import MESSAGES, PAIR, PROMPT_COMPLETION, Document, Record, encode_record
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.cutting import whole_records
-from mkd.data.store import TokenStore
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # workers that tokenise do not import Megatron
+    from mkd.data.store import TokenStore
 
 
 def encode_documents(

@@ -39,7 +39,7 @@ def main() -> None:
     while True:
         call = json.loads(calls.get())
         try:
-            result: dict[str, Any] = {"value": float(function(*call))}
+            result: dict[str, Any] = {"value": number(function(*call))}
         except BaseException as error:
             result = {"error": describe(error)}
         answer(answers, result)
@@ -52,6 +52,13 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
     return function
+
+
+def number(reward: Any) -> float:
+    """Return a reward as a float. Raises TypeError for texts, which float() would read."""
+    if isinstance(reward, str | bytes | bytearray):
+        raise TypeError(f"the reward is a {type(reward).__name__}, not a number")
+    return float(reward)
 
 
 def describe(error: BaseException) -> str:

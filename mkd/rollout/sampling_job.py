@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mkd.errors import ServerAnswer
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
 from mkd.rollout.sampling import uniforms
-from mkd.rollout.server_client import ServerAnswer, ServerClient
+from mkd.rollout.server_client import ServerClient
 
 SEEDS = 2**31  # the server's seeds are below
 

@@ -16,21 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mkd.errors import MkdError, Preempted, UsageError
+from mkd.errors import ServerLost, UsageError
 
 TOKEN = "MKD_ROLLOUT_SERVER_TOKEN"  # environment variable with the server's API key
 TRIES = 4  # of a request: the first one and 3 retries
 WAIT_S = 1.0  # before the first retry; then twice as long each time
 BUSY = frozenset({408, 429})  # HTTP statuses that mean "later", besides those from 500 on
 SHOWN_CHARACTERS = 300  # of an answer, in messages
-
-
-class ServerLost(Preempted):
-    """The server cannot be reached any more: the run saves, and ends as if it had been preempted."""
-
-
-class ServerAnswer(MkdError):
-    """The server answers, but not as a server of this model with these weights would."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mkd.errors import ServerAnswer
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
@@ -16,7 +17,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.rollout.decoding import sample_completions
 from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import Request, Rollout, Sampling
-from mkd.rollout.server_client import ServerAnswer, ServerClient
+from mkd.rollout.server_client import ServerClient
 
 DOCUMENTS, TOKENS = 4, 16  # of a probe, at most
 LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.1}  # mean difference of ln p that rounding explains, nats

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mkd.errors import MkdError
+from mkd.errors import MkdError, ServerAnswer, ServerLost
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.rollout.rollout_record import RolloutRecord
 from mkd.rollout.rollouts import Request, Rollout, Sampling
 from mkd.rollout.sampling_job import SamplingJob
-from mkd.rollout.server_client import Refused, ServerAnswer, ServerClient, ServerLost
+from mkd.rollout.server_client import Refused, ServerClient
 from mkd.rollout.server_probe import Scores, check_refit, sample_probe, score, server_scores
 
 POLL_S = 2.0  # between signs of life while the server samples

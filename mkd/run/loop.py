@@ -13,14 +13,13 @@ from mkd.checkpoint.folders import TrainingPosition, iteration_folder
 from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
 from mkd.data.loader import EvalStream, TrainStream
-from mkd.errors import NonFiniteError
+from mkd.errors import NonFiniteError, ServerLost
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
 from mkd.operations.console import LOG
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
 from mkd.rollout.rollout_stream import RolloutStream
-from mkd.rollout.server_client import ServerLost
 from mkd.run.checkpoints import Saver
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy

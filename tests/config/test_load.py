@@ -15,6 +15,7 @@ WORLD_SIZES = {
     "gpt_oss_20b_from_120b.yaml": 16,
     "llama3.1_8b_from_70b.yaml": 8,
     "quickstart.yaml": 2,
+    "quickstart_on_policy.yaml": 2,
     "qwen2.5_vl_3b_from_7b.yaml": 8,
     "qwen3_1.7b_from_8b.yaml": 32,
     "qwen3_1.7b_dpo.yaml": 8,

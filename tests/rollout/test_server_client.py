@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
+from mkd.errors import ServerAnswer, ServerLost
 from mkd.rollout.rollout_record import RolloutRecord
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
 from mkd.rollout.sampling_job import read_completion
-from mkd.rollout.server_client import Refused, ServerAnswer, ServerClient, ServerLost, find_model
+from mkd.rollout.server_client import Refused, ServerClient, find_model
 from tests.reported import refused
 
 SAMPLING = Sampling(max_new_tokens=3, stop_ids=frozenset({0, 9}), vocab_size=10)

@@ -30,8 +30,7 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
                 _check_size(width, height, max_pixels)
                 _check_mode(image.mode)
                 image.load()
-                upright = transpose(image)
-                return np.asarray(upright.convert("RGB"))
+                return np.asarray(_opaque(transpose(image)).convert("RGB"))
         except DataError:
             raise
         except image_module.DecompressionBombError as error:
@@ -50,6 +49,17 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
                 "repair or remove it",
                 code="image-damaged",
             ) from error
+
+
+def _opaque(image: Any) -> Any:
+    """Return the image on white, as transformers shows transparent ones (its `convert_to_rgb`)."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image
+    image = image.convert("RGBA")
+    white = image.copy()
+    white.paste((255, 255, 255, 255), (0, 0, *image.size))
+    white.alpha_composite(image)
+    return white
 
 
 def _pillow() -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import struct
@@ -11,8 +12,10 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 
 from mkd.data.documents import encode_record, parse_row
+from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageSource
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
@@ -98,6 +101,19 @@ def test_exif_turns_an_image_once(reader, tmp_path):
     document = encode(asked("a.jpg"), images)
     assert document.images[0].size == (100, 33)  # height, width
     assert document.images[0].grid == images.processor.shape(100, 33).grid
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_images_are_put_on_white(mode):
+    """As transformers does before it preprocesses an image."""
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 4), np.uint8)
+    colours, buffer = Image.fromarray(pixels), io.BytesIO()
+    image = colours.convert("RGB").quantize(16) if mode == "P" else colours.convert(mode)
+    image.save(buffer, "PNG", **({"transparency": bytes(range(0, 256, 16))} if mode == "P" else {}))
+    found = decode_image(buffer.getvalue(), 10**6)
+    expected = convert_to_rgb(Image.open(io.BytesIO(buffer.getvalue())), return_numpy=True)
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, np.asarray(image.convert("RGB")))
 
 
 BAD = {
