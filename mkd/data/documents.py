@@ -119,6 +119,13 @@ def parse_row(row: Row) -> Record:
     if len(named) != 1:
         raise _wrong_keys(fields, named)
     kind = KINDS[named[0]]
+    if kind.images is None and fields.get("images"):
+        raise DataError(
+            f"the record has images beside {' and '.join(kind.keys)}",
+            "only a conversation says where an image stands",
+            'give {"messages": ...} with image parts, or remove images',
+            code="record-images-without-messages",
+        )
     given = [_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
     if kind.form not in (MESSAGES, PAIR):  # these check their values
         for key, value in zip(kind.keys, given, strict=True):
@@ -320,6 +327,17 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
             "there is nothing to train on",
             "remove the record, or give it a value",
             code="record-field-null",
+        )
+    absent = {kind: [key for key in kind.keys if key not in fields] for kind in KINDS.values()}
+    nearest = max(absent, key=lambda kind: (len(kind.keys) - len(absent[kind]), -len(absent[kind])))
+    missing = absent[nearest]
+    if len(missing) < len(nearest.keys):
+        given = " and ".join(key for key in nearest.keys if key in fields)
+        return DataError(
+            f"the record has {given}, but no {' and '.join(missing)}",
+            f"a record has the keys {FORMS}",
+            "add what is missing, or remove the record",
+            code="record-incomplete",
         )
     return _unknown("keys", fields)
 

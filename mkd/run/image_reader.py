@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages, image_reader
-from mkd.data.images.processors import has_vision_part, load_image_processor
+from mkd.data.images.processors import ImageProcessor, has_vision_part, load_image_processor
 from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ def open_images(
     found = image_reader(student, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side)
     if found is None:
         return None
+    _require_image_token(student, found.processor)
     beside_text = False
     for teacher, settings in zip(teachers, config.teachers, strict=False):
         if teacher is None or settings.xtoken is not None:
@@ -40,4 +42,18 @@ def open_images(
                 "(xtoken), or, for a teacher of text, leave out --image-root and the records with images",
                 code="image-processors-differ",
             )
+        _require_image_token(teacher, found.processor)
     return None if beside_text else found
+
+
+def _require_image_token(folder: Path, processor: ImageProcessor) -> None:
+    """Raise UsageError if config.json has another image token than the tokenizer."""
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+    token_id = processor.image_token_id
+    if said not in (None, token_id):
+        raise UsageError(
+            f"{folder}: image_token_id is {said}, but the tokenizer's image token has id {token_id}",
+            "transformers would put the features of images in other places, or nowhere",
+            "correct image_token_id in config.json, or take the model's own tokenizer",
+            code="image-token-differs",
+        )

@@ -57,6 +57,8 @@ def test_texts_and_conversations_become_two_documents_with_loss_on_the_answer():
             "pair-answer-empty",
         ),
         (dict(prompt="p", chosen="a", rejected="b", completion="c"), "record-ambiguous"),
+        (dict(prompt="p", chosen="a"), "record-incomplete"),
+        (dict(prompt="p", completion="c", images=["a.png"]), "record-images-without-messages"),
         (
             dict(prompt=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
             | dict(chosen=said("a"), rejected=said("b")),

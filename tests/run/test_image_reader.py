@@ -53,6 +53,17 @@ def test_a_teacher_that_sees_other_images_is_refused(folder, tmp_path):
     assert images is not None, "with the same limit both make the same tiles"
 
 
+def test_a_model_whose_image_token_is_not_the_tokenizers_is_refused(folder, tmp_path):
+    """transformers would find no place for the features in such an export."""
+    other = make_smolvlm(tmp_path / "other")
+    path = other / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_token_id": 5}))
+    with refused("image-token-differs"):
+        open_(other)
+    with refused("image-token-differs"):
+        open_(folder, teachers=[other])
+
+
 def test_beside_a_teacher_of_text_the_run_reads_text_alone(folder, tmp_path):
     text = add_tokenizer(tmp_path / "text")
     assert open_(folder, teachers=[text]) is None

@@ -21,6 +21,7 @@ BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
 _LARGEST = 2**62  # sums with other settings still fit 64 bits
+PILLOW_PIXELS = 178_956_970  # of a larger image Pillow opens not even the header
 _GROUPS = (
     # Beyond these temperatures fp32 statistics lose precision.
     (
@@ -54,10 +55,11 @@ _GROUPS = (
         " ".join((*SHARDS, *STAGES, *EXPERTS, *BATCH, *PACKS))
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
-        "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots max_image_pixels "
+        "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots "
         "max_image_side max_patches_per_pack rollout_updates",
     ),
     ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
+    (f"1 to {PILLOW_PIXELS}, Pillow's own limit", lambda x: 1 <= x <= PILLOW_PIXELS, "max_image_pixels"),
     ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )

@@ -88,4 +88,8 @@ def _write(folder: Path, config, processor, special: list[str], template: str) -
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    config.image_token_id = tokenizer.convert_tokens_to_ids(
+        "<image>" if "<image>" in special else "<|image_pad|>"
+    )
+    config.save_pretrained(folder)
     return folder
