@@ -43,12 +43,6 @@ METRICS = (
         "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses. With judged answers their loss "
         "takes the place of ce_loss: a mean over pairs, or over sampled tokens",
     ),
-    Metric(
-        "feedback_loss",
-        "nats",
-        ROW_MEAN,
-        "loss of judged answers alone, which takes the place of ce_loss in loss; absent without them",
-    ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",
@@ -168,6 +162,12 @@ METRICS = (
         "mean number of updates since the weights that sampled a completion, 0 or 1",
     ),
     Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
+    Metric(
+        "feedback_loss",
+        "nats",
+        ROW_MEAN,
+        "loss of judged answers alone, which takes the place of ce_loss in loss; absent without them",
+    ),
     Metric(
         "dpo/margin",
         "nats",

@@ -38,6 +38,7 @@ def test_registry_holds_the_contract_keys_once_in_order():
     own_text += [f"kl_quarter_{number}" for number in (1, 2, 3, 4)]
     more += [
         *(f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")),
+        "feedback_loss",
         "dpo/margin",
         "dpo/accuracy",
     ]
