@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import write_records
+from tests.train.invariance import worst_relative_error
 
 SEQ_LENGTH, NEW_TOKENS = 48, 20
 VOCAB_SIZES = 307, 330  # student and teacher
@@ -88,6 +90,24 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
             for is_own in (False, True)
         ],
     }
+
+
+def require_equal_steps(results: list[dict], single: dict, files: Path) -> None:
+    """Assert that the ranks of a layout sampled the same ids as one process, with its sums and gradients.
+
+    The gradients are in the folders "layout gradients" and "gradients".
+    """
+    for found in results:
+        assert found["sums"] == results[0]["sums"]
+        for key, (_, ids, _) in single["rollouts"].items():
+            assert found["rollouts"][key][1].tolist() == ids.tolist()
+        for name, value in single["figures"].items():
+            if name != "rollout/time_ms":
+                assert found["figures"][name] == pytest.approx(value, abs=1e-5), name
+    for name, value in single["sums"].items():
+        assert results[0]["sums"][name] == pytest.approx(value, rel=1e-5), name
+    error, where = worst_relative_error(files / "layout gradients", files / "gradients")
+    assert error <= 1e-5, where
 
 
 def documents_of(batch) -> list[tuple[torch.Tensor, ...]]:

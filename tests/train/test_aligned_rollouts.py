@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.tiny_models import make_model
 from tests.train.command import write_records
 from tests.train.invariance import worst_relative_error
-from tests.train.rollout_run import EOS, VOCAB_SIZES, Case, make_files, one_step
+from tests.train.rollout_run import EOS, VOCAB_SIZES, Case, make_files, one_step, require_equal_steps
 from tests.xtoken.small_tokenizers import train_byte_level
 
 SLOW = pytest.mark.slow
@@ -138,17 +138,7 @@ def single(files, ranks):
 def test_every_layout_equals_one_process(case, single, files, ranks):
     arguments = on_policy(files, "mixed", "layout", *case.flags, fraction=0.5)
     results = ranks.run(one_step, case.ranks, arguments, files / "layout gradients")
-    for found in results:
-        assert found["sums"] == results[0]["sums"]
-        for key, (_, ids, _) in single["rollouts"].items():
-            assert found["rollouts"][key][1].tolist() == ids.tolist()
-        for name, value in single["figures"].items():
-            if name != "rollout/time_ms":
-                assert found["figures"][name] == pytest.approx(value, abs=1e-5), name
-    for name, value in single["sums"].items():
-        assert results[0]["sums"][name] == pytest.approx(value, rel=1e-5), name
-    error, where = worst_relative_error(files / "layout gradients", files / "gradients")
-    assert error <= 1e-5, where
+    require_equal_steps(results, single, files)
 
 
 def test_figures_are_those_of_the_chunks(single, files):
