@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,25 @@ def test_a_run_is_the_same_as_without(name, folder, ranks):
     assert {ahead for ahead, _ in stock} == {0}
     assert [state for _, state in auto] == [state for _, state in stock]
     assert records == expected and len(records) >= 2
+
+
+def has_prefetch(arguments: list[str], small: int) -> bool:
+    """Return True if teachers run ahead on this rank, when the GPU of rank `small` has no room for them."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.run.build_engine import build_engine
+    from mkd.run.one_model import join
+    from mkd.run.run_plan import plan_run
+
+    plan = plan_run(load_config(arguments).config, torch.distributed.get_world_size())
+    context = join(plan.config.parallel, plan.virtual_stages, detect(), 1)
+    engine, _ = build_engine(replace(plan, gpu_gib=1e-3 if context.rank == small else 1e3), context)
+    return engine.schedule.prefetch is not None
+
+
+@pytest.mark.parametrize(
+    ("small", "number", "expected"), [(0, "auto", False), (1, "auto", False), (2, "auto", True), (1, 2, True)]
+)
+def test_the_smallest_gpu_decides_for_all(small, number, expected, folder, ranks):
+    argv = text_argv(folder, ranks, "small", ("qwen3", "llama"), ("--teacher-prefetch", number), {})
+    assert ranks.run(has_prefetch, 2, argv, small) == [expected] * 2
