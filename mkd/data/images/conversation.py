@@ -130,10 +130,8 @@ class ConversationImages:
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for number, message in enumerate(messages, 1):
             for value in message.values():
-                texts = [part.get("text", "") for part in value] if isinstance(value, list) else [value]
-                spelled = [
-                    s for text in texts if isinstance(text, str) for s in self.processor.reserved if s in text
-                ]
+                text = "".join(part.get("text", "") for part in value) if isinstance(value, list) else value
+                spelled = [s for s in self.processor.reserved if isinstance(text, str) and s in text]
                 if spelled:
                     raise DataError(
                         f"message {number} spells {spelled[0]}, a control token of images",
