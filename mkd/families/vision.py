@@ -28,10 +28,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-TOWER_ACTIVATIONS = frozenset(  # those of transformers that have no weights
-    "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish laplace leaky_relu "
-    "linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh".split()
-)
+_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish laplace
+leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
+TOWER_ACTIVATIONS = tuple(_ACTIVATIONS.split())  # those of transformers that have no weights
 _TILES = {"vision_model.": "vision_model.", "connector.": "connector."}
 
 
@@ -40,7 +39,7 @@ def _check_activation(vision: HFConfig) -> None:
     name = vision.get("hidden_act", "gelu")
     if name not in TOWER_ACTIVATIONS:
         what = f"vision_config: hidden_act {name!r} is not supported"
-        why = f"transformers' towers know {', '.join(sorted(TOWER_ACTIVATIONS))}"
+        why = f"transformers' towers know {', '.join(TOWER_ACTIVATIONS)}"
         do = "download config.json again, or use a model with one of these"
         raise UsageError(what, why, do, code="activation-not-supported")
 
