@@ -28,8 +28,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish laplace
-leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
+_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
+laplace leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
 TOWER_ACTIVATIONS = tuple(_ACTIVATIONS.split())  # those of transformers that have no weights
 _TILES = {"vision_model.": "vision_model.", "connector.": "connector."}
 
