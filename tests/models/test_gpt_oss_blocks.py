@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
 
 from tests.models.test_hf_parity import pack
 from tests.tiny_models import make_model, obey_gate_limit
 
 PADDING = 9
 IDLE = 5  # expert that no token chooses
+NEAR = 1e-5  # fp32 rounds sums of 2,880 products by 1e-6
 BLOCKS = (("self_attention", 0), ("self_attention", 1), ("mlp", 1))  # with a window, without, experts
 
 
@@ -27,13 +30,33 @@ def make_folder(folder, **sizes):
     return folder
 
 
-def random_states(lengths, hidden_size):
-    """Return the input and the weights of the output's sum, fp32 [t, 1, h]; padding has the weight 0."""
+def random_states(lengths, folder):
+    """Return the input and the weights of the output's sum, fp32 [t, 1, h].
+
+    The weight is 0 for padding, and for tokens at which the gradient of a gate jumps.
+    """
+    config = GptOssConfig.from_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     t = sum(lengths) + PADDING
-    hidden, weight = (torch.randn(t, 1, hidden_size, generator=generator) for _ in range(2))
+    hidden, weight = (torch.randn(t, 1, config.hidden_size, generator=generator) for _ in range(2))
+    hidden = hidden.bfloat16().float()
     weight[sum(lengths) :] = 0
-    return hidden.bfloat16().float(), weight
+    weight[gradient_jumps(load_file(folder / "model.safetensors"), config, hidden[:, 0])] = 0
+    return hidden, weight
+
+
+def gradient_jumps(tensors, config, hidden):
+    """Return whether an expert of layer 1 is within NEAR of the limit, bool [t]: rounding decides there."""
+    experts, found = "model.layers.1.mlp.experts.", torch.zeros(len(hidden), dtype=torch.bool)
+    stacked, biases = (tensors[experts + name].float() for name in ("gate_up_proj", "gate_up_proj_bias"))
+    router = (tensors[f"model.layers.1.mlp.router.{name}"].float() for name in ("weight", "bias"))
+    chosen = F.linear(hidden, *router).topk(config.num_experts_per_tok).indices
+    for expert, (weight, bias) in enumerate(zip(stacked, biases, strict=True)):
+        tokens = (chosen == expert).any(-1).nonzero()[:, 0]
+        gate, up = (hidden[tokens] @ weight + bias).unflatten(-1, (config.intermediate_size, 2)).unbind(-1)
+        distance = torch.minimum((gate - config.swiglu_limit).abs(), (up.abs() - config.swiglu_limit).abs())
+        found[tokens] |= (distance < NEAR).any(-1)
+    return found
 
 
 def our_blocks(folder, lengths, dtype, transformer_engine):
@@ -55,7 +78,7 @@ def our_blocks(folder, lengths, dtype, transformer_engine):
     layout = PipelineLayout.even(shape.num_layers, 1)
     (model,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
-    hidden, weight = (x.to(context.device) for x in random_states(lengths, shape.hidden_size))
+    hidden, weight = (x.to(context.device) for x in random_states(lengths, folder))
     packed = pack(lengths, PADDING, device=context.device)
     angles, found = model.rotary_pos_emb(packed), {}
     for name, index in BLOCKS:
@@ -84,7 +107,7 @@ def their_blocks(folder, lengths, device):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model, found = obey_gate_limit(model).to(device), {}
-    hidden, weight = (x.to(device) for x in random_states(lengths, model.config.hidden_size))
+    hidden, weight = (x.to(device) for x in random_states(lengths, folder))
     for name, index in BLOCKS:
         layer, leaf, outputs = model.model.layers[index], hidden.clone().requires_grad_(), []
         for document in leaf[: sum(lengths), 0].split(lengths):
