@@ -31,6 +31,9 @@ from mkd.plan.update_time import update_ms
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
+MOST_PLANNED = 4096
+"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: some ten seconds."""
+
 
 class PlannedPrefetch(NamedTuple):
     """The plan of teacher forwards ahead."""
@@ -99,12 +102,17 @@ class Forecast:
 
     @cached_property
     def states_ahead(self) -> int:
-        """Number of micro-batches that teachers may be ahead; `auto` is 0 if it does not fit known memory."""
+        """Number of micro-batches that teachers may be ahead.
+
+        `auto` is 0 if the plan would take too long, or is known not to fit the memory.
+        """
         ahead = states_ahead(self.config) if self.teachers else 0
-        usable_gib, is_fixed = self._usable_gib(), not is_auto(self.config)
-        if not ahead or is_fixed or usable_gib is None or self._need_gib(ahead) <= usable_gib:
+        if not ahead or not is_auto(self.config):
             return ahead
-        return 0
+        if self.student_layout.pipeline_parallel * self.batch.num_microbatches > MOST_PLANNED:
+            return 0
+        usable_gib = self._usable_gib()
+        return ahead if usable_gib is None or self._need_gib(ahead) <= usable_gib else 0
 
     def _usable_gib(self) -> float | None:
         device_gib = self.config.device_memory_gib or self.gpu_gib
@@ -299,7 +307,7 @@ class Forecast:
                 f"{step_ms:.4g} ms, {step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} "
                 "micro-batches of their hidden states wait for the loss"
             )
-        elif wanted and not self.states_ahead and usable_gib is not None:
+        elif wanted and usable_gib is not None and self._need_gib(wanted) > usable_gib:
             yield (
                 f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {wanted} micro-batches ahead "
                 f"would need {self._need_gib(wanted):.1f} GiB, and {usable_gib:.1f} are usable"

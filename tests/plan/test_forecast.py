@@ -181,6 +181,12 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
     assert on_gpus(8, 1).states_ahead == 8 and on_gpus(8, 1).memory() == given.memory()
 
 
+def test_auto_does_not_search_for_long():
+    many, more = (forecast(*PP4, pipeline=4, microbatches=number) for number in (1024, 1025))
+    assert (many.states_ahead, more.states_ahead) == (8, 0)
+    assert more.prefetch is None and "ahead" not in more.describe()
+
+
 def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     def finds_none(*_):
         raise UsageError("no", "order", "", code="prefetch-plan-not-possible")
