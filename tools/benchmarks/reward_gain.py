@@ -35,7 +35,7 @@ from tools.benchmarks.arithmetic_reward import exact  # noqa: E402
 from tools.benchmarks.benchmark_report import table  # noqa: E402
 
 REWARD = "tools.benchmarks.arithmetic_reward:exact"
-GRPO, SAME, NEW = "GRPO", "SFT, same problems", "SFT, new problems"
+SAME, NEW = "SFT, same problems", "SFT, new problems"
 SEQ_LENGTH, NEW_TOKENS, JUDGED = 48, 24, 8  # tokens; completions of a held-out problem
 WARM_UP, SHOWN = 5, 10  # steps; points of a curve
 FIGURES = "reward", "with partial sums", "reward of these", "reward of others"
@@ -93,7 +93,7 @@ def train(args: argparse.Namespace, name: str, student: Path, flags: dict[str, o
     log_dir = args.folder / name
     flags = {
         "student-hf": student, "log-dir": log_dir, "export-hf": log_dir / "hf", "seq-length": SEQ_LENGTH,
-        "data-cache-path": args.folder / "cache", "kd-ratio": 0, "micro-batch-size": args.micro_batch_size,
+        "data-cache-path": log_dir / "cache", "kd-ratio": 0, "micro-batch-size": args.micro_batch_size,
         "lr-warmup-iters": WARM_UP, **flags,
     }  # fmt: skip
     if "data-path" in flags:
@@ -113,14 +113,20 @@ def train(args: argparse.Namespace, name: str, student: Path, flags: dict[str, o
     return log_dir / "hf"
 
 
+def grpo_arms(args: argparse.Namespace) -> dict[str, float]:
+    """Return the learning rate of each arm of GRPO."""
+    return {f"GRPO, lr {lr:g}": lr for lr in args.rl_lr}
+
+
 def arm(args: argparse.Namespace, name: str, seed: int, start: Path) -> Path:
     """Train one arm with one seed from the common start, and return its folder."""
     flags: dict[str, object] = {"seed": seed, "train-iters": args.steps, "lr": args.sft_lr}
-    if name == GRPO:
+    if name in grpo_arms(args):
         flags |= {
             "reward": REWARD, "on-policy-fraction": 1, "prompt-data-path": args.folder / "same.jsonl",
             "max-new-tokens": NEW_TOKENS, "rollout-prompts": args.prompts, "samples-per-prompt": args.group,
-            "rollout-slots": args.prompts * args.group, "lr": args.rl_lr, "lr-decay-style": "constant",
+            "rollout-slots": args.prompts * args.group, "lr": grpo_arms(args)[name],
+            "lr-decay-style": "constant",
         }  # fmt: skip
     else:
         flags["data-path"] = args.folder / ("same.jsonl" if name == SAME else "new.jsonl")
@@ -182,14 +188,14 @@ def compare(args: argparse.Namespace) -> None:
     flags = {"data-path": args.folder / "start.jsonl", "train-iters": args.start, "lr": args.lr}
     start = train(args, "start", args.student_hf, flags)
     print(f"start: {args.start} steps of SFT, {time.perf_counter() - begin:.0f} s", flush=True)
-    runs = [(name, seed) for seed in args.seeds for name in (GRPO, SAME, NEW)]
+    runs = [(name, seed) for seed in args.seeds for name in (*grpo_arms(args), SAME, NEW)]
     with ThreadPoolExecutor(args.parallel) as pool:
         folders = list(pool.map(lambda one: arm(args, *one, start), runs))
     for (name, seed), folder in zip(runs, folders, strict=True):
-        if name == GRPO:
+        if name in grpo_arms(args):
             curve = [line["reward/mean"] for line in read_records(folder) if "reward/mean" in line]
             parts = [curve[i * len(curve) // SHOWN : (i + 1) * len(curve) // SHOWN] for i in range(SHOWN)]
-            print(f"GRPO's own samples, seed {seed}:", *(f"{mean(part):.3f}" for part in parts if part))
+            print(f"own samples of {name}, seed {seed}:", *(f"{mean(part):.3f}" for part in parts if part))
     found = judge(args, [start, *(folder / "hf" for folder in folders)])
     results = {"start": found[:1]}
     for (name, _), figures in zip(runs, found[1:], strict=True):
@@ -216,7 +222,9 @@ def main() -> None:
         "--lr", type=float, default=3e-4, help="learning rate of the start, with cosine decay"
     )
     parser.add_argument("--sft-lr", type=float, default=1e-4, help="learning rate of SFT, with cosine decay")
-    parser.add_argument("--rl-lr", type=float, default=3e-5, help="learning rate of GRPO, constant")
+    parser.add_argument(
+        "--rl-lr", type=float, nargs="+", default=[3e-5], help="learning rates of GRPO, constant: an arm each"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=9, help="runs at the same time")
     parser.add_argument("--flags", default="", help="more flags of pretrain_kd.py")
