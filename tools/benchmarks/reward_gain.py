@@ -22,7 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import chain, product
 from pathlib import Path
 from random import Random
 from statistics import mean, stdev
@@ -36,30 +37,30 @@ from tools.benchmarks.benchmark_report import table  # noqa: E402
 
 REWARD = "tools.benchmarks.arithmetic_reward:exact"
 SAME, NEW = "SFT, same problems", "SFT, new problems"
-SEQ_LENGTH, NEW_TOKENS, JUDGED = 48, 24, 8  # tokens; completions of a held-out problem
+SEQ_LENGTH, NEW_TOKENS, JUDGED = 32, 16, 8  # tokens; completions of a held-out problem
 WARM_UP, SHOWN = 5, 10  # steps; points of a curve
 FIGURES = "reward", "with partial sums", "reward of these", "reward of others"
 
 
 def write_problems(args: argparse.Namespace) -> None:
-    """Write held_out.jsonl and train.jsonl, each problem once: {"prompt", "completion", "answer"}."""
+    """Write held_out.jsonl, and train.jsonl without its problems: {"prompt", "completion", "answer"}."""
     import reasoning_gym
 
     sizes = dict(min_terms=3, max_terms=args.terms, min_digits=1, max_digits=args.digits)
-    problems: dict[str, str] = {}
-    size = 2 * (args.count + args.held_out)
+    random, size = Random(1), 2 * (args.count + args.held_out)
+    held_out: dict[str, str] = {}
+    training: list[str] = []
     for item in reasoning_gym.create_dataset("chain_sum", size=size, seed=1, **sizes):
-        problems[item["question"].rpartition(": ")[2]] = item["answer"]  # "4 - 1 - 7 =": "-4"
-    random = Random(1)
-    prompts = sorted(problems)
-    random.shuffle(prompts)
-    lines = []
-    for prompt in prompts[: args.held_out + args.count]:
-        completion = partial_sums(prompt) if random.random() < 0.5 else f" {problems[prompt]}"
-        lines.append(json.dumps({"prompt": prompt, "completion": completion, "answer": problems[prompt]}))
+        prompt, answer = item["question"].rpartition(": ")[2], item["answer"]  # "4 - 1 - 7 =", "-4"
+        completion = partial_sums(prompt) if random.random() < 0.5 else f" {answer}"
+        line = json.dumps({"prompt": prompt, "completion": completion, "answer": answer})
+        if len(held_out) < args.held_out:
+            held_out[prompt] = line
+        elif prompt not in held_out and len(training) < args.count:
+            training.append(line)
     args.folder.mkdir(parents=True, exist_ok=True)
-    write_lines(args.folder / "held_out.jsonl", lines[: args.held_out])
-    write_lines(args.folder / "train.jsonl", lines[args.held_out :])
+    write_lines(args.folder / "held_out.jsonl", list(held_out.values()))
+    write_lines(args.folder / "train.jsonl", training)
 
 
 def partial_sums(prompt: str) -> str:
@@ -136,36 +137,30 @@ def arm(args: argparse.Namespace, name: str, seed: int, start: Path) -> Path:
     return folder
 
 
-def judge(args: argparse.Namespace, students: Sequence[Path]) -> list[dict[str, float]]:
-    """Return the figures of each student's held-out completions at T = 1: see `FIGURES`."""
+def judge(args: argparse.Namespace, student: Path) -> dict[str, float]:
+    """Return the figures of a student's held-out completions at T = 1: see `FIGURES`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lines = (args.folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    problems, found = [json.loads(line) for line in lines], []
-    for student in students:
-        tokenizer = AutoTokenizer.from_pretrained(student, padding_side="left")
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval().to(device)
-        prompts = [problem["prompt"] for problem in problems]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
-        torch.manual_seed(0)
-        settings = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW_TOKENS)
-        settings |= dict(num_return_sequences=JUDGED, pad_token_id=tokenizer.pad_token_id)
-        rows = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
-        by_form: dict[bool, list[float]] = {False: [], True: []}  # whether it has partial sums
-        for i, text in enumerate(tokenizer.batch_decode(rows, skip_special_tokens=True)):
-            by_form[len(text.split()) > 1].append(exact("", text, problems[i // JUDGED]))
-        both = by_form[False] + by_form[True]
-        figures = (
-            mean(both),
-            len(by_form[True]) / len(both),
-            *(mean(by_form[form] or [0.0]) for form in (True, False)),
-        )
-        found.append(dict(zip(FIGURES, figures, strict=True)))
-    return found
+    problems = [json.loads(line) for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(student, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval().to(device)
+    prompts = [problem["prompt"] for problem in problems]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
+    settings = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW_TOKENS)
+    settings |= dict(num_return_sequences=JUDGED, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    rows = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
+    by_form: dict[bool, list[float]] = {True: [], False: []}  # whether it has partial sums
+    for i, text in enumerate(tokenizer.batch_decode(rows, skip_special_tokens=True)):
+        by_form[len(text.split()) > 1].append(exact("", text, problems[i // JUDGED]))
+    both = by_form[True] + by_form[False]
+    of_forms = (mean(one or [0.0]) for one in by_form.values())
+    return dict(zip(FIGURES, (mean(both), len(by_form[True]) / len(both), *of_forms), strict=True))
 
 
 def report(results: dict[str, list[dict[str, float]]]) -> str:
@@ -176,32 +171,30 @@ def report(results: dict[str, list[dict[str, float]]]) -> str:
         for key in FIGURES:
             values = [one[key] for one in of_seeds]
             spread = f" +- {stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):.3f}{spread}")
+            cells.append(f"{mean(values):.3f}{spread}" if values else "")
         rows.append([name, str(len(of_seeds)), *cells])
     return table("held-out problems, completions at T = 1", ["arm", "seeds", *FIGURES], rows)
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train the common start and all arms, and print their held-out rewards."""
+    """Train the common start and all arms, and print the table of held-out figures after each."""
     split(args)
     begin = time.perf_counter()
     flags = {"data-path": args.folder / "start.jsonl", "train-iters": args.start, "lr": args.lr}
     start = train(args, "start", args.student_hf, flags)
-    print(f"start: {args.start} steps of SFT, {time.perf_counter() - begin:.0f} s", flush=True)
-    runs = [(name, seed) for seed in args.seeds for name in (*grpo_arms(args), SAME, NEW)]
+    names = SAME, NEW, *grpo_arms(args)
     with ThreadPoolExecutor(args.parallel) as pool:
-        folders = list(pool.map(lambda one: arm(args, *one, start), runs))
-    for (name, seed), folder in zip(runs, folders, strict=True):
-        if name in grpo_arms(args):
-            curve = [line["reward/mean"] for line in read_records(folder) if "reward/mean" in line]
-            parts = [curve[i * len(curve) // SHOWN : (i + 1) * len(curve) // SHOWN] for i in range(SHOWN)]
-            print(f"own samples of {name}, seed {seed}:", *(f"{mean(part):.3f}" for part in parts if part))
-    found = judge(args, [start, *(folder / "hf" for folder in folders)])
-    results = {"start": found[:1]}
-    for (name, _), figures in zip(runs, found[1:], strict=True):
-        results.setdefault(name, []).append(figures)
-    print(report(results))
-    print(f"{args.steps} steps of {args.prompts * args.group} samples; {time.perf_counter() - begin:.0f} s")
+        jobs = {pool.submit(arm, args, name, seed, start): name for seed in args.seeds for name in names}
+        results = {"start": [judge(args, start)], **{name: [] for name in names}}
+        for job in chain((None,), as_completed(jobs)):
+            if job is not None:
+                results[jobs[job]].append(judge(args, job.result() / "hf"))
+            print(f"\nafter {time.perf_counter() - begin:.0f} s\n{report(results)}", flush=True)
+    for name, seed in product(grpo_arms(args), args.seeds):
+        records = read_records(args.folder / f"{name} {seed}")
+        curve = [line["reward/mean"] for line in records if "reward/mean" in line]
+        parts = [curve[i * len(curve) // SHOWN : (i + 1) * len(curve) // SHOWN] for i in range(SHOWN)]
+        print(f"own samples of {name}, seed {seed}:", *(f"{mean(part):.3f}" for part in parts if part))
 
 
 def main() -> None:
@@ -211,15 +204,15 @@ def main() -> None:
     parser.add_argument("--student-hf", type=Path, help="folder of the student, with its tokenizer")
     parser.add_argument("--count", type=int, default=60000, help="training problems")
     parser.add_argument("--held-out", type=int, default=512, help="held-out problems")
-    parser.add_argument("--terms", type=int, default=5, help="most terms of a sum")
-    parser.add_argument("--digits", type=int, default=2, help="most digits of a term")
+    parser.add_argument("--terms", type=int, default=4, help="most terms of a sum")
+    parser.add_argument("--digits", type=int, default=1, help="most digits of a term")
     parser.add_argument("--start", type=int, default=160, help="SFT steps of the common start")
     parser.add_argument("--steps", type=int, default=60, help="steps of each arm")
     parser.add_argument("--prompts", type=int, default=32, help="problems of a step of GRPO")
     parser.add_argument("--group", type=int, default=8, help="completions of each problem")
     parser.add_argument("--micro-batch-size", type=int, default=128, help="rows that a step runs together")
     parser.add_argument(
-        "--lr", type=float, default=3e-4, help="learning rate of the start, with cosine decay"
+        "--lr", type=float, default=1e-3, help="learning rate of the start, with cosine decay"
     )
     parser.add_argument("--sft-lr", type=float, default=1e-4, help="learning rate of SFT, with cosine decay")
     parser.add_argument(
