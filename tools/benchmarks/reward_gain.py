@@ -2,7 +2,8 @@
 
     pip install reasoning-gym==0.1.25   # in a venv of its own; only this first command needs it
     python tools/benchmarks/reward_gain.py problems --folder F
-    python tools/benchmarks/reward_gain.py compare --folder F --student-hf S
+    python tools/benchmarks/reward_gain.py start --folder F --student-hf S     # is its reward 0.2 to 0.6?
+    python tools/benchmarks/reward_gain.py compare --folder F --student-hf S   # goes on from there
 
 A problem is a sum of several terms. Half of the demonstrations give the answer alone, half the partial sums
 first. A student learns both forms by supervised steps. Then three arms start from it, with equally many
@@ -176,12 +177,17 @@ def report(results: dict[str, list[dict[str, float]]]) -> str:
     return table("held-out problems, completions at T = 1", ["arm", "seeds", *FIGURES], rows)
 
 
+def train_start(args: argparse.Namespace) -> Path:
+    """Train the common start, unless it is complete, and return it."""
+    split(args)
+    flags = {"data-path": args.folder / "start.jsonl", "train-iters": args.start, "lr": args.lr}
+    return train(args, "start", args.student_hf, flags)
+
+
 def compare(args: argparse.Namespace) -> None:
     """Train the common start and all arms, and print the table of held-out figures after each."""
-    split(args)
     begin = time.perf_counter()
-    flags = {"data-path": args.folder / "start.jsonl", "train-iters": args.start, "lr": args.lr}
-    start = train(args, "start", args.student_hf, flags)
+    start = train_start(args)
     names = SAME, NEW, *grpo_arms(args)
     with ThreadPoolExecutor(args.parallel) as pool:
         jobs = {pool.submit(arm, args, name, seed, start): name for seed in args.seeds for name in names}
@@ -199,7 +205,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("problems", "compare"))
+    parser.add_argument("what", choices=("problems", "start", "compare"))
     parser.add_argument("--folder", type=Path, required=True, help="problems and runs")
     parser.add_argument("--student-hf", type=Path, help="folder of the student, with its tokenizer")
     parser.add_argument("--count", type=int, default=60000, help="training problems")
@@ -225,6 +231,8 @@ def main() -> None:
     args.folder = args.folder.absolute()
     if args.what == "problems":
         write_problems(args)
+    elif args.what == "start":
+        print(report({f"start, lr {args.lr:g}": [judge(args, train_start(args))]}))
     else:
         compare(args)
 
