@@ -25,7 +25,7 @@ from typing import Any
 
 from mkd.config.packaged import packaged
 from mkd.errors import MkdError
-from mkd.tested_versions import TESTED, transformer_engine_range
+from mkd.tested_versions import FP8_TRANSFORMER_ENGINE, TESTED, is_too_old_for_fp8, transformer_engine_range
 
 GIB = 2**30
 SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of shared memory
@@ -254,6 +254,8 @@ def _transformer_engine() -> Iterator[Finding]:
         yield Finding("ok", "Transformer Engine", version)
     else:
         text = f"{version}: tested with megatron-core {megatron} is {tested or 'none so far'}"
+        if is_too_old_for_fp8(version_of("transformer-engine")):
+            text += f"; --teacher-precision fp8 needs {FP8_TRANSFORMER_ENGINE} or newer"
         do = f"pip install --no-build-isolation 'transformer-engine[pytorch]{tested}'" if tested else ""
         yield Finding("note", "Transformer Engine", text, do)
 

@@ -40,11 +40,18 @@ TRANSFORMER_ENGINE = {  # first digits of megatron-core -> versions of Transform
     "0.16": Range((2, 9), (2, 12)),
     "0.19": Range((2, 11), (2, 12)),
 }
+FP8_TRANSFORMER_ENGINE = "2.9"
+"""First version of Transformer Engine with `transformer_engine.pytorch.autocast`, which FP8 teachers need."""
 
 
 def transformer_engine_range(megatron_core: str) -> Range | None:
     """Return the versions of Transformer Engine tested with this megatron-core; None if none is."""
     return TRANSFORMER_ENGINE.get(_dotted(numbers(megatron_core)[:2]))
+
+
+def is_too_old_for_fp8(transformer_engine: str | None) -> bool:
+    """Return True for a version of Transformer Engine without what FP8 teachers need; False if it is None."""
+    return transformer_engine is not None and numbers(transformer_engine) < numbers(FP8_TRANSFORMER_ENGINE)
 
 
 def numbers(version: str) -> tuple[int, int, int]:

@@ -107,14 +107,15 @@ class PackedDataset:
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
             f"{self.store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
-            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}{self._describe_bad_records()}",
+            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}{self._describe_missing()}",
             *self._describe_teachers(),
         ]
 
-    def _describe_bad_records(self) -> str:
-        """Count the corpus's bad records and the documents of this data set that a teacher refuses."""
+    def _describe_missing(self) -> str:
+        """Count bad records, documents of this data set that a teacher refuses, and those without room."""
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
-        return f", {bad} bad records skipped" if bad else ""
+        counts = [f"{bad} bad records skipped" if bad else "", str(self.index.dropped)]
+        return "".join(f", {count}" for count in counts if count)
 
     def _describe_teachers(self) -> list[str]:
         """Summarise evenly spaced packs, or all packs if there are few."""

@@ -5,10 +5,10 @@ The stream is endless; the pass can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
 from mkd.errors import MkdError
 
+Batch = TypeVar("Batch")
 EMPTY = -1  # sample number of an empty pack, which fills up the last step of an evaluation
 
 
@@ -83,7 +84,7 @@ class TrainStream:
         self.consumed_samples = consumed_samples
         self._order = dataset.sample_order(seed, shuffle)
         samples = _TrainSamples(self._order, self._layout, consumed_samples)
-        self._batches = _load(_MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
+        self._batches = read_ahead(MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
         self._following: list[PackedBatch] = []
 
     def next_step(self) -> list[PackedBatch]:
@@ -147,9 +148,8 @@ class EvalStream:
         samples[: self.num_samples] = self._dataset.evenly_spaced(self.num_samples)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
         microbatches = [row for step in steps for row in self._layout.microbatches(step).tolist()]
-        batches = _load(
-            _MicroBatches(self._dataset, self._layout), microbatches, self._num_workers, self._pin_memory
-        )
+        make = MicroBatches(self._dataset, self._layout)
+        batches = read_ahead(make, microbatches, self._num_workers, self._pin_memory)
         for _ in range(self.num_steps):
             yield list(islice(batches, self._layout.num_microbatches))
 
@@ -170,44 +170,48 @@ class _TrainSamples:
             first += self.layout.global_batch_size
 
 
-class _MicroBatches(Dataset):
-    """This rank's part of the micro-batch of a list of samples.
+@dataclass(frozen=True)
+class MicroBatches:
+    """Makes this rank's part of the micro-batch of a list of samples. Picklable, for workers."""
 
-    An error is returned instead of raised, because the loader would rewrite it.
-    """
+    dataset: PackedDataset | BlendedDataset
+    layout: BatchLayout
 
-    def __init__(self, dataset: PackedDataset | BlendedDataset, layout: BatchLayout):
-        self._dataset, self._layout = dataset, layout
-
-    def __getitem__(self, samples: list[int]) -> PackedBatch | MkdError:
-        context = self._layout.context_parallel_rank, self._layout.context_parallel_size
-        try:
-            packs = [self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples]
-            whole = collate(packs)
-            part = whole.context_parallel_shard(*context)
-            layout, reader = self._layout.images, self._dataset.images
-            if reader is not None:
-                part = replace(part, images=images_of_row(packs, whole, reader, layout, context))
-            for number, own in enumerate(self._dataset.teacher_images):
-                if own is not None:
-                    teacher_packs: list[Any] = [pack.teacher_inputs[number] for pack in packs]
-                    teacher_whole: Any = whole.teacher_inputs[number]
-                    row = images_of_row(teacher_packs, teacher_whole, own, layout, context)
-                    part = part.with_teacher_images(number, row)
-        except MkdError as error:
-            return error
+    def __call__(self, samples: list[int]) -> PackedBatch:
+        """Return the micro-batch. Raises DataError for data that cannot be read."""
+        dataset, layout = self.dataset, self.layout
+        context = layout.context_parallel_rank, layout.context_parallel_size
+        packs = [dataset.empty_pack() if i == EMPTY else dataset[i] for i in samples]
+        whole = collate(packs)
+        part = whole.context_parallel_shard(*context)
+        if dataset.images is not None:
+            part = replace(part, images=images_of_row(packs, whole, dataset.images, layout.images, context))
+        for number, own in enumerate(dataset.teacher_images):
+            if own is not None:
+                teacher_packs: list[Any] = [pack.teacher_inputs[number] for pack in packs]
+                teacher_whole: Any = whole.teacher_inputs[number]
+                row = images_of_row(teacher_packs, teacher_whole, own, layout.images, context)
+                part = part.with_teacher_images(number, row)
         return part
 
 
-def _load(
-    microbatches: _MicroBatches, samples: Iterable[list[int]], num_workers: int, pin_memory: bool
-) -> Iterator[PackedBatch]:
-    """Yield the micro-batches in the order of `samples`. Workers start when the first one is asked for."""
+def read_ahead(
+    make: Callable[[list[int]], Batch],
+    samples: Iterable[list[int]],
+    num_workers: int,
+    pin_memory: bool,
+    ahead: int = 0,  # micro-batches that are ready or being made; at least two for each worker
+) -> Iterator[Batch]:
+    """Yield `make(samples)` of each micro-batch, in order, made in `num_workers` processes (0: this one).
+
+    Workers start when the first one is asked for. Raises the errors of `make`.
+    """
     loader = DataLoader(
-        microbatches,
+        _Made(make),
         sampler=samples,
         batch_size=None,
         num_workers=num_workers,
+        prefetch_factor=max(2, -(-ahead // num_workers)) if num_workers else None,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
@@ -216,3 +220,16 @@ def _load(
         if isinstance(batch, MkdError):
             raise batch
         yield batch
+
+
+@dataclass(frozen=True)
+class _Made(Dataset):
+    """Micro-batches by their samples. An error is returned, because the loader would rewrite a raised one."""
+
+    make: Callable[[list[int]], Any]
+
+    def __getitem__(self, samples: list[int]) -> Any:
+        try:
+            return self.make(samples)
+        except MkdError as error:
+            return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mkd.errors import DataError
@@ -33,9 +33,17 @@ def split_images(
 
 def num_characters(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return the characters of all texts in the messages."""
-    values = [value for message in messages for value in message.values()]
-    parts = [part.get("text", "") for value in values if isinstance(value, list) for part in value]
-    return sum(len(text) for text in (*values, *parts) if isinstance(text, str))
+    return sum(len(text) for message in messages for text in texts_of(message))
+
+
+def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each text of a message; the texts of a list of parts are joined."""
+    for value in message.values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            texts = (part.get("text") for part in value if isinstance(part, Mapping))
+            yield "".join(text for text in texts if isinstance(text, str))
 
 
 def check_string(value: Any, name: str) -> None:

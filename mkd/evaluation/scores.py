@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from mkd.data.images.pack_images import RowImages
-from mkd.data.loader import BatchLayout
+from mkd.data.loader import BatchLayout, read_ahead
 from mkd.errors import NonFiniteError
 from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate_requests
 from mkd.losses.scores import token_scores
@@ -34,6 +35,7 @@ class RequestBatches:
     micro_batch_size: int  # packs
     seq_length: int  # tokens of a pack
     row_images: RowImages | None = None  # None: the models read none
+    num_workers: int = 0  # processes that decode images
 
     @classmethod
     def of(
@@ -44,12 +46,27 @@ class RequestBatches:
         seq_length: int,
         pad_id: int,
         row_images: RowImages | None = None,
+        num_workers: int = 0,
     ) -> RequestBatches:
         packs = RequestPacks(requests, seq_length, context.document_multiple, pad_id)
-        return cls(requests, packs, context, micro_batch_size, seq_length, row_images)
+        return cls(requests, packs, context, micro_batch_size, seq_length, row_images, num_workers)
 
     def __iter__(self) -> Iterator[list[RequestBatch]]:
         """Yield lists of micro-batches, of the same length on every rank. Padding fills the last one."""
+        calls, context = list(self._calls()), self.context
+        make = _RequestMicroBatches(self.packs, (context.cp_rank, context.cp_size), self.row_images)
+        batches = read_ahead(
+            make,
+            [samples for call in calls for samples in call],
+            num_workers=self.num_workers if self.row_images is not None else 0,  # text takes no time
+            pin_memory=context.device.type == "cuda",
+            ahead=MICROBATCHES_PER_STAGE,
+        )
+        for call in calls:
+            yield [batch.to(context.device) for batch in islice(batches, len(call))]
+
+    def _calls(self) -> Iterator[list[list[int]]]:
+        """Yield the packs of each of this rank's micro-batches, one list for each call."""
         context = self.context
         packs_at_once = self.micro_batch_size * context.dp_size
         # Interleaving needs whole groups of micro-batches.
@@ -60,17 +77,26 @@ class RequestBatches:
             count = min(left, MICROBATCHES_PER_STAGE * context.pp_size)
             samples = np.arange(first, first + count * packs_at_once)
             layout = BatchLayout(self.micro_batch_size, len(samples), context.dp_rank, context.dp_size)
-            yield [self._microbatch(row) for row in layout.microbatches(samples).tolist()]
+            yield layout.microbatches(samples).tolist()
             first, left = first + len(samples), left - count
 
-    def _microbatch(self, samples: list[int]) -> RequestBatch:
+
+@dataclass(frozen=True)
+class _RequestMicroBatches:
+    """Makes one rank's part of the micro-batch of a list of packs. Picklable, for workers."""
+
+    packs: RequestPacks
+    context_parallel: tuple[int, int]  # rank, size
+    row_images: RowImages | None
+
+    def __call__(self, samples: list[int]) -> RequestBatch:
         packs = [self.packs[sample] for sample in samples]
-        batch, place = collate_requests(packs), (self.context.cp_rank, self.context.cp_size)
-        shard: RequestBatch = batch.context_parallel_shard(*place)
-        if self.row_images is not None:
-            images = self.row_images([one.pack for one in packs], batch, context_parallel=place)
-            shard = replace(shard, images=images)
-        return shard.to(self.context.device)
+        whole = collate_requests(packs)
+        shard = whole.context_parallel_shard(*self.context_parallel)
+        if self.row_images is None:
+            return shard
+        images = self.row_images([one.pack for one in packs], whole, context_parallel=self.context_parallel)
+        return replace(shard, images=images)
 
 
 @torch.no_grad()

@@ -62,6 +62,7 @@ class TaskEvaluator:
         micro_batch_size: int,  # packs
         images: ConversationImages | None = None,  # reads the images of records; None: the models read none
         sequence_parallel: bool = False,
+        num_workers: int = 0,  # processes that decode images
     ) -> TaskEvaluator:
         """Encode the tasks. Raises DataError with file and line for a continuation that cannot be scored."""
         encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size, images) for task in tasks]
@@ -69,7 +70,7 @@ class TaskEvaluator:
         requests = [request for of_task in encoded for request in of_task]
         row_images = row_images_of(images, context, sequence_parallel)
         sizes = micro_batch_size, seq_length, tokenizer.pad_id
-        batches = RequestBatches.of(requests, context, *sizes, row_images)
+        batches = RequestBatches.of(requests, context, *sizes, row_images, num_workers)
         return cls(tuple(tasks), borders, batches)
 
     def describe(self) -> list[str]:
@@ -120,6 +121,7 @@ def build_tasks(
         micro_batch_size=config.training.micro_batch_size,
         images=images,
         sequence_parallel=config.parallel.sequence_parallel,
+        num_workers=config.data.num_workers,
     )
 
 

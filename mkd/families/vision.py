@@ -28,13 +28,27 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
+laplace leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
+TOWER_ACTIVATIONS = tuple(_ACTIVATIONS.split())  # those of transformers that have no weights
 _TILES = {"vision_model.": "vision_model.", "connector.": "connector."}
+
+
+def _check_activation(vision: HFConfig) -> None:
+    """Raise `UsageError` for an activation that transformers does not have."""
+    name = vision.get("hidden_act", "gelu")
+    if name not in TOWER_ACTIVATIONS:
+        what = f"vision_config: hidden_act {name!r} is not supported"
+        why = f"transformers' towers know {', '.join(TOWER_ACTIVATIONS)}"
+        do = "download config.json again, or use a model with one of these"
+        raise UsageError(what, why, do, code="activation-not-supported")
 
 
 def read_tiles(config: HFConfig) -> VisionShape:
     """Read SmolVLM's and Idefics3's tower; the keys that transformers completes have its values."""
     defaults = dict(hidden_size=1152, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16)
     vision = defaults | dict(num_channels=3, image_size=224, patch_size=32) | dict(config["vision_config"])
+    _check_activation(vision)
     side, patch, merge = vision["image_size"], vision["patch_size"], config.get("scale_factor", 2)
     if side % (patch * merge):
         what = f"image_size {side} is no multiple of patch_size {patch} x scale_factor {merge}"
@@ -68,6 +82,7 @@ def read_qwen(config: HFConfig) -> VisionShape:
         defaults |= dict(num_position_embeddings=2304, deepstack_visual_indexes=(8, 16, 24))
     common = dict(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
     vision: dict[str, Any] = defaults | common | dict(config["vision_config"])
+    _check_activation(vision)
     return VisionShape(
         family=config["model_type"],
         image_token_id=config.get("image_token_id", 151655),

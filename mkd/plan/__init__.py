@@ -23,6 +23,7 @@ It starts without torch. In reading order:
     rollout_plan.py      a step with completions of the student, and the memory of their keys and values
     head.py              rows of a block of the fused head
     memory.py            the peak memory of every pipeline rank
+    update_time.py       the time of the optimizer's update
     checks/              validation: every problem of a configuration
     forecast.py          all of the above for one run
     teacher_place.py     where the teachers' weights can be, and the place to choose

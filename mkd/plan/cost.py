@@ -2,8 +2,8 @@
 
 Each teacher costs its forward. The student costs forward and backward (twice the forward), plus what it
 recomputes (`layer_time.py`). The last stage also runs the LM heads and the loss. The fused head computes the
-gradient during forward, so all of it is forward time there. `Forecast` adds copies from and to the host,
-and layers of teachers that come from the host or from peers.
+gradient during forward, so all of it is forward time there. `Forecast` adds the optimizer's update, copies
+from and to the host, and layers of teachers that come from the host or from peers.
 """
 
 from __future__ import annotations

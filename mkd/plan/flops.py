@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.plan.model_shape import ModelShape
 
 
@@ -36,6 +36,12 @@ def mlp_parameters(shape: ModelShape, layer: LayerShape) -> int:
     """Count the matrix elements that multiply a token behind a layer's attention."""
     router = layer.moe.num_experts if layer.moe else 0
     return shape.hidden_size * (3 * layer.active_ffn_width + router)
+
+
+def expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
+    """Count the parameters of one expert."""
+    hidden, ffn = shape.hidden_size, moe.ffn_hidden_size
+    return 3 * hidden * ffn + moe.biases * (2 * ffn + hidden)
 
 
 def matmul_parameters(shape: ModelShape) -> int:

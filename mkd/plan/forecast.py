@@ -19,13 +19,14 @@ from mkd.plan.flops import distillation_flops
 from mkd.plan.hardware import HOST_BYTES_PER_MS
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, MemoryPlan, predict_memory
+from mkd.plan.memory import GIB, MemoryPlan, RankMemory, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 from mkd.plan.prefetch import PrefetchPlan, RankWork
 from mkd.plan.prefetch_replay import plan_prefetch
 from mkd.plan.rollout_plan import RolloutBatch
+from mkd.plan.update_time import update_ms
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
@@ -119,30 +120,41 @@ class Forecast:
         return self.config.feedback.rollout_updates
 
     def step(self) -> StepForecast:
-        """Predict the pipeline's part of an update; `step_ms` adds the copies of the optimizer state."""
+        """Predict the pipeline's part of an update; `planned_step_ms` adds the optimizer's."""
         ranks = self.student_layout.pipeline_parallel
         return simulate(self.stage_times(), ranks, self.batch.num_microbatches)
 
     def optimizer_copies_ms(self) -> float:
         """Time to copy an optimizer state on the host to the device and back, while nothing computes."""
-        training = self.config.training
-        if training.optimizer_residency == "device":
+        if self.config.training.optimizer_residency == "device":
             return 0.0
-        config = replace(self.config, training=replace(training, optimizer_residency="device"))
-        ranks = replace(self, config=config).memory().ranks
-        return 2 * max(rank.optimizer_gib for rank in ranks) * GIB / HOST_BYTES_PER_MS
+        return 2 * max(rank.optimizer_gib for rank in self._with_state()) * GIB / HOST_BYTES_PER_MS
+
+    def optimizer_ms(self) -> float:
+        """Time of the optimizer's update, copies of its state included."""
+        clips = self.config.optimizer.clip_grad > 0
+        return update_ms(self._with_state(), self.config.training.bf16, clips) + self.optimizer_copies_ms()
+
+    def _with_state(self) -> Sequence[RankMemory]:
+        """Return the memory of every pipeline rank while the optimizer's state is on the device."""
+        training = replace(self.config.training, optimizer_residency="device")
+        return replace(self, config=replace(self.config, training=training)).memory().ranks
 
     def step_ms(self) -> float:
-        """Predicted time of a step, without communication other than that of experts.
+        """Predicted time of a step, to compare many settings.
 
-        Teachers are not ahead: the time is for comparisons of many settings. See `planned_step_ms`.
+        Teachers are not ahead, and the update is left out: layouts that shorten it have more communication,
+        of which only that of experts is predicted. See `planned_step_ms`.
         """
         return self.updates * (self.step().step_ms + self.optimizer_copies_ms())
 
     def planned_step_ms(self) -> float:
-        """Return `step_ms` of a run, whose teachers may be ahead."""
-        pipeline_ms = self.step().step_ms if self.prefetch is None else self.prefetch.step_ms
-        return self.updates * (pipeline_ms + self.optimizer_copies_ms())
+        """Return `step_ms` of a run, whose teachers may be ahead, with the update."""
+        return self.updates * (self.pipeline_ms() + self.optimizer_ms())
+
+    def pipeline_ms(self) -> float:
+        """Predicted time of forwards and backwards of an update of a run, whose teachers may be ahead."""
+        return self.step().step_ms if self.prefetch is None else self.prefetch.step_ms
 
     def exchange_ms(self) -> float:
         """Predicted time that an average rank spends in a step on the all-to-all of experts."""
@@ -259,12 +271,14 @@ class Forecast:
 
     def _times(self) -> list[str]:
         step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
-        copies_ms = self.optimizer_copies_ms()
+        copies_ms, optimizer_ms = self.optimizer_copies_ms(), self.optimizer_ms()
         step_ms = self.planned_step_ms()
-        update_ms = step_ms / self.updates
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
-        copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {update_ms:.4g} ms"
+        copies = f", {copies_ms:.4g} of them copies from and to the host" if copies_ms else ""
+        optimizer = (
+            f"with {optimizer_ms:.4g} ms of the optimizer's update{copies}: {step_ms / self.updates:.4g} ms"
+        )
         exchange_ms = self.exchange_ms()
         exchange = (
             f"all-to-all of experts: {exchange_ms:.4g} ms of a rank's step, share {exchange_ms / step_ms:.3f}"
@@ -277,7 +291,7 @@ class Forecast:
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *self._ahead(),
-            *([copies] if copies_ms > 0 else []),
+            optimizer,
             *(
                 [f"{self.updates} updates of a step's completions: {step_ms:.4g} ms"]
                 if self.updates > 1

@@ -3,7 +3,8 @@
 Embeddings, norms and communication are not counted, except that of experts. A layer with experts costs the
 products of a token's experts at the same rate as others, the exchange between processes (all_to_all.py), and
 copies of rows: they are sorted by expert and back, before and after each exchange. Backward copies and
-exchanges as much as forward. Nothing hides an exchange.
+exchanges as much as forward, and adds the gradients of all experts of the process to their buffers. (Other
+layers add theirs inside the products, whose rate has it.) Nothing hides an exchange.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from mkd.config.schema import Config, TrainingConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.all_to_all import exchange_ms
-from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters, mlp_parameters
+from mkd.plan.flops import expert_parameters, layer_attention_flops, layer_matmul_parameters, mlp_parameters
 from mkd.plan.model_shape import ModelShape
 
 ROW_COPIES = 8
 """Times that forward reads or writes the rows of a layer's experts: two copies on each side of them."""
 
+ADDED_BYTES = 8
+"""Bytes of a gradient's buffer that an addition reads and writes, beside the gradient itself: fp32."""
 
 FP8_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
 """FP8 recipe -> time of a teacher's forward without attention over that in bf16.
@@ -104,7 +107,7 @@ class ModelTimer:
     def _learning(self, layer: LayerShape, share: float) -> WorkTime:
         training, exchange_ms = self.config.training, self._exchange_ms(layer)
         forward_ms = self._forward_ms(layer)
-        backward_ms, exchanges = forward_ms + self._compute_ms(layer), 2.0
+        backward_ms, exchanges = forward_ms + self._compute_ms(layer) + self._additions_ms(layer), 2.0
         if training.recompute_granularity == "full":
             backward_ms, exchanges = backward_ms + share * forward_ms, exchanges + share
         elif training.recompute_granularity == "selective":
@@ -126,6 +129,13 @@ class ModelTimer:
     def _copies_ms(self, layer: LayerShape) -> float:
         moved = ROW_COPIES * self._rows(layer) * self.shape.hidden_size * self._element
         return milliseconds(moved, self.rates.copy)
+
+    def _additions_ms(self, layer: LayerShape) -> float:
+        """Time to add the gradients of the experts of this process to their buffers."""
+        if layer.moe is None:
+            return 0.0
+        experts = layer.moe.num_experts // self.expert_parallel * expert_parameters(self.shape, layer.moe)
+        return milliseconds(experts * (self._element + ADDED_BYTES), self.rates.copy)
 
     def _exchange_ms(self, layer: LayerShape) -> float:
         """Time of the two exchanges of a forward."""

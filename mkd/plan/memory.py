@@ -41,7 +41,7 @@ class RankMemory:
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
-    # fp32 master weights (bf16 runs) and two moments. Kept on the host: only what an update adds to the peak.
+    # See `state_bytes`. Kept on the host: only what an update adds to the peak.
     optimizer_gib: float
     teacher_gib: float  # weights of all teachers
     # The student's, for all micro-batches alive at the peak, or its keys and values while it samples.
@@ -91,6 +91,11 @@ def predict_memory(
     planned = plan_teachers(config, teachers)
     models = _Models(config, student, planned, student_layout, tuple(teacher_layouts), batch)
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
+
+
+def state_bytes(bf16: bool) -> int:
+    """Return the bytes of the optimizer's state of a parameter: two moments, in bf16 runs an fp32 weight."""
+    return 12 if bf16 else 8
 
 
 def _stage_layers(shape: ModelShape, layout: PipelineLayout, stage: int) -> tuple[LayerShape, ...]:
@@ -197,8 +202,8 @@ class _Models:
         is_spread = self.config.parallel.use_distributed_optimizer
         copies = self._replicas if is_spread else 1
         of_experts = self._expert_copies(self._expert_parallel) if is_spread else 1
-        bytes_per_parameter = 12 if self.config.training.bf16 else 8
-        return bytes_per_parameter * (learned.dense / copies + learned.experts / of_experts)
+        updated = learned.dense / copies + learned.experts / of_experts
+        return state_bytes(self.config.training.bf16) * updated
 
     def _group_sizes(self) -> list[int]:
         """Return the sizes of the groups that communicate, those of experts and peers included."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mkd.families.layer_shape import LayerShape, MoEShape
-from mkd.plan.flops import projection_parameters
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.flops import expert_parameters, projection_parameters
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.towers import tower_parameters
 
@@ -44,7 +44,7 @@ def model_parameters(shape: ModelShape) -> Parameters:
 def active_parameters(shape: ModelShape) -> int:
     """Count the parameters that one token uses: all but the experts that its routers do not choose."""
     experts = (layer.moe for layer in shape.layers if layer.moe)
-    unused = sum((moe.num_experts - moe.top_k) * _expert_parameters(shape, moe) for moe in experts)
+    unused = sum((moe.num_experts - moe.top_k) * expert_parameters(shape, moe) for moe in experts)
     return model_parameters(shape).total - unused
 
 
@@ -83,7 +83,7 @@ def layer_parameters(
     if moe is not None:
         width = moe.shared_ffn_hidden_size
         dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
-        experts = moe.num_experts // expert_parallel * _expert_parameters(shape, moe)
+        experts = moe.num_experts // expert_parallel * expert_parameters(shape, moe)
     ffn = width // tensor_parallel
     dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
     return Parameters(dense, experts)
@@ -94,9 +94,3 @@ def product_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: in
     groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // tensor_parallel
     return projection_parameters(shape, layer, groups) + mlp
-
-
-def _expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
-    """Count the parameters of one expert."""
-    hidden, ffn = shape.hidden_size, moe.ffn_hidden_size
-    return 3 * hidden * ffn + moe.biases * (2 * ffn + hidden)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection, Iterator
 
 import torch
 
 from mkd.errors import UsageError
 from mkd.platform import has_transformer_engine, local_rank
+from mkd.tested_versions import FP8_TRANSFORMER_ENGINE, is_too_old_for_fp8
 
 FIRST_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0)}
 """FP8 recipe -> lowest compute capability of a GPU (Ada, Hopper), as Transformer Engine 2.11 requires it."""
@@ -28,8 +30,21 @@ def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
         why = "its kernels quantise and multiply"
         do = f"install mkd's extra `te` (`mkd doctor` shows what is there), or {do}"
         yield UsageError(f"{flag} needs Transformer Engine", why, do, code="fp8-without-transformer-engine")
+    elif is_too_old_for_fp8(version := transformer_engine_version()):
+        what = f"{flag} with Transformer Engine {version}"
+        why = f"FP8 teachers run in its autocast, which came with {FP8_TRANSFORMER_ENGINE}"
+        do = f"install {FP8_TRANSFORMER_ENGINE} or newer (`mkd doctor` names the tested versions), or {do}"
+        yield UsageError(what, why, do, code="fp8-not-on-this-transformer-engine")
     else:
         yield from _device_problems(recipes)
+
+
+def transformer_engine_version() -> str | None:
+    """Return the installed version of Transformer Engine; None if its package does not say."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _device_problems(recipes: Collection[str]) -> Iterator[UsageError]:

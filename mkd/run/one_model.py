@@ -122,7 +122,9 @@ def evaluate_student(
         plan.source.assets, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side
     )
     context = plan.join(platform)
-    seen: dict[str, Any] = dict(images=images, sequence_parallel=config.parallel.sequence_parallel)
+    seen: dict[str, Any] = dict(
+        images=images, sequence_parallel=config.parallel.sequence_parallel, num_workers=data.num_workers
+    )
     sizes: dict[str, Any] = dict(
         seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size
     )

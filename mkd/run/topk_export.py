@@ -6,10 +6,11 @@ data settings make, under any layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, TeacherConfig
 from mkd.config.split import parse_split
-from mkd.data.batch import Pack, PackedBatch, collate
+from mkd.data.batch import PackedBatch
+from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import RowImages, row_images_of
+from mkd.data.images.pack_images import ImageLayout
+from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
@@ -227,8 +230,8 @@ class _Exporter:
     context: ParallelContext
     schedule: PipelineSchedule
     stages: list[DistillationStage]
-    micro_batch_size: int  # packs
-    row_images: RowImages | None  # None: the models read none
+    layout: BatchLayout
+    num_workers: int
 
     @classmethod
     def build(cls, plan: ExportPlan, out: Path, meta: TopKMeta, context: ParallelContext) -> _Exporter:
@@ -238,40 +241,63 @@ class _Exporter:
         communicator = P2PCommunicator(context.pp_group, models[0].config)
         tokens = training.micro_batch_size * training.seq_length
         schedule = PipelineSchedule(context, communicator, tokens)
-        row_images = row_images_of(plan.images, context, plan.config.parallel.sequence_parallel)
-        return cls(out, meta, context, schedule, stages, training.micro_batch_size, row_images)
+        layout = BatchLayout(
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=training.micro_batch_size,  # of one replica: each has its own shards
+            context_parallel_rank=context.cp_rank,
+            context_parallel_size=context.cp_size,
+            images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
+        )
+        return cls(out, meta, context, schedule, stages, layout, plan.config.data.num_workers)
 
-    def export(self, part: str, dataset) -> None:
+    def export(self, part: str, dataset: BlendedDataset) -> None:
         """Make the missing shards, one per replica at a time. A replica with less to do runs empty packs."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
-        num_shards = self.meta.num_shards(part)
+        num_shards, at_once = self.meta.num_shards(part), self.context.dp_size
         LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
-        for first in range(0, len(missing), self.context.dp_size):
-            self._run(part, dataset, missing[first : first + self.context.dp_size])
-            LOG.info(f"{part}: {min(first + self.context.dp_size, len(missing))} of {len(missing)} shards")
+        rounds = [missing[first : first + at_once] for first in range(0, len(missing), at_once)]
+        samples = [one for shards in rounds for one in self._samples(part, shards)]
+        make, pin_memory = MicroBatches(dataset, self.layout), self.context.platform.is_cuda
+        batches = read_ahead(make, samples, self.num_workers, pin_memory, ahead=MICROBATCHES_PER_STAGE)
+        for number, shards in enumerate(rounds, 1):
+            self._run(part, dataset, shards, batches)
+            LOG.info(f"{part}: {min(number * at_once, len(missing))} of {len(missing)} shards")
+
+    def _samples(self, part: str, shards: list[int]) -> list[list[int]]:
+        """Return the packs of each micro-batch of this replica's shard.
+
+        All replicas run as many micro-batches, of empty packs at the end: they may share the teacher's
+        experts, or its layers.
+        """
+        numbers = [list(self.meta.shard_samples(part, shard)) for shard in shards]
+        own = numbers[self.context.dp_rank] if self.context.dp_rank < len(shards) else []
+        size = self.layout.micro_batch_size
+        unit = size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
+        largest = max(map(len, numbers))
+        own += [EMPTY] * (largest + -largest % unit - len(own))
+        return [own[first : first + size] for first in range(0, len(own), size)]
 
     @torch.no_grad()
-    def _run(self, part: str, dataset, shards: list[int]) -> None:
+    def _run(
+        self, part: str, dataset: BlendedDataset, shards: list[int], batches: Iterator[PackedBatch]
+    ) -> None:
         """Make a shard on each replica. Raises NonFiniteError on every rank, and then leaves no file.
 
-        All replicas run as many micro-batches, of empty packs at the end: they may share weights.
+        `batches` yields the micro-batches of `_samples`.
         """
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
-        packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
-        digests = {pack.sample_id: pack_digest(pack) for pack in packs}
-        unit = self.micro_batch_size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
-        # Replicas may share the teacher's experts, or its layers: all run as many packs as the largest has.
-        largest = max(len(self.meta.shard_samples(part, one)) for one in shards)
-        packs += [dataset.empty_pack()] * (largest + -largest % unit - len(packs))
-        at_once = self.micro_batch_size * MICROBATCHES_PER_STAGE * self.context.pp_size
         is_writer = self.context.holds_last_stage and self.context.tp_rank == self.context.cp_rank == 0
-        path = None if shard is None else self.meta.shard_path(self.out, part, shard)
-        with ShardWriter(path, self.meta) if is_writer and path else nullcontext() as writer:
+        path = self.meta.shard_path(self.out, part, shard) if is_writer and shard is not None else None
+        written = () if path is None else self.meta.shard_samples(part, shard)
+        digests = {sample: pack_digest(dataset[sample]) for sample in written}
+        with ShardWriter(path, self.meta) if path else nullcontext() as writer:
             collector = _Collector(self.meta, self.context, digests, writer)
-            not_finite = 0
-            for first in range(0, len(packs), at_once):
-                batches = self._batches(packs[first : first + at_once])
-                not_finite += int(self.schedule.run(self.stages, batches, collector, forward_only=True)[0])
+            not_finite, left = 0, len(self._samples(part, shards))
+            while left:
+                count = min(left, MICROBATCHES_PER_STAGE * self.context.pp_size)
+                on_device = [batch.to(self.context.device) for batch in islice(batches, count)]
+                sums = self.schedule.run(self.stages, on_device, collector, forward_only=True)
+                not_finite, left = not_finite + int(sums[0]), left - count
             if not_finite:
                 size = self.meta.samples_per_shard
                 what = (
@@ -280,19 +306,6 @@ class _Exporter:
                 why = f"they are in {part} shards {', '.join(map(str, shards))} of {size} packs each"
                 do = "check the teacher's weights, for example with `mkd parity`"
                 raise NonFiniteError(what, why, do, code="teacher-not-finite")
-
-    def _batches(self, packs: Sequence[Pack]) -> list[PackedBatch]:
-        """Return this rank's micro-batches of packs, with its share of their images, on the device."""
-        place, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
-        batches = []
-        for of_batch in (packs[first : first + size] for first in range(0, len(packs), size)):
-            whole = collate(of_batch)
-            batch = whole.context_parallel_shard(*place)
-            if self.row_images is not None:
-                images = self.row_images(of_batch, whole, context_parallel=place)
-                batch = replace(batch, images=images)
-            batches.append(batch.to(self.context.device))
-        return batches
 
 
 @dataclass(frozen=True)

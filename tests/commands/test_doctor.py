@@ -132,7 +132,13 @@ def test_the_pins_that_a_command_names_are_there(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     "megatron, engine, level",
-    [("0.16.1", "2.11.0", "ok"), ("0.16.1", "2.14.1", "note"), ("0.15.0", "2.11.0", "note")],
+    [
+        ("0.16.1", "2.11.0", "ok"),
+        ("0.16.1", "2.14.1", "note"),
+        ("0.15.0", "2.11.0", "note"),
+        ("0.16.1", "2.8.0", "note"),
+        ("0.16.1", None, "note"),
+    ],
 )
 def test_transformer_engine_is_judged_by_megatron(monkeypatch, megatron, engine, level):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
@@ -140,7 +146,8 @@ def test_transformer_engine_is_judged_by_megatron(monkeypatch, megatron, engine,
     versions = {"megatron-core": megatron, "transformer-engine": engine}
     monkeypatch.setattr(doctor, "version_of", versions.get)
     (finding,) = doctor._transformer_engine()
-    assert finding.level == level and engine in finding.text
+    assert finding.level == level and (engine or "unknown version") in finding.text
+    assert ("fp8 needs 2.9 or newer" in finding.text) == (engine == "2.8.0")
 
 
 def test_a_folder_that_does_not_exist_is_checked_at_its_parent(tmp_path):

@@ -11,9 +11,13 @@ import pytest
 
 from mkd.commands.plan import main
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER
+from tools.benchmarks.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"Qwen/Qwen3-30B-A3B-Base": MOE_STUDENT, "Qwen/Qwen3-235B-A22B": MOE_TEACHER}
+MODELS |= {
+    f"Qwen/Qwen2.5-VL-{size}-Instruct": shape_of(f"qwen2.5-vl-{size.lower()}") for size in ("3B", "7B")
+}
 PLAN = re.compile(r"^\$ mkd plan ([^\n]*--config configs/[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -41,3 +45,15 @@ def test_the_recipe_of_a_pair_with_experts(printed):
     step, spread = re.search(r"at EP 16, .*? from\s(\d+) to (\d+) ms", text, re.DOTALL).groups()
     wider = printed(*argv, "--teacher-expert-model-parallel-size", "16")
     assert f"predicted step: {step} ms" in expected and f"predicted step: {spread} ms" in wider
+
+
+def test_the_recipe_of_a_pair_with_images(printed):
+    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
+    ((command, expected),) = PLAN.findall(text)
+    argv = shlex.split(command)
+    assert printed(*argv).splitlines() == expected.splitlines()
+    recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    less = printed(*argv, *recomputed, "--recompute-num-layers", "1")
+    memory, step = re.search(r"full recomputation the plan has ([\d.]+) GiB and ([\d,]+) ms", text).groups()
+    assert f"memory of pipeline rank 0: {memory} GiB" in less
+    assert f"predicted step: {step.replace(',', '')} ms" in less

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.families.vision import REFUSED
+from mkd.families.vision import REFUSED, TOWER_ACTIVATIONS
 from mkd.plan.model_shape import ModelShape
+from tests.reported import refused
 from tests.tiny_vision_models import FAMILIES, vision_config
 
 HUB_QWEN = {  # the keys of a hub file of Qwen2.5-VL 3B, which are flat
@@ -131,6 +132,19 @@ def test_broken_configurations_are_named(change, code):
     with pytest.raises((CheckpointError, UsageError)) as error:
         ModelShape.from_hf_config(HUB_SMOLVLM | change)
     assert error.value.code == code
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tower_has_an_activation_of_transformers(name):
+    from transformers.activations import ACT2FN
+
+    assert all(one in ACT2FN for one in TOWER_ACTIVATIONS)
+    config = vision_config(name).to_dict()
+    assert config["vision_config"]["hidden_act"] in TOWER_ACTIVATIONS
+    config["vision_config"]["hidden_act"] = "nonsense"
+    with refused("activation-not-supported", UsageError) as caught:
+        ModelShape.from_hf_config(config, "folder/config.json")
+    assert "folder/config.json" in caught.value.report() and "nonsense" in caught.value.report()
 
 
 def test_sections_must_make_up_half_a_head():

@@ -37,7 +37,7 @@ def held_bytes(layout: Layout, student, teacher):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
     frozen_bytes = _bytes(frozen) if "peers" not in layout.flags else _streamed_bytes(teachers)
-    held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), frozen_bytes)
+    held = (_bytes(learned), _bytes(buffers), optimizer_bytes(engine.optimizer.optimizer), frozen_bytes)
     shapes = [teacher.shape for teacher in plan.teachers]
     predicted = predict_memory(
         plan.config, plan.student.shape, shapes, plan.student_layout, plan.teacher_layouts, plan.batch
@@ -64,7 +64,7 @@ def _layer_hooks(teachers):
     return [hook for one in layers for hook in one._forward_pre_hooks.values() if isinstance(hook, partial)]
 
 
-def _optimizer_bytes(optimizer) -> int:
+def optimizer_bytes(optimizer) -> int:
     """Return the bytes of moments, and of the fp32 copies of bf16 weights."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     moments = [

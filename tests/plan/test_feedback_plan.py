@@ -58,7 +58,9 @@ def test_every_update_of_a_step_takes_its_time():
     )
     assert three.flops_per_step() == 3 * one.flops_per_step()
     assert three.step_ms() == pytest.approx(3 * three.step().step_ms)
-    assert "3 updates of a step's completions: " in three.describe()
+    whole_ms = 3 * (three.step().step_ms + three.optimizer_ms())
+    assert three.planned_step_ms() == pytest.approx(whole_ms)
+    assert f"3 updates of a step's completions: {whole_ms:.4g} ms" in three.describe()
     assert "updates of" not in one.describe()
 
 

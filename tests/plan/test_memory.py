@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import pytest
 
@@ -15,6 +15,7 @@ from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, NCCL_GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.held_bytes import held_bytes
+from tests.plan.kept_tensors import kept_bytes
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations
 from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, add_text, make_pair
@@ -49,6 +50,26 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
     for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):
         for part, expected in zip(held, predicted, strict=True):
             assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers"),
+    [
+        (Layout("PP4", 4, pp=4), (1, 2, 8)),
+        (Layout("PP2 uneven", 2, pp=2, flags=UNEVEN), (1, 8)),
+        (Layout("PP2 VPP2", 2, pp=2, vp=2), (2, 8)),  # two layers in each of 4 stages
+    ],
+    ids=["PP4", "PP2", "PP2 VPP2"],
+)
+def test_a_step_keeps_as_many_micro_batches_as_the_plan_counts(layout, numbers, pair, ranks):
+    """Tensors kept for backward, counted while Megatron's schedule runs, over those of the shortest step."""
+    for rank, peaks in enumerate(ranks.run(kept_bytes, layout.ranks, layout, *pair, numbers)):
+        alive = []
+        for number in numbers:
+            order = rank_order(rank, layout.pp, layout.vp, number)
+            alive.append(max(accumulate(1 if task.is_forward else -1 for task in order)))
+        # equal micro-batches share their positions, 512 bytes
+        assert [peak / peaks[0] for peak in peaks] == pytest.approx([n / alive[0] for n in alive], rel=1e-3)
 
 
 EXPERT_LAYOUTS = (

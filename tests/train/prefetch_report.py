@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --endure 1000    # tiny models, many steps
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --tiny           # rehearsal
 
-A step is forward and backward of all micro-batches, without update; one before creates the optimizer's state.
-The ideal is the own time of all stages on one micro-batch x micro-batches / ranks. `--endure` trains, and
-compares the first steps with those without forwards ahead, bit for bit.
+A step is forward and backward of all micro-batches, without update. A whole step before creates the moments,
+which the plan counts. The ideal is the own time of all stages on one micro-batch x micro-batches / ranks.
+`--endure` trains, and compares the first steps with those without forwards ahead, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from mkd.platform import detect, make_deterministic
+from tests.plan.held_bytes import optimizer_bytes
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 
+GIB = 2**30
 TINY = "tiny-student", "tiny-teacher", 256
 COMPARED = 20  # steps
 
@@ -48,6 +50,12 @@ def engine_of(args: argparse.Namespace, microbatches: int, ahead: int, machine: 
     return engine, plan, for_teachers([pack.to(context.device) for pack in packs], 1)
 
 
+def require_state(engine, planned_gib: float) -> None:
+    """Raise AssertionError unless this rank holds the optimizer's state that the plan counts."""
+    held_gib = optimizer_bytes(engine.optimizer.optimizer) / GIB
+    assert abs(held_gib / planned_gib - 1) < 0.02, f"state of {held_gib:.2f} GiB, planned {planned_gib:.2f}"
+
+
 def compare(args: argparse.Namespace, machine: Machine, context) -> None:
     """Print step over ideal for every number of micro-batches, without forwards ahead and with them."""
     from mkd.train.step import train_step, training_objective
@@ -57,7 +65,9 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
         ideal_ms = None
         for ahead in (0, 2 * context.pp_size):
             engine, plan, batches = engine_of(args, microbatches, ahead, machine, context)
-            train_step(engine, batches)  # creates the moments, which the plan counts
+            train_step(engine, batches)
+            memory = plan.forecast.memory().ranks[context.pp_rank]
+            require_state(engine, memory.optimizer_gib)
             objective = training_objective(engine, batches)
 
             def run(engine=engine, batches=batches, objective=objective) -> None:
@@ -66,15 +76,15 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
 
             step_ms = time_arms([Arm("step", run)], machine.device, args.rounds)["step"]
             forecast = plan.forecast
-            planned_ms, planned_ideal_ms = forecast.planned_step_ms(), forecast.step().ideal_ms
+            planned_ms, planned_ideal_ms = forecast.pipeline_ms(), forecast.step().ideal_ms
             if ahead == 0:
                 stage_ms = _stage_times(machine, engine, plan, batches[0], objective)
                 ideal_ms = microbatches * sum(stage_ms) / context.pp_size
                 balance = max(stage_ms) * len(stage_ms) / sum(stage_ms)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if machine.is_cuda else 0
-            memory = forecast.memory().ranks[context.pp_rank].allocated_gib
+            peak = torch.cuda.max_memory_allocated() / GIB if machine.is_cuda else 0
             peaks = [None] * context.world_size
-            dist.all_gather_object(peaks, f"{peak:.2f} GiB (plan {memory:.2f})")
+            planned = memory.allocated_gib
+            dist.all_gather_object(peaks, f"{peak:.2f} GiB (plan {planned:.2f}, ratio {peak / planned:.3f})")
             if context.rank == 0:
                 print(
                     f"m = {microbatches}, N = {ahead}: step {step_ms:.1f} ms, {step_ms / ideal_ms:.3f} x the "

@@ -152,8 +152,11 @@ def measure(args: argparse.Namespace) -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for (name, seed), folder in zip(runs, pool.map(one_run, runs), strict=True):
-            results.setdefault(name, []).append(examine(args, folder, exam, logps)[0])
-            say(f"{name}, seed {seed}: KL {results[name][-1][RIGHT].kl:.3f}")
+            found = examine(args, folder, exam, logps)[0]
+            results.setdefault(name, []).append(found)
+            right, swapped = found[RIGHT], found[SWAPPED]
+            names = f"name of 4 {right.name_of_4:.3f}, swapped {swapped.name_of_4:.3f}"
+            say(f"{name}, seed {seed}: KL {right.kl:.3f}, {names}")
     report(args.folder, results)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
+from mkd.data.messages import texts_of
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -129,11 +130,8 @@ class ConversationImages:
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for number, message in enumerate(messages, 1):
-            for value in message.values():
-                texts = [part.get("text", "") for part in value] if isinstance(value, list) else [value]
-                spelled = [
-                    s for text in texts if isinstance(text, str) for s in self.processor.reserved if s in text
-                ]
+            for text in texts_of(message):
+                spelled = [string for string in self.processor.reserved if string in text]
                 if spelled:
                     raise DataError(
                         f"message {number} spells {spelled[0]}, a control token of images",

@@ -62,7 +62,7 @@ class ImageSource:
                 )
             most = HEADER_BYTES + BYTES_PER_PIXEL * self.max_pixels
             if not path.is_file():
-                raise FileNotFoundError("there is no such file")
+                raise FileNotFoundError(_what_is_there(path))
             with path.open("rb") as file:
                 content = file.read(most + 1)
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before 3.13
@@ -80,6 +80,18 @@ class ImageSource:
                 code="image-file-too-large",
             )
         return content
+
+
+def _what_is_there(path: Path) -> str:
+    """Say what is at a path that is no file."""
+    kinds = {
+        "a folder": path.is_dir(),
+        "a named pipe (FIFO)": path.is_fifo(),
+        "a socket": path.is_socket(),
+        "a device": path.is_char_device() or path.is_block_device(),
+    }
+    found = [kind for kind, is_it in kinds.items() if is_it]
+    return f"it is {found[0]}, not a file" if found else "there is no such file"
 
 
 def _from_data_uri(uri: str) -> bytes:

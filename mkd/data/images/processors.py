@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,7 @@ from mkd.tokenizers.tokenizer import Tokenizer, sha256_of
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # of transformers 5; it counts before the other
 IDEFICS_TYPES = ("idefics3", "smolvlm")
+TILE_NAME = re.compile(r"<row_\d+_col_\d+>")
 QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -51,8 +54,13 @@ class ImageProcessor(ABC):
                 code="image-token-missing",
             )
         self.image_token_id = tokenizer.vocabulary[placeholder]
-        self.reserved = (placeholder, *(s for s in self.structure if s in tokenizer.special_tokens))
-        self.silent_ids = np.array([tokenizer.vocabulary[string] for string in self.reserved])
+        self._reserve(s for s in self.structure if s in tokenizer.special_tokens)
+
+    def _reserve(self, strings: Iterable[str]) -> None:
+        """Let no text of a conversation spell the placeholder or one of these strings."""
+        self.reserved = tuple(dict.fromkeys((self.placeholder, *strings)))
+        ids = self.tokenizer.vocabulary
+        self.silent_ids = np.array([ids[s] for s in self.reserved if s in ids], dtype=np.int64)
 
     @abstractmethod
     def shape(self, height: int, width: int) -> ImageShape:
@@ -191,10 +199,11 @@ class IdeficsImages(ImageProcessor):
                 f"set size.longest_edge in {PREPROCESSOR_FILE} to a multiple of {tile}",
                 code="image-side-not-divisible",
             )
-        tiles = [f"<row_{r + 1}_col_{c + 1}>" for r in range(longest // tile) for c in range(longest // tile)]
-        self.silent_ids = np.append(
-            self.silent_ids, [tokenizer.vocabulary[s] for s in tiles if s in tokenizer.special_tokens]
-        ).astype(np.int64)
+        rows = range(1, longest // tile + 1)
+        tiles = [f"<row_{row}_col_{column}>" for row in rows for column in rows]
+        unused = [string for string in tokenizer.special_tokens if TILE_NAME.fullmatch(string)]
+        # Some tokenizers have no token for them; the processor writes the same strings, in several tokens.
+        self._reserve((*self.structure, *tiles, *sorted(unused)))
         self.merge, self.width = merge, (3, tile, tile)
         self._side, self._num_tokens = tile // patch, (tile // patch // merge) ** 2
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,25 @@ class PackSettings:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """Numbers of documents of which nothing is in the packs, because a pack has no room for them."""
+
+    too_many_patches: int = 0  # for --max-patches-per-pack
+    too_long: int = 0  # for --seq-length
+
+    def __str__(self) -> str:
+        numbers = {"--max-patches-per-pack": self.too_many_patches, "--seq-length": self.too_long}
+        reasons = ", ".join(f"{number} beyond {flag}" for flag, number in numbers.items() if number)
+        return reasons and f"documents dropped: {reasons}"
+
+
+@dataclass(frozen=True)
 class PackedWindow:
     """The packs of consecutive documents: records as PackIndex has them, stops counted from the first one."""
 
     pieces: np.ndarray  # in the order of the packs
     packs: np.ndarray
+    dropped: Dropped
 
 
 class PackIndex:
@@ -83,6 +97,10 @@ class PackIndex:
         self.num_tokens = totals["tokens"]
         self.num_loss_tokens = totals["loss_tokens"]
         self.num_windows = totals["windows"]
+        names = [one.name for one in fields(Dropped)]
+        self.dropped = Dropped(
+            **{name: totals.get(name, 0) for name in names}
+        )  # 0: a file of earlier versions
         self.num_pieces = len(pieces)
 
     @classmethod
@@ -154,15 +172,9 @@ class WindowPacker:
 
     def __call__(self, window: tuple[int, int]) -> PackedWindow:
         store, settings, together = self.store, self.settings, self.store.documents_per_record
-        first, last = window
-        lengths = store.lengths_between(first, last)
-        if together > 1:
-            lengths = whole_records(lengths, together, settings.document_multiple, settings.seq_length)
-        left_out = np.array(settings.left_out, dtype=np.int64)
-        lengths[left_out[(left_out >= first) & (left_out < last)] - first] = 0
         room = ImageRoom(store, settings.seq_length, settings.max_patches, settings.teacher_images)
-        lengths = room.kept_lengths(first, lengths, settings.overlong)
-        pieces = cut_documents(lengths, first, settings.seq_length, settings.overlong)
+        lengths, dropped = self._kept_lengths(room, *window)
+        pieces = cut_documents(lengths, window[0], settings.seq_length, settings.overlong)
         starts = store.starts(pieces.document) + pieces.offset + 1
         loss_tokens = store.count_loss(starts, pieces.num_labels)
         # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
@@ -171,13 +183,34 @@ class WindowPacker:
         taken = room.taken_by(pieces, spans)
         packs = pack_pieces(taken, settings.seq_length, settings.pack, together)
         kinds = self.kinds()
-        found = PackedWindow(np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"]))
+        columns = np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"])
+        found = PackedWindow(*columns, dropped)
         for field in found.pieces.dtype.names:
             found.pieces[field] = getattr(pieces, field)[packs.piece_ids]
         if len(packs):
             found.packs["stop"] = packs.offsets[1:]
             found.packs["loss_tokens"] = np.add.reduceat(loss_tokens[packs.piece_ids], packs.offsets[:-1])
         return found
+
+    def _kept_lengths(self, room: ImageRoom, first: int, last: int) -> tuple[np.ndarray, Dropped]:
+        """Return the tokens to keep of the documents, int64 [last - first], and how many are dropped."""
+        settings, together = self.settings, self.store.documents_per_record
+        wanted = lengths = self.store.lengths_between(first, last)
+        if together > 1:
+            lengths = whole_records(lengths, together, settings.document_multiple, settings.seq_length)
+        left_out = np.array(settings.left_out, dtype=np.int64)
+        left_out = left_out[(left_out >= first) & (left_out < last)] - first
+        wanted[left_out] = lengths[left_out] = 0
+
+        def kept_in(room: ImageRoom) -> np.ndarray:
+            kept = room.kept_lengths(first, lengths, settings.overlong)
+            return np.where(kept > settings.seq_length, 0, kept) if settings.overlong == "drop" else kept
+
+        kept = kept_in(room)
+        is_dropped, of_patches = (wanted > 0) & (kept == 0), 0
+        if settings.max_patches is not None and is_dropped.any():
+            of_patches = int(np.count_nonzero(is_dropped & (kept_in(replace(room, max_patches=None)) > 0)))
+        return kept, Dropped(of_patches, int(np.count_nonzero(is_dropped)) - of_patches)
 
     def kinds(self) -> dict[str, np.dtype]:
         """Return the types of a piece and of a pack, with the smallest integers that hold all values."""
@@ -296,6 +329,8 @@ class Totals:
     tokens: int = 0
     loss_tokens: int = 0
     windows: int = 0
+    too_many_patches: int = 0
+    too_long: int = 0
 
     def add(self, window: PackedWindow) -> PackedWindow:
         """Count the window, and return it with stops that count from the first window's first piece."""
@@ -304,24 +339,26 @@ class Totals:
         self.tokens += int(window.pieces["length"].sum(dtype=np.int64))
         self.loss_tokens += int(window.packs["loss_tokens"].sum(dtype=np.int64))
         self.windows += 1
+        self.too_many_patches += window.dropped.too_many_patches
+        self.too_long += window.dropped.too_long
         return window
 
     def checked(self, store: TokenStore, settings: PackSettings) -> dict[str, int]:
         """Return the sums. Raises DataError if no token has loss."""
         if not self.loss_tokens:
-            raise _no_loss_tokens(store, settings)
+            raise _no_loss_tokens(store, settings, Dropped(self.too_many_patches, self.too_long))
         return asdict(self)
 
 
-def _no_loss_tokens(store: TokenStore, settings: PackSettings) -> DataError:
+def _no_loss_tokens(store: TokenStore, settings: PackSettings, dropped: Dropped) -> DataError:
     first, last = settings.document_range(store)
     why = f"all tokens of its {last - first} documents that could be labels are masked"
-    if settings.overlong == "drop":
-        why += f", or the documents are longer than --seq-length {settings.seq_length} and dropped"
+    if str(dropped):
+        why += f", or the documents have no room in a pack: {dropped}"
     return DataError(
         f"{store.prefix}: no loss tokens",
         why,
         "check that conversations have assistant turns, completions are not empty, "
-        "and texts are longer than one token",
+        "and texts are longer than one token; raise a limit that is too small",
         code="corpus-without-loss-tokens",
     )

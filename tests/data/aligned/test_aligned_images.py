@@ -137,3 +137,6 @@ def test_packs_are_bounded_by_the_patches_of_either_model(open_pair):
             most = max(most, *patches)
         found.append(most)
     assert found[0] > 200 >= found[1] > 100
+    alike, finer = (open_pair("qwen", one, max_patches=100).describe()[0] for one in ("qwen", "finer"))
+    assert "dropped" not in alike
+    assert finer.endswith(", documents dropped: 1 beyond --max-patches-per-pack"), "those of the teacher"

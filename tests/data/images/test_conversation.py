@@ -15,13 +15,16 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from mkd.data.documents import encode_record, parse_row
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageSource
+from mkd.data.images.processors import load_image_processor
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError
+from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.images.conftest import MAX_PIXELS
-from tests.data.images.tiny_processors import image_file, picture
+from tests.data.images.tiny_processors import SMOLVLM_TOKENS, image_file, make_smolvlm, picture
 from tests.reported import refused
 
 ANSWER = {"role": "assistant", "content": "a fox"}
@@ -152,6 +155,17 @@ def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
         encode(asked(made), images)
 
 
+def test_what_is_no_file_is_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    source, said = ImageSource(str(tmp_path), MAX_PIXELS), {"missing": "there is no such file"}
+    said |= {"folder": "it is a folder, not a file", "pipe": "it is a named pipe (FIFO), not a file"}
+    for name, text in said.items():
+        with refused("image-unreadable") as caught:
+            source.read(name)
+        assert text in caught.value.report()
+
+
 BAD_RECORDS = {
     "image-placeholder-in-text": asked(text="say <|image_pad|>"),
     "record-part-unknown": {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
@@ -170,6 +184,29 @@ BAD_RECORDS = {
 def test_a_bad_record_is_refused(reader, code):
     with refused(code.replace("of-video", "in-text"), DataError):
         encode(BAD_RECORDS[code], reader())
+
+
+SPELLED = ("<global-img>", "<row_1_col_2>", "<fake_token_around_image>", "<image>", "<row_4_col_4>")
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_text_spells_no_token_that_the_processor_places(tmp_path, has_tokens):
+    """Also if the tokenizer has no token for tiles, as Idefics3's: the text would have the same ids."""
+    special = [one for one in SMOLVLM_TOKENS if has_tokens or not one.startswith(("<row", "<global"))]
+    folder = make_smolvlm(tmp_path / "spelled", special=special)
+    processor = load_image_processor(folder, load_hugging_face(str(folder)))
+    images = ConversationImages(processor, ImageSource(None, MAX_PIXELS))
+    for string in SPELLED[: None if has_tokens else -1]:  # the processor writes two tiles a side, not four
+        with refused("image-placeholder-in-text", DataError) as caught:
+            encode(asked(text=f"say {string} now"), images)
+        assert string in caught.value.report()
+    parts = [{"type": "text", "text": "<row_1"}, {"type": "text", "text": "_col_1>"}]
+    image = {"type": "image", "image": data_uri(image_file(picture(9, 9)))}
+    with refused("image-placeholder-in-text", DataError):
+        encode({"messages": [{"role": "user", "content": [image, *parts]}, ANSWER]}, images)
+    allowed = asked(text="<row_1_col> <global-image>")
+    allowed["messages"][0]["tags"] = ["a key that no template reads"]
+    assert len(encode(allowed, images).ids)
 
 
 def test_a_template_that_drops_images_is_refused(reader, tmp_path):

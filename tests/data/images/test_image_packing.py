@@ -92,6 +92,34 @@ def test_an_image_beyond_a_pack_drops_its_document_or_ends_it_before(reader, wri
         PackedDataset(TokenStore(only_wide), vocab_size=400, pad_id=0, seq_length=60, images=images)
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_documents_without_room_are_counted_by_reason(reader, write_jsonl, tmp_path, in_file):
+    images = reader()
+    wide, narrow, text = question((60, 60)), question((16, 16)), {"text": "the quick brown fox " * 40}
+    records = [{"messages": one} for one in (wide, narrow + wide, wide, narrow)]
+    long = {"messages": question((16, 16), text="why? " * 200)}
+    prefix, tokenizer = str(tmp_path / "out" / "c"), images.processor.tokenizer
+    path = write_jsonl("a.jsonl", *records, long, text)
+    build_store([path], prefix, tokenizer, True, images=images)
+    store, known = TokenStore(prefix), dict(vocab_size=400, pad_id=0, images=images)
+
+    def described(overlong, max_patches, seq_length=160):
+        settings = dict(seq_length=seq_length, overlong=overlong, max_patches=max_patches)
+        packed = pack_into_file(store, PackSettings(**settings), str(tmp_path), KnownFiles(None))
+        index = PackIndex.in_file(packed) if in_file else None
+        (line,) = PackedDataset(store, **known, **settings, index=index).describe()
+        return line.partition(", documents dropped: ")[2]
+
+    patches, tokens = "beyond --max-patches-per-pack", "beyond --seq-length"
+    assert described("split", None) == f"1 {tokens}"
+    assert described("split", 200) == f"2 {patches}, 1 {tokens}"
+    assert described("drop", 200) == f"3 {patches}, 2 {tokens}"
+    assert described("split", 300, seq_length=2000) == ""
+    with refused("corpus-without-loss-tokens") as caught:
+        described("drop", 4)
+    assert f"documents dropped: 4 {patches}, 2 {tokens}" in caught.value.report()
+
+
 def test_a_corpus_with_images_needs_the_processor_that_made_it(corpus, reader, tmp_path):
     images, store = corpus
     options = dict(tokenizer=images.processor.tokenizer, seq_length=SEQ_LENGTH, vocab_size=400)

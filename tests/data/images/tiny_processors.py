@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ SMOLVLM_TOKENS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5
 TILE, PATCH = 32, 8
 
 
-def make_smolvlm(folder: Path, tiles: int = 2, kind: str = "SmolVLM") -> Path:
+def make_smolvlm(
+    folder: Path, tiles: int = 2, kind: str = "SmolVLM", special: Sequence[str] = SMOLVLM_TOKENS
+) -> Path:
     """Write a SmolVLM folder: images become up to `tiles` x `tiles` tiles and a small one, 4 tokens each."""
     vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = getattr(transformers, f"{kind}Config")(
@@ -54,7 +57,7 @@ def make_smolvlm(folder: Path, tiles: int = 2, kind: str = "SmolVLM") -> Path:
     )
     edges = {"size": {"longest_edge": tiles * TILE}, "max_image_size": {"longest_edge": TILE}}
     processor = getattr(transformers, f"{kind}ImageProcessorPil")(**edges)
-    return _write(folder, config, processor, SMOLVLM_TOKENS, SMOLVLM_TEMPLATE)
+    return _write(folder, config, processor, special, SMOLVLM_TEMPLATE)
 
 
 def make_qwen(folder: Path, kind: str = "Qwen2_5_VL", most_pixels: int = 64 * 64) -> Path:
@@ -79,13 +82,13 @@ def image_file(pixels: np.ndarray, kind: str = "PNG", **options: object) -> byte
     return file.getvalue()
 
 
-def _write(folder: Path, config, processor, special: list[str], template: str) -> Path:
+def _write(folder: Path, config, processor, special: Sequence[str], template: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     processor.save_pretrained(folder)
     add_tokenizer(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     config.image_token_id = tokenizer.convert_tokens_to_ids(
