@@ -131,8 +131,8 @@ def their_blocks(folder, lengths, device, dtype=torch.float32):
 def check(ours, theirs, tolerance, rounded=None):
     """Check the relative error of every part, in the 2-norm; each expert is a part.
 
-    bf16 takes 3 % from the gradients of long documents' queries and keys. The error of attention may therefore
-    be 1.5 times that of `rounded`, transformers in bf16.
+    bf16 takes 3 % from the gradients of long documents' queries and keys. Attention may therefore have 1.5
+    times the error of `rounded`, transformers in bf16.
     """
     for block, (output, of_input, gradients) in theirs.items():
         our_output, our_input, pieces = ours[block]
