@@ -14,10 +14,11 @@ from mkd.plan.auto_layout import layouts_of
 from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import pair_cost
 from mkd.plan.forecast import Forecast
+from mkd.plan.layer_time import Rates
 from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
-from mkd.plan.towers import tower_flops, tower_parameters
+from mkd.plan.towers import tower_parameters, tower_work
 from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 from tools.benchmarks.shapes import shape_of
@@ -40,8 +41,26 @@ def test_parameters_are_those_of_the_files(family, tmp_path):
 @pytest.mark.parametrize("shape, gflop", [(QWEN, 5.5), (SMOLVLM, 3.3)])
 def test_work_of_an_image_token(shape, gflop):
     """The figures come from the sizes of the towers by hand, with images of slightly other sizes."""
-    assert tower_flops(shape, 1) / 1e9 == pytest.approx(gflop, rel=0.05)
-    assert tower_flops(replace(shape, vision=None), 1) == 0
+    assert tower_work(shape, 1).flops / 1e9 == pytest.approx(gflop, rel=0.05)
+    assert tower_work(replace(shape, vision=None), 1).flops == 0
+
+
+def test_times_are_those_measured_on_an_h200():
+    """The pair of `tools/benchmark.py vision` on one GPU; its packs have 16,000 image tokens."""
+    student, teacher = (shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b"))
+    towers = (tower_work(one, 16_000).forward_ms(Rates()) for one in (student, teacher))
+    assert sum(towers) == pytest.approx(992.4, rel=0.01)
+    argv = ["--student-hf", "s", "--teacher-hf", "t", "--kd-ratio", "1", "--bf16", "--data-path", "x.jsonl"]
+    argv += ["--seq-length", "8192", "--global-batch-size", "4", "--train-iters", "1"]
+    forecast = Forecast.from_config(load_config(argv).config, 1, student, [teacher])
+    assert forecast.planned_step_ms() == pytest.approx(2928.9, rel=0.05)
+
+
+def test_only_an_odd_width_has_slow_products():
+    assert tower_work(SMOLVLM, 1).odd_products == 0 < tower_work(QWEN, 1).odd_products
+    even = replace(QWEN, vision=replace(QWEN.vision, ffn_hidden_size=3424))
+    assert tower_work(even, 1).odd_products == 0
+    assert tower_work(even, 1).flops == pytest.approx(tower_work(QWEN, 1).flops, rel=2e-3)
 
 
 def config(*parts):
