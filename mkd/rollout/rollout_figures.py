@@ -34,6 +34,19 @@ def figures(rollouts: Sequence[Rollout], time_ms: float) -> dict[str, float]:
     }
 
 
+def warn_if_empty(iteration: int, sampled: int, judged: int, kept: int) -> None:
+    """Warn of a step that trains on nothing.
+
+    Of its `sampled` completions `judged` have a reward, if they need one; `kept` of these are in the loss.
+    """
+    if kept == 0:
+        LOG.warning(
+            "iteration %d: no completion is left for the loss: %d of %d have no reward, %d are cut off and "
+            "dropped. The gradient is 0: only weight decay and the optimizer's momentum move weights",
+            *(iteration, sampled - judged, sampled, judged),
+        )
+
+
 @dataclass
 class TruncationWatch:
     """Warns when most completions are cut off, once until fewer are."""

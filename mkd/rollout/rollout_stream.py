@@ -22,7 +22,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.rollout_plan import RolloutBatch
 from mkd.rollout.decoding import sample_completions
 from mkd.rollout.rewards import Rewards
-from mkd.rollout.rollout_figures import TruncationWatch, figures
+from mkd.rollout.rollout_figures import TruncationWatch, figures, warn_if_empty
 from mkd.rollout.rollout_packs import RolloutPacks, RolloutRows
 from mkd.rollout.rollout_teachers import RolloutTeacher
 from mkd.rollout.rollouts import Request, Rollout, RolloutSource, Sampling
@@ -113,12 +113,15 @@ class RolloutStream:
         self.figures["consumed_prompts"] = self.consumed_prompts
         limit = self.source.sampling.max_new_tokens
         self._truncation.judge(self.iteration, self.figures["rollout/truncated"], limit)
+        sampled = len(rollouts)
         if self.rewards is not None:
             rollouts, judged = self.rewards(rollouts, self.iteration)
             self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
         self._stored = self._next_stored()
+        if not self._stored:
+            warn_if_empty(self.iteration, sampled, len(rollouts), len(kept))
+        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
         batches, self.rows = [], []
         for samples in self._mine():
             packs, rows = zip(*map(self._build, samples), strict=True)

@@ -101,13 +101,14 @@ def our_blocks(folder, lengths, dtype, transformer_engine):
     return found
 
 
-def their_blocks(folder, lengths, device):
+def their_blocks(folder, lengths, device, dtype=torch.float32):
     """Return (block, layer) -> output of the real tokens, gradient of the input, gradients by tensor."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model, found = obey_gate_limit(model).to(device), {}
     hidden, weight = (x.to(device) for x in random_states(lengths, folder))
+    hidden = hidden.to(dtype)
     for name, index in BLOCKS:
         layer, leaf, outputs = model.model.layers[index], hidden.clone().requires_grad_(), []
         for document in leaf[: sum(lengths), 0].split(lengths):
@@ -116,29 +117,36 @@ def their_blocks(folder, lengths, device):
                 continue
             n, attention = len(document), layer.self_attn
             visible = torch.ones(n, n, device=device).tril().triu(1 - (attention.sliding_window or n)).bool()
-            mask = torch.zeros(n, n, device=device).masked_fill(~visible, -math.inf)[None, None]
+            mask = torch.zeros(n, n, device=device, dtype=dtype).masked_fill(~visible, -math.inf)[None, None]
             angles = model.model.rotary_emb(document[None], torch.arange(n, device=device)[None])
             outputs.append(attention(layer.input_layernorm(document[None]), angles, mask)[0][0])
         output = torch.cat(outputs)
         model.zero_grad()
-        (output * weight[: len(output), 0]).sum().backward()
-        gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
-        found[name, index] = (output.detach().cpu(), leaf.grad.cpu(), gradients)
+        (output.float() * weight[: len(output), 0]).sum().backward()
+        gradients = {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found[name, index] = (output.detach().float().cpu(), leaf.grad.float().cpu(), gradients)
     return found
 
 
-def check(ours, theirs, tolerance):
-    """Check the relative error of every part, in the 2-norm; each expert is a part."""
+def check(ours, theirs, tolerance, rounded=None):
+    """Check the relative error of every part, in the 2-norm; each expert is a part.
+
+    bf16 takes 3 % from the gradients of long documents' queries and keys. Attention may therefore have 1.5
+    times the error of `rounded`, transformers in bf16.
+    """
     for block, (output, of_input, gradients) in theirs.items():
         our_output, our_input, pieces = ours[block]
-        parts = [("output", our_output[: len(output), 0], output), ("input", our_input, of_input)]
-        parts += [
-            (f"{p.tensor} {p.tensor_cut}", mine, p.in_tensor(gradients[p.tensor])) for p, mine in pieces
-        ]
+        of_bf16 = (rounded or {}).get(block, theirs[block])
+        parts = [("output", our_output[: len(output), 0], output, of_bf16[0])]
+        parts += [("input", our_input, of_input, of_bf16[1])]
+        for piece, mine in pieces:
+            expected, third = (piece.in_tensor(found[piece.tensor]) for found in (gradients, of_bf16[2]))
+            parts.append((f"{piece.tensor} {piece.tensor_cut}", mine, expected, third))
         assert {piece.tensor for piece, _ in pieces} == gradients.keys()
-        for name, mine, expected in parts:
+        for name, mine, expected, third in parts:
             error, size = float((mine - expected).norm()), float(expected.norm())
-            assert error <= tolerance * size, f"{block}, {name}: {error / max(size, 1e-30):.1e}"
+            allowed = max(tolerance * size, 1.5 * float((third - expected).norm()))
+            assert error <= allowed, f"{block}, {name}: {error / max(size, 1e-30):.1e}"
     idle = [mine for piece, mine in ours["mlp", 1][2] if piece.stack and piece.tensor_cut[0].start == IDLE]
     assert len(idle) == 4 and not any(gradient.any() for gradient in idle)
 
@@ -157,7 +165,9 @@ def test_blocks_on_a_gpu(tmp_path, gpu_ranks):
     sizes |= dict(head_dim=64, sliding_window=128, num_experts_per_tok=4, swiglu_limit=0.4)
     folder, lengths = make_folder(tmp_path, **sizes), (700, 1, 1300)
     theirs = their_blocks(folder, lengths, "cuda")
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
+    rounded = their_blocks(folder, lengths, "cuda", torch.bfloat16)
+    attention = {block: rounded[block] for block in BLOCKS if block[0] == "self_attention"}
+    for dtype, tolerance, third in ((torch.float32, 1e-4, None), (torch.bfloat16, 4e-2, attention)):
         for transformer_engine in (False, True):
             (ours,) = gpu_ranks.run(our_blocks, 1, folder, lengths, dtype, transformer_engine)
-            check(ours, theirs, tolerance)
+            check(ours, theirs, tolerance, third)

@@ -47,6 +47,10 @@ def raises_sometimes(prompt, completion, fields):
     return len(completion)
 
 
+def always_raises(prompt, completion, fields):
+    raise ValueError("no answer")
+
+
 def hangs_once(prompt, completion, fields):
     """Hang for the second completion of this process."""
     hangs_once.calls = getattr(hangs_once, "calls", 0) + 1

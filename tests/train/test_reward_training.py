@@ -185,6 +185,14 @@ def test_failures_within_the_limit_are_left_out_and_listed(files, ranks):
         assert all(one["file"] == str(files / "prompts.jsonl") and one["reason"] for one in failed)
 
 
+def test_a_step_without_any_reward_says_so(files, ranks):
+    limit = ("--max-failed-rewards", 12, "--train-iters", 1)
+    (result,) = run_main(ranks, argv(files, "no reward", *limit, reward="always_raises"))
+    (line,) = read_metrics(files / "no reward")
+    assert result.exit_code == 0 and line["reward/failed"] == 12 and line["grad_norm"] == 0
+    assert "iteration 1: no completion is left for the loss: 12 of 12 have no reward" in result.stdout
+
+
 def test_a_step_with_a_skipped_update_counts_as_skipped(monkeypatch):
     sums = LossSums(0.0, 1.0, 1, {})
     results = iter([StepResult(sums, 1.0, 1e-3, 500.0, is_applied) for is_applied in (False, True)])

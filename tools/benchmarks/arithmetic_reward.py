@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def exact(prompt: str, completion: str, fields: dict[str, str]) -> float:
-    """Compare the completion with the answer, without blanks around it."""
-    return float(completion.strip() == fields["answer"])
+    """Compare the last number of the completion with the answer."""
+    return float(completion.split()[-1:] == [fields["answer"]])

@@ -82,28 +82,29 @@ def run(args: argparse.Namespace, name: str, seed: int, steps: int, student: Pat
     return log_dir
 
 
-def arm(args: argparse.Namespace, name: str, seed: int, prompts: Sequence[str]) -> dict[str, float]:
-    """Train one arm with one seed, and return its figures."""
-    half, log_dir = args.steps // 2, Path()
+def arm(args: argparse.Namespace, name: str, seed: int) -> Path:
+    """Train one arm with one seed, and return its log folder."""
+    half = args.steps // 2
     if name == OFF:
-        log_dir = run(args, "off", seed, args.steps, args.student_hf, own=False)
-    elif name == ON:
-        log_dir = run(args, "on", seed, args.steps, args.student_hf, own=True)
-    else:
-        first = run(args, "half", seed, half, args.student_hf, own=False)
-        log_dir = run(args, "then", seed, args.steps - half, first / "hf", own=True)
-    found = log_dir / "figures.json"
-    if not found.exists():
-        found.write_text(json.dumps(figures_of(args, log_dir / "hf", prompts)), encoding="utf-8")
-    return json.loads(found.read_text(encoding="utf-8"))
+        return run(args, "off", seed, args.steps, args.student_hf, own=False)
+    if name == ON:
+        return run(args, "on", seed, args.steps, args.student_hf, own=True)
+    first = run(args, "half", seed, half, args.student_hf, own=False)
+    return run(args, "then", seed, args.steps - half, first / "hf", own=True)
 
 
 def figures_of(args: argparse.Namespace, student_dir: Path, prompts: Sequence[str]) -> dict[str, float]:
-    """Return the figures of a student, nats per token."""
+    """Return the figures of a student, nats per token. Not for threads: transformers loads one at a time."""
+    kept = args.folder / "figures" / f"{student_dir.parent.name}.json"
+    if kept.exists() and kept.stat().st_mtime > (student_dir / "config.json").stat().st_mtime:
+        return json.loads(kept.read_text(encoding="utf-8"))
     figures, _ = measure(student_dir, args.teacher_hf, prompts)
     lines = (args.folder / "valid.jsonl").read_text(encoding="utf-8").splitlines()[:HELD_OUT_TEXTS]
     texts = [json.loads(line)["text"] for line in lines]
-    return figures | {"held_out": text_kl(student_dir, args.teacher_hf, texts)}
+    figures |= {"held_out": text_kl(student_dir, args.teacher_hf, texts)}
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps(figures), encoding="utf-8")
+    return figures
 
 
 def text_kl(student_dir: Path, teacher_dir: Path, texts: Sequence[str]) -> float:
@@ -153,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--parallel", type=int, default=3, help="runs at the same time")
     found.add_argument("--lr", type=float, default=5e-4)
     found.add_argument("--own-lr", type=float, default=2e-4)
-    found.add_argument("--flags", default="", help="more flags of pretrain_kd.py")
+    found.add_argument("--flags", default="", help="more flags of pretrain_kd.py, such as --bf16")
     return found
 
 
@@ -161,12 +162,12 @@ def main() -> None:
     args, start = parser().parse_args(), time.perf_counter()
     args.folder.mkdir(parents=True, exist_ok=True)
     prompts = prepare(args)
-    before = figures_of(args, args.student_hf, prompts)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in (OFF, THEN_ON, ON)}
     with ThreadPoolExecutor(args.parallel) as pool:
-        jobs = {pool.submit(arm, args, name, seed, prompts): name for seed in args.seeds for name in results}
+        jobs = {pool.submit(arm, args, name, seed): name for seed in args.seeds for name in results}
+        before = figures_of(args, args.student_hf, prompts)  # beside the runs
         for job in as_completed(jobs):
-            results[jobs[job]].append(job.result())
+            results[jobs[job]].append(figures_of(args, job.result() / "hf", prompts))
             print(f"\nafter {time.perf_counter() - start:.0f} s\n{report(results, before)}", flush=True)
 
 

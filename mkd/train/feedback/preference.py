@@ -19,11 +19,11 @@ from mkd.xtoken.segments import sum_by
 
 @dataclass(frozen=True)
 class Preference:
-    """The loss -ln sigmoid(z) of each pair; z = beta ((s_c - r_c) - (s_r - r_r)).
+    """The loss -ln sigmoid(margin) of each pair; margin = beta (chosen log-ratio - rejected log-ratio).
 
-    s and r are the sums of ln p over the tokens of an answer, under the student and the reference; c is the
-    chosen answer, r the rejected one. The derivative by ln p of a chosen token is -beta sigmoid(-z), by that
-    of a rejected one the negative. Source: Rafailov et al. 2023 (arXiv 2305.18290), section 4.
+    The log-ratio of an answer is the sum of ln p - ln r over its tokens, p under the student and r under the
+    reference. The derivative by ln p of a chosen token is -beta sigmoid(-margin), by that of a rejected one
+    the negative. Source: Rafailov et al. 2023 (arXiv 2305.18290), section 4.
     """
 
     beta: float
@@ -39,29 +39,33 @@ class Preference:
         return batch.num_pairs
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        pair = self._signed_pairs(given.batch)
-        margin = self.beta * self._differences(given, pair)
-        steepness = (self.beta * torch.sigmoid(-margin))[pair.abs() - 1]
-        loss = coefficient_loss(given, steepness * pair.sign(), scale)
+        pair, sign = self._answers(given.batch)
+        margin = self.beta * self._log_ratio_difference(given, pair, sign)
+        weight = self.beta * torch.sigmoid(-margin)  # -dL/d ln p of a chosen token, [pairs]
+        loss = coefficient_loss(given, weight[pair] * sign, scale)
         if given.context.cp_rank > 0:  # every rank of a row knows its pairs, and one of them reports
             return loss, TermSums(measures=dict.fromkeys(self.measures, 0.0))
         values = margin.sum(), (margin > 0).sum()
         measures = dict(zip(self.measures, values, strict=True))
         return loss, TermSums(feedback=F.softplus(-margin).sum(), rows=len(margin), measures=measures)
 
-    def _signed_pairs(self, batch: PackedBatch) -> Tensor:
-        """Return the number of the pair of each loss row, from 1, negative in its rejected answer; [n]."""
-        if not batch.num_pairs:  # a micro-batch of padding
-            return batch.loss_rows
-        return batch.row_values[PAIR_NUMBER][0, batch.loss_rows]
+    def _answers(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the pair of each loss row, from 0, and 1 in its chosen answer, -1 in the rejected one.
 
-    def _differences(self, given: LossInput, pair: Tensor) -> Tensor:
-        """Return (s_c - r_c) - (s_r - r_r) of each pair, fp64 [pairs].
+        Both int64 [n].
+        """
+        if not batch.num_pairs:  # a micro-batch of padding
+            return batch.loss_rows, batch.loss_rows
+        number = batch.row_values[PAIR_NUMBER][0, batch.loss_rows]
+        return number.abs() - 1, number.sign()
+
+    def _log_ratio_difference(self, given: LossInput, pair: Tensor, sign: Tensor) -> Tensor:
+        """Return the chosen answer's log-ratio minus the rejected one's, of each pair, fp64 [pairs].
 
         Communication: one all-reduce SUM over context parallelism; no backward.
         """
-        logp = student_logp(given) - reference_logp(given, self.reference)
-        found = sum_by(pair.abs() - 1, logp.double() * pair.sign(), given.batch.num_pairs)
+        log_ratio = student_logp(given) - reference_logp(given, self.reference)
+        difference = sum_by(pair, log_ratio.double() * sign, given.batch.num_pairs)
         if given.cp_group is not None:
-            dist.all_reduce(found, group=given.cp_group)
-        return found
+            dist.all_reduce(difference, group=given.cp_group)
+        return difference
