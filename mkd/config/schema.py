@@ -95,10 +95,11 @@ class ParallelConfig:
         "--overlap-grad-reduce",
     )
     teacher_prefetch: str = option(
-        "0",
-        "micro-batches that the teachers' forwards may be ahead of the loss: a number, or auto (twice the "
-        "pipeline ranks). The teachers then work while the student's pipeline waits, for the memory of so "
-        "many hidden states. 0 means never. Needs pipeline parallelism, without interleaving",
+        "auto",
+        "micro-batches that the teachers' forwards may be ahead of the loss. The teachers then work while "
+        "the student's pipeline waits, for the memory of so many hidden states. auto: twice the pipeline "
+        "ranks where forwards can be ahead and their memory fits, else 0. 0 means never. A number needs "
+        "pipeline parallelism without interleaving, a teacher that runs, and no rollouts",
     )
     distributed_timeout_minutes: float = option(
         10.0,
@@ -109,13 +110,6 @@ class ParallelConfig:
         None,
         "timeout in seconds after the first step, saves excluded (default: --distributed-timeout-minutes)",
     )
-
-    @property
-    def states_ahead(self) -> int:
-        """Number of micro-batches of --teacher-prefetch. Raises ValueError if it is none."""
-        if self.teacher_prefetch == "auto":
-            return 2 * self.pipeline_model_parallel_size
-        return int(self.teacher_prefetch)
 
 
 @dataclass(frozen=True)

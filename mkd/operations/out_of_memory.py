@@ -14,8 +14,9 @@ import torch
 
 from mkd.errors import OutOfMemory
 from mkd.plan.forecast import Forecast
+from mkd.plan.hardware import USABLE
 from mkd.plan.memory import GIB, RankMemory
-from mkd.plan.verdict import SHOWN, USABLE, fullest_rank, remedies
+from mkd.plan.verdict import SHOWN, fullest_rank, remedies
 
 FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves but cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}

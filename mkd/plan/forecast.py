@@ -8,15 +8,16 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mkd.config.schema import Config
-from mkd.errors import ErrorList
+from mkd.errors import ErrorList, UsageError
 from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
+from mkd.plan.checks.prefetch_limits import is_auto, states_ahead, with_states_ahead
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, layer_transfer_ms, pair_cost
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
-from mkd.plan.hardware import HOST_BYTES_PER_MS
+from mkd.plan.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, RankMemory, predict_memory
@@ -29,6 +30,9 @@ from mkd.plan.rollout_plan import RolloutBatch
 from mkd.plan.update_time import update_ms
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
+
+MOST_PLANNED = 4096
+"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: some ten seconds."""
 
 
 class PlannedPrefetch(NamedTuple):
@@ -50,6 +54,7 @@ class Forecast:
     teacher_layouts: Sequence[PipelineLayout]
     # Student tokens of a typical document, cut to the length of a pack.
     document_length: int = DOCUMENT_LENGTH
+    gpu_gib: float | None = None  # memory of the GPU of this process, unless the settings give it
 
     @classmethod
     def from_config(
@@ -59,6 +64,7 @@ class Forecast:
         student: ModelShape,
         teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
         document_length: int = DOCUMENT_LENGTH,
+        gpu_gib: float | None = None,
     ) -> Forecast:
         """Predict a run on `world_size` processes. Raises ErrorList with every problem."""
         problems = find_problems(config, world_size, student, teachers)
@@ -66,11 +72,12 @@ class Forecast:
             raise ErrorList(problems)
         layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
         batch = BatchPlan.from_config(config, world_size)
-        return cls(config, batch, student, teachers, *layouts, document_length)
+        return cls(config, batch, student, teachers, *layouts, document_length, gpu_gib)
 
     def with_config(self, config: Config) -> Forecast:
         """Predict the same models on as many GPUs with other settings. Raises ErrorList if they cannot."""
-        return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
+        known = self.num_gpus, self.student, self.teachers, self.document_length, self.gpu_gib
+        return self.from_config(config, *known)
 
     def stage_times(self) -> list[WorkTime]:
         """Return each stage's time, in model order, plus copies of teachers' layers that nothing hides."""
@@ -94,15 +101,42 @@ class Forecast:
         ]
 
     @cached_property
-    def prefetch(self) -> PlannedPrefetch | None:
-        """Plan of the teacher forwards ahead; None without --teacher-prefetch. Takes seconds on many ranks.
+    def states_ahead(self) -> int:
+        """Number of micro-batches that teachers may be ahead.
 
-        Raises UsageError if no order of work gets through, which is not known to happen.
+        `auto` is 0 if the plan would take too long, or is known not to fit the memory.
         """
-        ahead = self.config.parallel.states_ahead
-        if not ahead or not self.teachers:
+        ahead = states_ahead(self.config) if self.teachers else 0
+        if not ahead or not is_auto(self.config):
+            return ahead
+        if self.student_layout.pipeline_parallel * self.batch.num_microbatches > MOST_PLANNED:
+            return 0
+        usable_gib = self._usable_gib()
+        return ahead if usable_gib is None or self._need_gib(ahead) <= usable_gib else 0
+
+    def _usable_gib(self) -> float | None:
+        device_gib = self.config.device_memory_gib or self.gpu_gib
+        return None if device_gib is None else USABLE * device_gib
+
+    def _need_gib(self, ahead: int) -> float:
+        """Return the memory of the fullest process with teachers that many micro-batches ahead."""
+        return max(rank.total_gib for rank in self._memory(ahead).ranks)
+
+    @cached_property
+    def prefetch(self) -> PlannedPrefetch | None:
+        """Plan of the teacher forwards ahead; None if there are none. Takes seconds on many ranks.
+
+        Raises UsageError if no order of work gets through, which is not known to happen; `auto` falls back.
+        """
+        if not self.states_ahead:
             return None
-        return PlannedPrefetch(*plan_prefetch(self.rank_work(), self.batch.num_microbatches, ahead))
+        try:
+            microbatches = self.batch.num_microbatches
+            return PlannedPrefetch(*plan_prefetch(self.rank_work(), microbatches, self.states_ahead))
+        except UsageError:
+            if is_auto(self.config):
+                return None
+            raise
 
     def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
         """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
@@ -181,9 +215,12 @@ class Forecast:
 
     def memory(self) -> MemoryPlan:
         """Predict the memory of every pipeline rank."""
-        return predict_memory(
-            self.config, self.student, self.teachers, self.student_layout, self.teacher_layouts, self.batch
-        )
+        return self._memory(self.states_ahead)
+
+    def _memory(self, ahead: int) -> MemoryPlan:
+        """Predict the memory with teachers that many micro-batches ahead."""
+        config, layouts = with_states_ahead(self.config, ahead), (self.student_layout, self.teacher_layouts)
+        return predict_memory(config, self.student, self.teachers, *layouts, self.batch)
 
     @property
     def num_gpus(self) -> int:
@@ -260,13 +297,20 @@ class Forecast:
         ]
 
     def _ahead(self) -> Iterator[str]:
-        """Yield a line about the teacher forwards ahead, if there are any."""
+        """Yield a line about the teacher forwards ahead, also if memory alone keeps `auto` from them."""
+        wanted, usable_gib = states_ahead(self.config), self._usable_gib()
+        chosen = ", chosen by auto" if is_auto(self.config) else ""
         if self.prefetch is not None:
             step_ms, held = self.prefetch.step_ms, max(self.prefetch.plan.held)
             yield (
-                f"predicted step with teachers ahead: {step_ms:.4g} ms, "
-                f"{step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} micro-batches of their "
-                "hidden states wait for the loss"
+                f"predicted step with teachers ahead (--teacher-prefetch {self.states_ahead}{chosen}): "
+                f"{step_ms:.4g} ms, {step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} "
+                "micro-batches of their hidden states wait for the loss"
+            )
+        elif wanted and usable_gib is not None and self._need_gib(wanted) > usable_gib:
+            yield (
+                f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {wanted} micro-batches ahead "
+                f"would need {self._need_gib(wanted):.1f} GiB, and {usable_gib:.1f} are usable"
             )
 
     def _times(self) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 MACHINE = 8
 """GPUs of one machine."""
 
+USABLE = 0.95
+"""Proportion of a GPU's memory that a run can use; torch's allocator loses the rest to fragmentation."""
+
 LINK_BYTES_PER_MS = 350e6
 """Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
 

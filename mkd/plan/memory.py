@@ -15,6 +15,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
+from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.layout import PipelineLayout
@@ -271,7 +272,7 @@ class _Models:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
                 yield alive, head if stage == last else 0
-                if self.config.parallel.states_ahead and stage != last:  # in the gap before a backward
+                if states_ahead(self.config) and stage != last:  # in the gap before a backward
                     yield alive, self._teachers_forward_bytes(stage)
             else:
                 layer = student.backward_bytes() if layout.layers[stage] else 0
@@ -282,7 +283,7 @@ class _Models:
 
     def _bytes_ahead(self) -> int:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
-        states = min(self.config.parallel.states_ahead, 2 * self.batch.num_microbatches)
+        states = min(states_ahead(self.config), 2 * self.batch.num_microbatches)
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
 
     def _cache_bytes(self, rank: int) -> int:

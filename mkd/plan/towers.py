@@ -18,8 +18,6 @@ IMAGE_SHARE = 0.5
 """Assumed proportion of a pack's tokens that are image tokens."""
 IMAGE_PATCHES = 1600
 """Assumed patches of an image of free size, which attend to each other: 560 x 560 pixels of Qwen2.5-VL."""
-ALIGNED = 8
-"""Values of 16 bytes in bf16. Products of matrices with a width between have slower kernels on GPUs."""
 
 
 class TowerParameters(NamedTuple):
@@ -68,19 +66,17 @@ class TowerWork(NamedTuple):
     """Forward work of a tower and its projector."""
 
     products: float  # FLOPs of matrix products
-    odd_products: float  # FLOPs of those with a width that is no multiple of 8
     attention: float  # FLOPs
     moved: float  # bytes that elementwise kernels read and write
 
     @property
     def flops(self) -> float:
         """All FLOPs."""
-        return self.products + self.odd_products + self.attention
+        return self.products + self.attention
 
     def forward_ms(self, rates: Rates) -> float:
-        """Return the time of the forward, as measured: transformers' blocks fuse nothing."""
-        products = milliseconds(self.products, rates.student_matmul)
-        products += milliseconds(self.odd_products, rates.odd_matmul)
+        """Return the time of the forward. transformers' blocks fuse nothing, so that the parts add up."""
+        products = milliseconds(self.products, rates.tower_matmul)
         return products + milliseconds(self.attention, rates.attention) + milliseconds(self.moved, rates.copy)
 
 
@@ -92,19 +88,17 @@ def tower_work(shape: ModelShape, features: float, element: int = 2) -> TowerWor
     """
     vision = shape.vision
     if vision is None:
-        return TowerWork(0.0, 0.0, 0.0, 0.0)
+        return TowerWork(0.0, 0.0, 0.0)
     hidden, patches = vision.hidden_size, features * vision.merge**2
     patch = hidden * vision.channels * vision.frames * vision.patch_size**2
-    mlp = vision.block_parts * hidden * vision.ffn_hidden_size
-    is_odd = vision.ffn_hidden_size % ALIGNED != 0
-    even = patch + vision.depth * (4 * hidden**2 + mlp * (not is_odd))
+    block = 4 * hidden**2 + vision.block_parts * hidden * vision.ffn_hidden_size
     keys = (vision.image_size // vision.patch_size) ** 2 if vision.image_size else IMAGE_PATCHES
     of_window = (vision.window_size // vision.patch_size) ** 2 if vision.window_size else keys
     whole = len(vision.full_attention_blocks) if vision.window_size else vision.depth
     attended = whole * keys + (vision.depth - whole) * of_window
     return TowerWork(
-        products=2 * (patches * even + features * _projector(vision, shape.hidden_size)),
-        odd_products=2 * patches * vision.depth * mlp * is_odd,
+        products=2
+        * (patches * (vision.depth * block + patch) + features * _projector(vision, shape.hidden_size)),
         attention=4 * patches * hidden * attended,
         moved=patches * vision.depth * _moved_bytes(vision, element),
     )

@@ -10,12 +10,12 @@ from typing import Any
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import given_layouts
+from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.forecast import Forecast
-from mkd.plan.hardware import MACHINE
+from mkd.plan.hardware import MACHINE, USABLE
 from mkd.plan.memory import RankMemory
 from mkd.plan.teacher_place import HOST, SPLIT, describe_places, separates_peers
 
-USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
 SHOWN = 3  # number of remedies
 
 
@@ -148,6 +148,9 @@ def changes(
         yield _set("sequence", "--sequence-parallel", "parallel", sequence_parallel=True)
     if not training.bf16:
         yield _set("precision", "--bf16", "training", bf16=True)
+    # with a known memory auto has decided already
+    if states_ahead(config) and not (is_auto(config) and config.device_memory_gib is not None):
+        yield _set("teachers ahead", "--teacher-prefetch 0", "parallel", teacher_prefetch="0")
     size = training.micro_batch_size // 2
     while size:
         yield _set("batch", f"--micro-batch-size {size}", "training", micro_batch_size=size)

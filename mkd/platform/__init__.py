@@ -59,6 +59,14 @@ def processes_of_machine(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
+def gpu_gib() -> float | None:
+    """Return the memory of this process's GPU in GiB; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    device = local_rank() % torch.cuda.device_count()
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 def usable_cores() -> int:
     """Return how many CPU cores this process may use; on macOS, the machine's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

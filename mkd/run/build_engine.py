@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
@@ -24,6 +25,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
@@ -173,7 +175,7 @@ def build_schedule(
 ) -> PipelineSchedule:
     """Return the schedule and its communicator, which carries the teachers' hidden states along.
 
-    With --teacher-prefetch, the schedule runs the teachers ahead. Collective.
+    It runs the teachers ahead, as far as --teacher-prefetch says. Collective.
     """
     seq_length, student_config = plan.config.training.seq_length, stages[0].config
     shards = context.sequence_shards(student_config.sequence_parallel)
@@ -184,11 +186,22 @@ def build_schedule(
         communicator = P2PCommunicator(context.pp_group, student_config)
         return PipelineSchedule(context, communicator, packs * seq_length)
     communicator = TeacherHiddenCommunicator(context.pp_group, student_config, shapes, options.dtype)
-    prefetch, planned = None, plan.forecast.prefetch
+    prefetch, planned = None, agreed_prefetch(plan, context)
     if planned is not None:
         links = StateLinks.build(context, shapes, options.dtype)
         prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, links, context)
     return PipelineSchedule(context, communicator, packs * seq_length, prefetch)
+
+
+def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | None:
+    """Return the plan of teacher forwards ahead; None if there are none.
+
+    `auto` looks at the memory of GPUs, which may differ: the process that wants the fewest decides.
+    Collective: all-reduce MIN over all ranks.
+    """
+    fewest = torch.tensor(plan.forecast.states_ahead, device=context.device)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    return plan.forecast.prefetch if fewest else None
 
 
 def build_teacher_parts(

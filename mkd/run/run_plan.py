@@ -26,7 +26,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.verdict import describe
-from mkd.platform import processes_of_machine
+from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
@@ -48,6 +48,7 @@ class Plan:
     teacher_layouts: tuple[PipelineLayout, ...]
     stored_teacher: StoredTeacher | None = None  # its rows come with the data; no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
+    gpu_gib: float | None = None  # memory of this process's GPU; None: not known
 
     @property
     def assets(self) -> HFAssets:
@@ -81,7 +82,8 @@ class Plan:
         """Forecast of step time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
         layouts = self.student_layout, self.teacher_layouts
-        return Forecast(self.config, self.batch, self.student.shape, teachers, *layouts)
+        models = self.student.shape, teachers, *layouts
+        return Forecast(self.config, self.batch, *models, gpu_gib=self.gpu_gib)
 
     @cached_property
     def text(self) -> str:
@@ -147,4 +149,5 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teacher_layouts=teacher_layouts,
         stored_teacher=stored_teacher,
         tokenizers=tokenizers,
+        gpu_gib=gpu_gib(),
     )

@@ -51,10 +51,13 @@ class _Kept:
 
 
 def kept_bytes(layout: Layout, student, teacher, numbers) -> list[int]:
-    """Return the peak on this rank of a step of that many equal micro-batches, for each number."""
+    """Return the peak on this rank of a step of that many equal micro-batches, for each number.
+
+    Teachers are not ahead, because that plan is for one number.
+    """
     from mkd.train.step import training_objective
 
-    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
+    engine, _, batches = build_layout(layout, [*layout.argv(student, teacher), "--teacher-prefetch", "0"])
     weights = [parameter for chunk in engine.stages for parameter in chunk.parameters()]
     peaks = []
     for number in numbers:

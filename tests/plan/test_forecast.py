@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from mkd.config.schema import XTokenConfig
+from mkd.errors import UsageError
 from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.batch import BatchPlan
 from mkd.plan.flops import forward_flops
@@ -64,7 +66,7 @@ def test_figures_agree_with_the_prediction():
 
 
 def test_description():
-    lines = forecast(*PP4, pipeline=4).describe().splitlines()
+    lines = forecast(*PP4, "--teacher-prefetch", 0, pipeline=4).describe().splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
     assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
     assert lines[3:5] == ["student: 1.721 billion parameters", "teacher: 8.191 billion parameters"]
@@ -144,7 +146,7 @@ def test_a_pair_with_experts():
 def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
     """The step is shorter, the comparisons with other settings are not, and N states need memory."""
     flags = (*PP4, "--pipeline-layout", "auto")
-    stock, ahead = (forecast(*flags, *more, pipeline=4) for more in ((), ("--teacher-prefetch", 8)))
+    stock, ahead = (forecast(*flags, "--teacher-prefetch", number, pipeline=4) for number in (0, 8))
     assert stock.prefetch is None
     assert ahead.figures()["step_time_ms"] < 0.9 * stock.figures()["step_time_ms"]
     assert ahead.figures()["step_time_ms"] >= 0.9999 * ideal_ms(ahead.rank_work(), 8)
@@ -154,3 +156,44 @@ def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
     for work, stage in zip(ahead.rank_work(), ahead.stage_times(), strict=True):
         assert work.teacher_ms + work.forward_ms == pytest.approx(stage.forward_ms)
         assert work.backward_ms == stage.backward_ms and work.teacher_ms > 0
+
+
+@pytest.mark.parametrize("source", ["setting", "machine"])
+def test_auto_runs_ahead_where_the_memory_fits(source):
+    """The bound is 0.95 of a GPU's memory. A number that is given stays, and needs what it needs."""
+    auto, none, given = (forecast(*PP4, "--teacher-prefetch", n, pipeline=4) for n in ("auto", 0, 8))
+    assert (auto.states_ahead, none.states_ahead, given.states_ahead) == (8, 0, 8)
+    assert auto.prefetch == given.prefetch and auto.memory() == given.memory()
+    assert "(--teacher-prefetch 8, chosen by auto)" in auto.describe()
+    assert "(--teacher-prefetch 8): " in given.describe() and "ahead" not in none.describe()
+    need_gib = max(rank.total_gib for rank in given.memory().ranks)
+
+    def on_gpus(number: int | str, gpu_gib: float) -> Forecast:
+        if source == "machine":
+            return replace(forecast(*PP4, "--teacher-prefetch", number, pipeline=4), gpu_gib=gpu_gib)
+        more = "--device-memory-gib", gpu_gib
+        return forecast(*PP4, "--teacher-prefetch", number, *more, pipeline=4)
+
+    large, small = (on_gpus("auto", (need_gib + more) / 0.95) for more in (0.001, -0.001))
+    assert large.states_ahead == 8 and large.prefetch == given.prefetch
+    assert small.states_ahead == 0 and small.prefetch is None and small.memory() == none.memory()
+    assert f"chosen by auto): 8 micro-batches ahead would need {need_gib:.1f} GiB" in small.describe()
+    assert on_gpus(8, 1).states_ahead == 8 and on_gpus(8, 1).memory() == given.memory()
+
+
+def test_auto_does_not_search_for_long():
+    many, more = (forecast(*PP4, pipeline=4, microbatches=number) for number in (1024, 1025))
+    assert (many.states_ahead, more.states_ahead) == (8, 0)
+    assert more.prefetch is None and "ahead" not in more.describe()
+
+
+def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
+    def finds_none(*_):
+        raise UsageError("no", "order", "", code="prefetch-plan-not-possible")
+
+    monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
+    auto, given = (forecast(*PP4, "--teacher-prefetch", n, pipeline=4) for n in ("auto", 8))
+    assert auto.prefetch is None and auto.pipeline_ms() == auto.step().step_ms
+    with pytest.raises(UsageError) as caught:
+        _ = given.prefetch
+    assert caught.value.code == "prefetch-plan-not-possible"

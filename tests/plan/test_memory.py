@@ -22,6 +22,7 @@ from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, add_t
 from tests.train.moe_invariance import make_moe_pair
 
 PP4 = ("--pipeline-model-parallel-size", 4)
+PP2_NOT_AHEAD = ("--pipeline-model-parallel-size", 2, "--teacher-prefetch", 0)
 LAYOUTS = (
     Layout("one process"),
     Layout("TP2", 2, tp=2, flags=SP),
@@ -190,7 +191,7 @@ def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
 
     Messages of both models, in and out, add to that.
     """
-    first, _ = predict("--pipeline-model-parallel-size", 2, layouts=("0,28", "18,18"))
+    first, _ = predict(*PP2_NOT_AHEAD, layouts=("0,28", "18,18"))
     forward = 2 * SEQ_LENGTH * 4096 * 2 + 3 * SEQ_LENGTH * 12288 * 2
     messages = 2 * SEQ_LENGTH * (2048 + 4096) * 2
     assert first.activations_gib == 0
@@ -298,11 +299,14 @@ def test_a_teacher_s_forward_finds_what_earlier_teachers_left():
     Messages carry one more state.
     """
     both = several({}, {})
-    both = replace(both, parallel=replace(both.parallel, pipeline_model_parallel_size=2))
-    pipeline = ("--pipeline-model-parallel-size", 2)
+    parallel = replace(both.parallel, pipeline_model_parallel_size=2, teacher_prefetch="0")
+    both = replace(both, parallel=parallel)
     one, two = (
         predict(
-            *pipeline, teachers=(TEACHER,) * count, layouts=("0,28", *["18,18"] * count), settings=settings
+            *PP2_NOT_AHEAD,
+            teachers=(TEACHER,) * count,
+            layouts=("0,28", *["18,18"] * count),
+            settings=settings,
         )[0]
         for count, settings in ((1, None), (2, both))
     )

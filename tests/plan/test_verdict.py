@@ -179,3 +179,14 @@ def test_experts_over_more_processes_help(student, flag):
     (pair, before), (_, after) = needs(2), needs(4)
     found = {one.changes[0].text: one.need_gib for one in remedies(pair, 0.95 * before)}
     assert found[f"{flag} 4"] == after < 0.95 * before
+
+
+def test_teachers_that_stay_behind_are_a_remedy_unless_auto_has_decided():
+    """After an out-of-memory error the memory is not in the settings, and `auto` may have been too large."""
+    argv = ["--pipeline-model-parallel-size", 4, "--global-batch-size", 16]
+    _, need = fullest_rank(forecast(4, *argv))
+    found = [one.describe().split(":")[0] for one in remedies(forecast(4, *argv), need - 0.1)]
+    assert "--teacher-prefetch 0" in found
+    known = forecast(4, *argv, "--device-memory-gib", (need - 0.1) / 0.95)
+    assert known.states_ahead == 0 and fullest_rank(known)[1] <= need - 0.1
+    assert not any("--teacher-prefetch" in one.describe() for one in remedies(known, 40))

@@ -63,7 +63,7 @@ SELECTIVE = ("--recompute-granularity", "selective")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 PEERS = {number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)}
-AHEAD = "--teacher-prefetch", "auto"
+NOT_AHEAD = "--teacher-prefetch", "0"
 SINGLE = Layout("one process")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
@@ -109,9 +109,9 @@ LAYOUTS = (
     Layout("PP2 VPP2 DP2, teacher over 2 peers", 4, pp=2, vp=2, flags=PEERS[2]),
     Layout("CP2, teacher over 2 peers", 2, cp=2, flags=PEERS[2]),
     Layout("PP2, teacher 2 micro-batches ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
-    Layout("PP4, teacher ahead", 4, pp=4, flags=AHEAD),
-    Layout("TP2 PP2 DP2 + SP, distributed, teacher ahead", 8, tp=2, pp=2, flags=SP + DISTRIBUTED + AHEAD),
-    Layout("PP2 DP2, teacher ahead and over 2 peers", 4, pp=2, flags=PEERS[2] + AHEAD),
+    Layout("PP4, teacher not ahead", 4, pp=4, flags=NOT_AHEAD),
+    Layout("TP2 PP2 DP2 + SP, teacher not ahead", 8, tp=2, pp=2, flags=SP + NOT_AHEAD),
+    Layout("PP2 DP2, teacher over 2 peers, not ahead", 4, pp=2, flags=PEERS[2] + NOT_AHEAD),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny_models import make_model
-from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, build_layout, make_pair
+from tests.train.invariance import NOT_AHEAD, NUM_PACKS, SEQ_LENGTH, Layout, build_layout, make_pair
 from tests.train.moe_invariance import EP2, MOVED, make_latent_pair
 
 STUDENT_WIDTH, TEACHER_WIDTH = 48, 64
@@ -27,8 +27,11 @@ def step(engine, batches):
 
 
 def sent_elements(layout, student, teacher):
-    """Return (elements sent to the next stage, to the previous one) by this rank in one step."""
-    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
+    """Return (elements sent to the next stage, to the previous one) by this rank in one step.
+
+    The teacher is not ahead, so that its states travel with the student's.
+    """
+    engine, _, batches = build_layout(layout, layout.with_flags(NOT_AHEAD).argv(student, teacher))
     communicator = engine.schedule.communicator
     sent = {communicator.next_rank: 0, communicator.prev_rank: 0}
     original = dist.P2POp
@@ -123,10 +126,13 @@ def test_a_teacher_with_experts_is_a_guest(ranks, tmp_path):
 
 
 def peak_teacher_states(layout, student, teacher):
-    """Return the most final hidden states of the teacher alive at once on the last stage of a step."""
+    """Return the most final hidden states of the teacher alive at once on the last stage of a step.
+
+    The teacher is not ahead.
+    """
     import weakref
 
-    engine, _, batches = build_layout(layout, layout.argv(student, teacher))
+    engine, _, batches = build_layout(layout, layout.with_flags(NOT_AHEAD).argv(student, teacher))
     if not engine.context.holds_last_stage:
         step(engine, batches)
         return 0

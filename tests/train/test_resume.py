@@ -64,7 +64,7 @@ def train_and_hash(arguments, export=None):
     digest = hashlib.sha256()
     for chunk in run.engine.stages:
         for name, tensor in sorted((*chunk.named_parameters(), *chunk.module.named_buffers())):
-            digest.update(name.encode() + tensor.detach().numpy().tobytes())
+            digest.update(name.encode() + tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
     for optimizer in run.engine.optimizer.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             digest.update(state["exp_avg"].numpy().tobytes() + state["exp_avg_sq"].numpy().tobytes())

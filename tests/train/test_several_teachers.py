@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.train.command import flags, read_metrics, read_weights, run_main
 from tests.train.cross_tokenizer_invariance import build, make_files
-from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, SP, Layout
+from tests.train.invariance import NOT_AHEAD, NUM_PACKS, SEQ_LENGTH, SP, Layout
 
 WIDTHS = 48, 72, 48  # hidden sizes: student, cross-tokenizer teacher, teacher with the student's tokenizer
 
@@ -21,10 +21,13 @@ def files(tmp_path_factory):
 
 
 def sent_elements(layout, files):
-    """Return (elements that this rank sends to other stages, tokens of the first teacher's packs)."""
+    """Return (elements that this rank sends to other stages, tokens of the first teacher's packs).
+
+    Teachers are not ahead, so that their states travel with the student's.
+    """
     from mkd.train.step import train_step
 
-    engine, _, batches, seq_lengths = build(layout, files, "partition_kl")
+    engine, _, batches, seq_lengths = build(layout.with_flags(NOT_AHEAD), files, "partition_kl")
     sent, original = [], dist.P2POp
 
     class Counted(original):
@@ -70,7 +73,7 @@ def peak_teacher_states(layout, files, repeats):
     from mkd.models.language_model import LanguageModel
     from mkd.train.step import train_step
 
-    engine, _, batches, _ = build(layout, files, "partition_kl")
+    engine, _, batches, _ = build(layout.with_flags(NOT_AHEAD), files, "partition_kl")
     teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
     states, peak, forward = [], [], LanguageModel.forward
 

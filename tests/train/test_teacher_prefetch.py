@@ -157,7 +157,7 @@ def test_a_run_evaluates_stops_and_resumes(ranks, tmp_path):
     more = ("--train-iters", ITERATIONS, "--eval-interval", 2, "--split", "80,20,0")
     more = (*more, "--pipeline-model-parallel-size", 2, "--pipeline-layout", "auto")
     saved = (*more, "--save", files / "save", "--load", files / "save", "--save-interval", 2)
-    whole = ranks.run(train_to_the_end, 2, flags(files, "whole", *more))
+    whole = ranks.run(train_to_the_end, 2, flags(files, "whole", *more, *ahead(0)))
     first = (*ahead(4), "--exit-interval", 3)
     parts = [
         ranks.run(train_to_the_end, 2, flags(files, "parts", *saved, *first)),
@@ -196,5 +196,6 @@ def test_a_rank_that_hangs(hanging, tmp_path):
         assert "in forward_backward of iteration 5 for" in report
         assert limit_s <= result.at - last_step <= limit_s + 2
     assert [one.code for one in run_processes(tmp_path, argv, 2)] == [0, 0]
-    assert [one.code for one in run_processes(tmp_path, flags(files, "whole", *more), 2)] == [0, 0]
+    stock = flags(files, "whole", *more, *ahead(0))
+    assert [one.code for one in run_processes(tmp_path, stock, 2)] == [0, 0]
     assert values(read_metrics(files / "run")) == values(read_metrics(files / "whole"))

@@ -14,7 +14,7 @@ QUICK = [
     set(),
     {"PP2 DP2 + overlapped communication"},
     {"TP2 CP2 + SP, micro-batch 4"},
-    {"PP2 VPP2, micro-batch 2", "PP2 DP2, teacher ahead"},
+    {"PP2 VPP2, micro-batch 2", "PP2 DP2"},
 ]
 
 

@@ -120,14 +120,20 @@ def test_an_image_that_changes_after_tokenising_ends_the_run(files, ranks, tmp_p
     assert "error[image-changed]" in second.stderr
 
 
-def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
-    """A text model with the student's tokenizer: conversations without images train, others are refused."""
-    sizes = dict(vocab_size=400, num_hidden_layers=2)
-    teacher = make_model(files / "text teacher", "qwen2", seed=4, **sizes)
+def make_text_teacher(files, name, texts) -> None:
+    """Make a text model with the student's tokenizer, and a file of the conversations without images."""
+    teacher = make_model(files / name, "qwen2", seed=4, vocab_size=400, num_hidden_layers=2)
     transformers.AutoTokenizer.from_pretrained(files / "student").save_pretrained(teacher)
     records = [json.loads(line) for line in (files / "student/chats.jsonl").read_text().splitlines()]
-    texts = [one for one in records if all(part["type"] == "text" for part in one["messages"][0]["content"])]
-    (files / "texts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    of_text = [
+        one for one in records if all(part["type"] == "text" for part in one["messages"][0]["content"])
+    ]
+    (files / texts).write_text("".join(json.dumps(one) + "\n" for one in of_text))
+
+
+def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
+    """A text model with the student's tokenizer: conversations without images train, others are refused."""
+    make_text_teacher(files, "text teacher", "texts.jsonl")
     for cross in ((), CROSS):
         given = dict(teacher_hf="text teacher", image_root="student/pictures" if cross else None)
         run = f"text {len(cross)}"

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.data.images.tiny_processors import image_file, make_qwen, make_smolvlm, picture
-from tests.train.invariance import DISTRIBUTED, NUM_PACKS, OVERLAP, SP, Layout, measure
+from tests.train.invariance import DISTRIBUTED, NOT_AHEAD, NUM_PACKS, OVERLAP, SP, Layout, measure
 
 SEQ_LENGTH = 192
 SPAN_MULTIPLE = 8  # context parallelism of 4 needs it
@@ -33,7 +33,8 @@ LAYOUTS = (
     Layout("CP2", 2, cp=2),
     Layout("TP2 CP2 + SP, micro-batch 4", 4, tp=2, cp=2, micro=4, flags=SP),
     Layout("TP2 PP2 DP2 + SP, distributed optimizer", 8, tp=2, pp=2, flags=SP + DISTRIBUTED),
-    Layout("PP2 DP2, teacher ahead", 4, pp=2, flags=("--teacher-prefetch", "auto")),
+    Layout("PP2 DP2", 4, pp=2),
+    Layout("PP2, teacher not ahead", 2, pp=2, flags=NOT_AHEAD),
 )
 
 

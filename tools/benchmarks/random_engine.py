@@ -53,7 +53,7 @@ class PairSettings:
         """Return the training command's flags.
 
         At learning rate 0 a step does all the work of an update, and leaves the model as it was for the next
-        one.
+        one. Teachers are not ahead: steps are timed alone.
         """
         values = {
             "--student-hf": self.student,
@@ -66,6 +66,7 @@ class PairSettings:
             "--global-batch-size": self.micro_batch_size * self.num_microbatches * data_parallel,
             "--tensor-model-parallel-size": self.tensor_parallel,
             "--pipeline-model-parallel-size": self.pipeline_parallel,
+            "--teacher-prefetch": 0,
         }
         argv = [str(word) for pair in values.items() for word in pair]
         argv += ["--bf16"] if dtype == torch.bfloat16 else []

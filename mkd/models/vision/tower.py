@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mkd.families.vision import VISION_FAMILIES
 from mkd.families.vision_shape import VisionShape
+from mkd.models.vision.aligned_mlp import align_mlps
 from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_inputs
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
@@ -44,6 +45,8 @@ class VisionTower(nn.Module):
         varlen = None if self.shape.image_size else find_varlen(self.shape, dtype, device)
         if varlen is not None:
             attend_varlen(self.visual, varlen)
+        if not self.shape.image_size:
+            align_mlps(self.visual)
 
     def train_parts(self, parts: Collection[str]) -> None:
         """Train the named parts, `tower` and `projector`; all others stay frozen.

@@ -1,29 +1,56 @@
-"""Check `--teacher-prefetch`: which runs have gaps that teacher forwards can fill."""
+"""Check `--teacher-prefetch`: which runs have gaps for teacher forwards, and what `auto` chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 
-FLAG = "--teacher-prefetch"
+FLAG, AUTO = "--teacher-prefetch", "auto"
 DO_WITHOUT = f"remove {FLAG}"
 
 
+def is_auto(config: Config) -> bool:
+    """Return True if mkd chooses how far teachers are ahead."""
+    return config.parallel.teacher_prefetch == AUTO
+
+
+def states_ahead(config: Config) -> int:
+    """Return the number of micro-batches that teacher forwards may be ahead of the loss.
+
+    `auto` is twice the pipeline ranks, or 0 in a run that would refuse this number. It does not look at
+    memory: `Forecast.states_ahead` does. Raises ValueError if the setting is neither `auto` nor a number.
+    """
+    if not is_auto(config):
+        return int(config.parallel.teacher_prefetch)
+    ahead = 2 * config.parallel.pipeline_model_parallel_size
+    return 0 if any(_obstacles(with_states_ahead(config, ahead))) else ahead
+
+
+def with_states_ahead(config: Config, ahead: int) -> Config:
+    """Return `config` with that number of micro-batches in place of `auto`."""
+    return replace(config, parallel=replace(config.parallel, teacher_prefetch=str(ahead)))
+
+
 def check_prefetch(config: Config) -> Iterator[UsageError]:
-    """Check the number, that there is a pipeline without interleaving, and that a teacher runs."""
-    parallel, given = config.parallel, f"{FLAG} {config.parallel.teacher_prefetch}"
+    """Check the number, and that this run has gaps for teachers if it is not 0. `auto` fits every run."""
     try:
-        ahead = parallel.states_ahead
+        ahead = states_ahead(config)
     except ValueError:
         ahead = -1
     if ahead < 0:
         why = "it is the number of micro-batches that teacher forwards may be ahead of the loss"
-        do = "give 0 or more, or auto"
-        yield UsageError(f"{given} is no such number", why, do, code="teacher-prefetch-not-valid")
-    if ahead <= 0:
-        return
+        what, do = f"{_given(config)} is no such number", "give 0 or more, or auto"
+        yield UsageError(what, why, do, code="teacher-prefetch-not-valid")
+    elif ahead > 0:
+        yield from _obstacles(config)
+
+
+def _obstacles(config: Config) -> Iterator[UsageError]:
+    """Yield everything that keeps teachers from running ahead."""
+    parallel, given = config.parallel, _given(config)
     if parallel.pipeline_model_parallel_size == 1:
         what = f"{given}, but --pipeline-model-parallel-size is 1"
         why = "teacher forwards ahead fill the time that a pipeline waits, and there is none"
@@ -39,3 +66,12 @@ def check_prefetch(config: Config) -> Iterator[UsageError]:
         what = f"{given}, but no teacher runs"
         why = "a stored teacher, and a --kd-ratio of 0, need no teacher forward"
         yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-without-teacher")
+    if config.rollout.is_on:
+        what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
+        why = "the next completions, and the number of their micro-batches, depend on the update of this step"
+        do = f"{DO_WITHOUT}, or train on stored text: --on-policy-fraction 0"
+        yield UsageError(what, why, do, code="rollout-with-teacher-prefetch")
+
+
+def _given(config: Config) -> str:
+    return f"{FLAG} {config.parallel.teacher_prefetch}"

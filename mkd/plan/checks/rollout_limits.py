@@ -116,10 +116,6 @@ def _layout(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             what, why, f"use --context-parallel-size 1, {OFF}", code="rollout-with-context-parallel"
         )
-    if parallel.teacher_prefetch != "0":
-        what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
-        why = "the next completions, and the number of their micro-batches, depend on the update of this step"
-        yield UsageError(what, why, f"remove --teacher-prefetch, {OFF}", code="rollout-with-teacher-prefetch")
 
 
 def check_rollout_model(

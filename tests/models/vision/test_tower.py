@@ -130,3 +130,20 @@ def test_positions_in_a_tile_are_those_of_transformers(family, side):
     pixels = torch.randn(2, 3, 4 * side, 4 * side)
     expected = tower.vision_model(pixel_values=pixels).last_hidden_state
     torch.testing.assert_close(tower._tiles(pixels), expected, rtol=0, atol=1e-6)
+
+
+def test_an_mlp_of_another_width_runs_with_channels_of_zeros(monkeypatch):
+    shape = ModelShape.from_hf_config(vision_config("qwen2_5_vl").to_dict())
+    block = VisionTower(shape, torch.float64, torch.device("cpu")).visual.blocks[0]
+    weights, hidden = list(block.mlp.requires_grad_().parameters()), torch.randn(5, 32, dtype=torch.float64)
+    gate, up, down = (getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+    theirs = down(block.mlp.act_fn(gate(hidden)) * up(hidden))
+    expected = [theirs, *torch.autograd.grad(theirs.square().sum(), weights)]
+    widths, product = [], F.linear
+    monkeypatch.setattr(
+        F, "linear", lambda x, weight, bias: widths.append(weight.shape) or product(x, weight, bias)
+    )
+    ours = block.mlp(hidden)
+    found = [ours, *torch.autograd.grad(ours.square().sum(), weights)]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert widths == [(48, 32), (48, 32), (32, 48)]  # of 42

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
+from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.checks.problems import find_problems
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64 --global-batch-size 8"
@@ -21,7 +22,9 @@ PP4, VPP = "--pipeline-model-parallel-size 4", "--num-virtual-stages-per-pipelin
         (f"{PP4} --teacher-prefetch -1", ["teacher-prefetch-not-valid"]),
         (f"{PP4} --teacher-prefetch some", ["teacher-prefetch-not-valid"]),
         (f"{PP4} --teacher-prefetch 1.5", ["teacher-prefetch-not-valid"]),
-        ("--teacher-prefetch auto", ["teacher-prefetch-without-pipeline"]),
+        ("--teacher-prefetch 1", ["teacher-prefetch-without-pipeline"]),
+        ("--teacher-prefetch auto", []),
+        (f"{PP4} {VPP} --teacher-prefetch auto", []),
         ("--pipeline-model-parallel-size 0 --teacher-prefetch 1", ["value-out-of-range"]),
         (f"{PP4} {VPP} --teacher-prefetch 1", ["teacher-prefetch-with-interleaving"]),
         (f"{PP4} --teacher-prefetch 1 --kd-ratio 0", ["teacher-prefetch-without-teacher"]),
@@ -32,5 +35,21 @@ def test_codes_of_a_run(argv, codes):
     assert [error.code for error in find_problems(load_config(f"{BASE} {argv}".split()).config, 4)] == codes
 
 
-def test_auto_is_twice_the_pipeline():
-    assert load_config(f"{BASE} {PP4} --teacher-prefetch auto".split()).config.parallel.states_ahead == 8
+@pytest.mark.parametrize(
+    ("argv", "ahead"),
+    [
+        (PP4, 8),
+        (f"{PP4} --teacher-prefetch auto", 8),
+        (f"{PP4} --kd-ratio 0 --dpo-beta 0.1", 8),
+        (f"{PP4} --teacher-prefetch 3", 3),
+        (f"{PP4} --teacher-prefetch 0", 0),
+        ("", 0),
+        (f"{PP4} {VPP}", 0),
+        (f"{PP4} --num-layers-per-virtual-pipeline-stage 1", 0),
+        (f"{PP4} --kd-ratio 0", 0),
+        (f"{PP4} --teacher-topk k", 0),
+        (f"{PP4} --on-policy-fraction 1", 0),
+    ],
+)
+def test_auto_is_the_default_and_twice_the_pipeline_where_teachers_can_be_ahead(argv, ahead):
+    assert states_ahead(load_config(f"{BASE} {argv}".split()).config) == ahead

@@ -38,7 +38,7 @@ def test_a_sound_run_needs_no_stored_text():
         (("--max-new-tokens", "64"), "max-new-tokens-too-many"),
         (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollout-with-stored-teacher"),
         (("--context-parallel-size", "2"), "rollout-with-context-parallel"),
-        (("--teacher-prefetch", "auto"), "rollout-with-teacher-prefetch"),
+        (("--teacher-prefetch", "4"), "rollout-with-teacher-prefetch"),
         (("--rollout-temperature", "-1"), "value-out-of-range"),
         (("--on-policy-fraction", "1.5"), "value-out-of-range"),
         (("--samples-per-prompt", "0"), "value-out-of-range"),
