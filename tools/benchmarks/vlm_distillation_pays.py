@@ -41,8 +41,8 @@ SIZES = VLMSizes(text_layers=4, tower_layers=6, patch=8)  # 4 tokens a picture
 TEACHER, BEFORE = "teacher", "student before"
 RIGHT, SWAPPED = "right pictures", "swapped pictures"
 FIGURES = {
-    "kl": "KL to the teacher", "top1": "top-1 agreement", "name_of_4": "name of 4", "group": "group of 9",
-    "exact_name": "exact name",
+    "kl": "KL to the teacher", "top1": "top-1 agreement", "ce": "cross entropy",
+    "name_of_4": "name of 4", "group": "group of 9", "exact_name": "exact name",
 }  # fmt: skip
 
 
@@ -183,8 +183,8 @@ def parser() -> argparse.ArgumentParser:
         ("seeds", 3, "runs of each arm"),
         ("jobs", 6, "runs at the same time"),
         ("batch", 32, "packs of 256 tokens in a step"),
-        ("steps", 300, "steps of a student"),
-        ("teacher-steps", 300, "steps of the teacher"),
+        ("steps", 200, "steps of a student"),
+        ("teacher-steps", 500, "steps of the teacher"),
         ("pretraining-batch", 256, "pictures in a step of the pretraining"),
         ("matched", 128_000, "pictures that the teacher's tower matches with names"),
         ("captions", 64_000, "pictures that the teacher names before it reads conversations"),
