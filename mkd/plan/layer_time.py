@@ -43,12 +43,17 @@ class Rates:
         copy                                    4.25 TB/s
 
     The difference of each pair is attention (490 and 447 TFLOP/s), the rest matrix products.
+
+    Towers of Qwen2.5-VL 3B and 7B took 992.4 ms for the forward of 16,000 image tokens (transformers 5.17),
+    before their MLPs were aligned (`mkd.models.vision.aligned_mlp`). The counted work of `mkd.plan.towers`
+    takes 613 ms; the rest would be explained by products of 3,420 channels at 179 TFLOP/s.
     """
 
     student_matmul: float = 488.0  # forward and backward, width 2048
     teacher_matmul: float = 583.0  # forward, width 4096
     attention: float = 460.0
     head: float = 620.0
+    tower_matmul: float = 488.0  # as the student's; not measured since the MLPs are aligned
     copy: float = 4.25
 
 

@@ -62,23 +62,59 @@ def _projector(vision: VisionShape, out: int) -> int:
     return linears * (1 + vision.deepstack) + 2 * vision.hidden_size + 2 * wide * vision.deepstack
 
 
-def tower_flops(shape: ModelShape, features: float) -> float:
-    """Count the forward FLOPs of a model's tower and projector for that many image tokens.
+class TowerWork(NamedTuple):
+    """Forward work of a tower and its projector."""
 
-    They are 2 for each matrix element and patch, and 4 h for each patch that a patch attends to.
+    products: float  # FLOPs of matrix products
+    attention: float  # FLOPs
+    moved: float  # bytes that elementwise kernels read and write
+
+    @property
+    def flops(self) -> float:
+        """All FLOPs."""
+        return self.products + self.attention
+
+    def forward_ms(self, rates: Rates) -> float:
+        """Return the time of the forward. transformers' blocks fuse nothing, so that the parts add up."""
+        products = milliseconds(self.products, rates.tower_matmul)
+        return products + milliseconds(self.attention, rates.attention) + milliseconds(self.moved, rates.copy)
+
+
+def tower_work(shape: ModelShape, features: float, element: int = 2) -> TowerWork:
+    """Count the forward work of a model's tower and projector for that many image tokens.
+
+    FLOPs are 2 for each matrix element and patch, and 4 h for each patch that a patch attends to. Tensors
+    have `element` bytes a value.
     """
     vision = shape.vision
     if vision is None:
-        return 0.0
+        return TowerWork(0.0, 0.0, 0.0)
     hidden, patches = vision.hidden_size, features * vision.merge**2
-    block = 4 * hidden**2 + vision.block_parts * hidden * vision.ffn_hidden_size
     patch = hidden * vision.channels * vision.frames * vision.patch_size**2
+    block = 4 * hidden**2 + vision.block_parts * hidden * vision.ffn_hidden_size
     keys = (vision.image_size // vision.patch_size) ** 2 if vision.image_size else IMAGE_PATCHES
     of_window = (vision.window_size // vision.patch_size) ** 2 if vision.window_size else keys
     whole = len(vision.full_attention_blocks) if vision.window_size else vision.depth
     attended = whole * keys + (vision.depth - whole) * of_window
-    projected = 2 * _projector(vision, shape.hidden_size) * features
-    return patches * (2 * (vision.depth * block + patch) + 4 * hidden * attended) + projected
+    return TowerWork(
+        products=2
+        * (patches * (vision.depth * block + patch) + features * _projector(vision, shape.hidden_size)),
+        attention=4 * patches * hidden * attended,
+        moved=patches * vision.depth * _moved_bytes(vision, element),
+    )
+
+
+def _moved_bytes(vision: VisionShape, element: int) -> int:
+    """Count what the elementwise kernels of a block move for a patch, from transformers 5.17's code.
+
+    Qwen2.5-VL's norms are six kernels, partly in fp32, other norms one. Qwen's rotary embedding is seven
+    kernels in fp32 for queries and as many for keys. Two additions and the activation come on top.
+    """
+    fp32 = 4
+    norm = 6 * fp32 + 6 * element if vision.gated_mlp else 2 * element
+    rotary = 0 if vision.image_size else 2 * (12 * fp32 + 2 * element)
+    activation = (5 if vision.gated_mlp else 2) * element
+    return vision.hidden_size * (2 * norm + rotary + 6 * element) + vision.ffn_hidden_size * activation
 
 
 def image_tokens(config: Config) -> float:
@@ -96,11 +132,11 @@ def towers_time(
     A trained tower costs its forward again, because its blocks are recomputed, and twice it in backward; a
     projector alone costs next to nothing.
     """
-    features = image_tokens(config)
-    own_ms = milliseconds(tower_flops(student, features), rates.student_matmul)
-    frozen = sum(tower_flops(one, features) for one in teachers)
-    forward_ms = own_ms + milliseconds(frozen, rates.teacher_matmul)
-    return WorkTime(forward_ms, 3 * own_ms if "tower" in config.student.train_parts else 0.0)
+    features, element = image_tokens(config), 2 if config.training.bf16 else 4
+    own_ms, *frozen_ms = (
+        tower_work(one, features, element).forward_ms(rates) for one in (student, *teachers)
+    )
+    return WorkTime(own_ms + sum(frozen_ms), 3 * own_ms if "tower" in config.student.train_parts else 0.0)
 
 
 def tower_activation_bytes(config: Config, shape: ModelShape, element: int) -> tuple[int, int]:

@@ -7,17 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.config.load import load_config
+from mkd.models.vision.tower import VisionTower
 from mkd.plan.auto_layout import layouts_of
 from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import pair_cost
 from mkd.plan.forecast import Forecast
+from mkd.plan.layer_time import Rates
 from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
-from mkd.plan.towers import tower_flops, tower_parameters
+from mkd.plan.towers import _moved_bytes, tower_parameters, tower_work, towers_time
 from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 from tools.benchmarks.shapes import shape_of
@@ -40,8 +45,51 @@ def test_parameters_are_those_of_the_files(family, tmp_path):
 @pytest.mark.parametrize("shape, gflop", [(QWEN, 5.5), (SMOLVLM, 3.3)])
 def test_work_of_an_image_token(shape, gflop):
     """The figures come from the sizes of the towers by hand, with images of slightly other sizes."""
-    assert tower_flops(shape, 1) / 1e9 == pytest.approx(gflop, rel=0.05)
-    assert tower_flops(replace(shape, vision=None), 1) == 0
+    assert tower_work(shape, 1).flops / 1e9 == pytest.approx(gflop, rel=0.05)
+    assert tower_work(replace(shape, vision=None), 1).flops == 0
+
+
+def test_the_step_beside_the_towers_takes_as_long_as_measured():
+    """The pair of `tools/benchmark.py vision` on one H200, less the forward of both towers."""
+    student, teacher = (shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b"))
+    argv = ["--student-hf", "s", "--teacher-hf", "t", "--kd-ratio", "1", "--bf16", "--data-path", "x.jsonl"]
+    argv += ["--seq-length", "8192", "--global-batch-size", "4", "--train-iters", "1"]
+    settings = load_config(argv).config
+    towers_ms = 4 * towers_time(settings, student, [teacher], Rates()).forward_ms
+    planned_ms = Forecast.from_config(settings, 1, student, [teacher]).planned_step_ms()
+    assert planned_ms - towers_ms == pytest.approx(2928.9 - 992.4, rel=0.05)
+
+
+class MovedBytes(TorchDispatchMode):
+    """Adds up the bytes that elementwise operations read and write."""
+
+    KERNELS = ("_to_copy", "pow", "mean", "mul", "neg", "cat", "add", "silu", "gelu", "native_layer_norm")
+    total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in self.KERNELS:
+            tensors = [one for one in tree_leaves((args, result)) if isinstance(one, torch.Tensor)]
+            self.total += sum(one.numel() * one.itemsize for one in tensors)
+        return result
+
+
+@pytest.mark.parametrize("hub", [HUB_QWEN, HUB_SMOLVLM], ids=("qwen2.5", "smolvlm"))
+def test_bytes_of_elementwise_kernels_are_those_of_a_block(hub):
+    """One block of the released width in bf16. On a CPU attention also joins images, 2 % of Qwen's bytes."""
+    shape = ModelShape.from_hf_config(hub)
+    one = dict(shape.hf_config["vision_config"]) | dict(depth=1, num_hidden_layers=1)
+    shape, patches = ModelShape.from_hf_config(hub | dict(vision_config=one)), 64
+    vision, tower = shape.vision, VisionTower(shape, torch.bfloat16, torch.device("cpu"))
+    hidden = torch.zeros(patches, vision.hidden_size, dtype=torch.bfloat16)
+    angles = torch.zeros(patches, vision.hidden_size // vision.num_heads)
+    with torch.no_grad(), MovedBytes() as moved:
+        if vision.image_size:
+            tower.vision_model.encoder.layers[0](hidden[None], attention_mask=None)
+        else:
+            borders = torch.tensor([0, patches], dtype=torch.int32)
+            tower.visual.blocks[0](hidden, cu_seqlens=borders, position_embeddings=(angles, angles))
+    assert moved.total / patches == pytest.approx(_moved_bytes(vision, 2), rel=0.04)
 
 
 def config(*parts):

@@ -1,15 +1,15 @@
 """Benchmark a training step of models with images: plan, parts, varlen against looped attention.
 
 Half of the tokens are image tokens, as a plan assumes, and all images have one size. Figures are printed as
-they come. Models of one engine are freed before the next one is built.
+they come, the most important ones first. Models of one engine are freed before the next one is built.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,11 +27,14 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import ImageRow, deal_images, held_rows, image_row
 from mkd.plan.auto_layout import layouts_of
 from mkd.plan.batch import BatchPlan
+from mkd.plan.layer_time import Rates
 from mkd.plan.memory import predict_memory
+from mkd.plan.towers import towers_time
 from mkd.platform import Platform
 from mkd.run.run_plan import Plan
 from mkd.train.step import Engine
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped
+from tools.benchmarks.kernel_times import kernel_times
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
@@ -41,6 +44,7 @@ from tools.benchmarks.synthetic_documents import lay_out
 
 PARTS = 18  # of the layers of Qwen2.5-VL 3B and 7B, 36 and 28
 USED = 0.88  # of a GPU's memory, as planned: the images of a step and fragments need the rest
+LOOPED_ROUNDS, LISTED = 2, 12  # calls of the slowest arm; kernels
 TOWERS, LOOPED, REPLICATED = "towers, forward", "KD step, looped attention", "KD step, towers replicated"
 
 
@@ -51,17 +55,32 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, side
         if machine.is_cuda:
             total_gib = torch.cuda.get_device_properties(machine.device).total_memory / GIB
             settings = with_layers_that_fit(settings, machine.dtype, context, USED * total_gib)
-        times = _distillation(machine, settings, side, context, speak)
-        if context.tp_size > 1:
-            return _report(times, settings)
-        gc.collect()
-        if machine.is_cuda:
-            torch.cuda.empty_cache()
-        engine, plan = random_engine(replace(settings, kd_ratio=0.0), machine, context)
-        step = Arm(SFT, step_of(engine, batches_of(plan, settings, side, machine, context)))
-        times |= time_arms([step], machine.device, machine.rounds)
-        speak(f"{SFT}: {times[SFT]:.1f} ms")
-    return _report(times, settings)
+        tokens = settings.num_microbatches * settings.seq_length
+        speak(f"vision {settings.student} <- {settings.teacher}, TP {context.tp_size}, {tokens} tokens")
+        timer = Timer(machine, speak)
+        if context.tp_size == 1:
+            _fine_tuning(timer, settings, side, context)
+            gc.collect()
+            if machine.is_cuda:
+                torch.cuda.empty_cache()
+        _distillation(timer, settings, side, context)
+    return _report(timer.times, settings)
+
+
+@dataclass
+class Timer:
+    """Times arms, prints each median at once, and keeps them all."""
+
+    machine: Machine
+    speak: Callable[[str], None]
+    times: dict[str, float] = field(default_factory=dict)
+
+    def measure(self, *arms: Arm, rounds: int | None = None, warmup: int = 1) -> None:
+        """Time the arms in turn; rounds of the machine without a number."""
+        found = time_arms(arms, self.machine.device, rounds or self.machine.rounds, warmup)
+        self.times.update(found)
+        for name, ms in found.items():
+            self.speak(f"{name}: {ms:.1f} ms")
 
 
 def with_layers_that_fit(
@@ -94,44 +113,59 @@ def print_on_rank_0(context: ParallelContext) -> Callable[[str], None]:
     return lambda text: print(text, flush=True) if context.rank == 0 else None
 
 
-def _distillation(
-    machine: Machine,
-    settings: PairSettings,
-    side: int,
-    context: ParallelContext,
-    speak: Callable[[str], None],
-) -> dict[str, float]:
-    """Time the arms that need both models. Print plan, memory and every median."""
+def _fine_tuning(timer: Timer, settings: PairSettings, side: int, context: ParallelContext) -> None:
+    """Time the student's step alone. Its engine is freed on return."""
+    engine, plan = random_engine(replace(settings, kd_ratio=0.0), timer.machine, context)
+    batches = batches_of(plan, settings, side, timer.machine, context)
+    timer.measure(Arm(SFT, step_of(engine, batches)), warmup=2)
+
+
+def _distillation(timer: Timer, settings: PairSettings, side: int, context: ParallelContext) -> None:
+    """Time the arms that need both models, the most important ones first."""
+    machine, speak, times = timer.machine, timer.speak, timer.times
     engine, plan = random_engine(settings, machine, context)
     batches = batches_of(plan, settings, side, machine, context)
     images = sum(len(batch.images.rows) for batch in batches)
-    tokens = settings.num_microbatches * settings.seq_length
-    speak(f"vision {settings.student} <- {settings.teacher}, TP {context.tp_size}, {tokens} tokens")
     speak(f"rank 0 has {images} of its image tokens in rows, {side} x {side} patches an image")
     kd = Arm(KD, step_of(engine, batches))
-    speak(memory_note(machine, plan, kd, context))
-    times: dict[str, float] = {}
-
-    def measure(*arms: Arm) -> None:
-        found = time_arms(arms, machine.device, machine.rounds)
-        times.update(found)
-        for name, ms in found.items():
-            speak(f"{name}: {ms:.1f} ms")
-
+    memory = memory_note(machine, plan, kd, context)  # its steps warm the others up
     if context.tp_size > 1:
         replicated = batches_of(plan, settings, side, machine, context, is_dealt=False)
-        measure(kd, Arm(REPLICATED, step_of(engine, replicated)))
-        return times
-    arms = [kd, Arm(TEACHER, teacher_forward(engine, batches)), Arm(TOWERS, towers_forward(engine, batches))]
+        timer.measure(kd, Arm(REPLICATED, step_of(engine, replicated)))
+    else:
+        timer.measure(kd, Arm(TEACHER, teacher_forward(engine, batches)))
+        speak(f"KD step / (teacher forward + SFT step): {of_parts(times):.3f}")
+    planned_ms = plan.forecast.planned_step_ms()
+    speak(f"plan: {planned_ms:.1f} ms, measured / plan {times[KD] / planned_ms:.3f} (rates of an H200)")
+    speak(memory)
+    if context.tp_size > 1:
+        return
+    towers = Arm(TOWERS, towers_forward(engine, batches))
+    timer.measure(towers)
+    shapes = plan.student.shape, [one.shape for one in plan.teachers]
+    planned_ms = settings.num_microbatches * towers_time(plan.config, *shapes, Rates()).forward_ms
+    share = times[TOWERS] / times[KD]
+    speak(f"towers, measured / plan {times[TOWERS] / planned_ms:.3f}; share of the step {share:.3f}")
+    speak(kernel_note(towers.run, machine.is_cuda))
     if any(one.visual.config._attn_implementation == NAME for one in towers_of(engine)):
-        arms.append(Arm(LOOPED, looped(engine, kd.run)))
+        timer.measure(Arm(LOOPED, looped(engine, kd.run)), rounds=min(machine.rounds, LOOPED_ROUNDS))
     else:
         speak("varlen attention needs a GPU and bf16: attention is looped in all arms")
-    measure(*arms)
-    planned = plan.forecast.planned_step_ms()
-    speak(f"plan: {planned:.1f} ms, measured / plan {times[KD] / planned:.3f} (rates of an H200)")
-    speak(f"share of the towers' forward in the step: {times[TOWERS] / times[KD]:.3f}")
-    return times
+
+
+def of_parts(times: Mapping[str, float]) -> float:
+    """Return the time of the KD step over that of its parts."""
+    return times[KD] / (times[TEACHER] + times[SFT])
+
+
+def kernel_note(run: Callable[[], object], is_cuda: bool) -> str:
+    """Profile one call; return its time by kind of kernel, and the longest kernels."""
+    kernels = kernel_times(run, is_cuda)
+    kinds = sorted(kernels.by_kind.items(), key=lambda item: -item[1])
+    longest = list(kernels.by_name.items())[:LISTED]
+    lines = ["kernels of the towers: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds) + " ms"]
+    lines += [f"  {ms:8.2f} ms {calls:6d} x {name[:90]}" for name, (ms, calls) in longest]
+    return "\n".join(lines)
 
 
 def batches_of(
@@ -281,8 +315,7 @@ def looped(engine: Engine, run: Callable[[], object]) -> Callable[[], object]:
 def _report(times: dict[str, float], settings: PairSettings) -> Report:
     lines: list[Requirement | Skipped] = []
     if SFT in times:
-        parts = times[TEACHER] + times[SFT]
-        lines.append(Requirement("R21", times[KD] / parts, "of teacher forward + SFT step", "<=", 1.08))
+        lines.append(Requirement("R21", of_parts(times), "of teacher forward + SFT step", "<=", 1.08))
     if LOOPED in times:
         lines.append(
             Requirement("R22", times[KD] / times[LOOPED], "of the step with looped attention", "<=", 1.0)

@@ -35,14 +35,14 @@ from tools.vlm.picture_answers import Examiner, ExamResult, PictureExam  # noqa:
 from tools.vlm.picture_pretraining import pretrain  # noqa: E402
 from tools.vlm.small_vlm import VLMSizes, cut_vlm, make_vlm, num_parameters  # noqa: E402
 
-ARMS = {"cross entropy": 1e-9, "distilled": 0.9}
-"""Name -> --kd-ratio. Cross entropy has the teacher run along, so that its log has the KL too."""
+ARMS = {"cross entropy": 0.0, "distilled": 0.9}
+"""Name -> --kd-ratio."""
 SIZES = VLMSizes(text_layers=4, tower_layers=6, patch=8)  # 4 tokens a picture
 TEACHER, BEFORE = "teacher", "student before"
 RIGHT, SWAPPED = "right pictures", "swapped pictures"
 FIGURES = {
-    "kl": "KL to the teacher", "top1": "top-1 agreement", "name_of_4": "name of 4", "group": "group of 9",
-    "exact_name": "exact name",
+    "kl": "KL to the teacher", "top1": "top-1 agreement", "ce": "cross entropy",
+    "name_of_4": "name of 4", "group": "group of 9", "exact_name": "exact name",
 }  # fmt: skip
 
 
@@ -68,17 +68,16 @@ def train(args: argparse.Namespace, corpus: vlm_training.Corpus, name: str, **fl
     """Train one model and return its folder."""
     log_dir = args.folder / "work" / name.replace(" ", "_").replace(",", "")
     steps = flags["train_iters"]
-    given = dict(
-        micro_batch_size=args.batch, global_batch_size=args.batch, lr=args.lr, eval_iters=args.eval_iters
-    )
-    given |= dict(lr_warmup_iters=max(1, steps // 20), eval_interval=max(1, steps // 4), log_interval=20)
+    given = dict(micro_batch_size=args.batch, global_batch_size=args.batch, lr=args.lr, log_interval=20)
+    given |= dict(lr_warmup_iters=max(1, steps // 20), eval_iters=args.eval_iters, eval_interval=steps)
+    given |= dict(num_workers=args.workers)
     words = vlm_training.command(corpus, log_dir, export=log_dir / "hf", **given, **flags)
     vlm_training.run([*words, *args.flags.split()], log_dir, is_quiet=True)
     return log_dir / "hf"
 
 
-def make_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: Sequence[Named]) -> Path:
-    """Pretrain the tower, train all parts on answers, and return the teacher's folder."""
+def pretrain_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: Sequence[Named]) -> Path:
+    """Pretrain a copy of the base model on names, and return its folder."""
     base = args.folder / "work" / "base"
     cut_vlm(args.folder / "base", base, SIZES.text_layers, SIZES.tower_layers)  # a copy in fp32
     pixels = emoji_pictures.read_pixels(corpus.image_root, STYLES[0], named)
@@ -86,7 +85,7 @@ def make_teacher(args: argparse.Namespace, corpus: vlm_training.Corpus, named: S
         base, pixels, named, args.matched, args.captions,
         seed=1, batch_size=args.pretraining_batch, device=args.device,
     )  # fmt: skip
-    return train(args, corpus, TEACHER, student=base, train_iters=args.teacher_steps)
+    return base
 
 
 def examine(
@@ -128,11 +127,14 @@ def measure(args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begin:5.0f} s] {text}", flush=True)
 
+    torch.set_float32_matmul_precision("high")
     named = emoji_pictures.fetch_pictures(args.folder / "pictures")[:: args.every]
     corpus = write_corpus(args, named)
     say(f"{len(named)} names, {args.copies} varied pictures each")
-    teacher = make_teacher(args, corpus, named)
-    say("the teacher is trained")
+    base = pretrain_teacher(args, corpus, named)
+    say("the teacher's tower has seen all names")
+    teacher = train(args, corpus, TEACHER, student=base, train_iters=args.teacher_steps)
+    say("the teacher is trained, and conversations are tokenised")
     student = args.folder / "work" / "student"
     cut_vlm(teacher, student, args.text_layers, args.tower_layers)
     for name, one in ((TEACHER, teacher), ("student", student)):
@@ -143,20 +145,26 @@ def measure(args: argparse.Namespace) -> None:
     of_teacher, logps = examine(args, teacher, exam)
     results[TEACHER], results[BEFORE] = [of_teacher], [examine(args, student, exam, logps)[0]]
     report(args.folder, results)
+    say("both are examined")
     runs = [(name, seed) for seed in range(1, args.seeds + 1) for name in ARMS]
 
     def one_run(run: tuple[str, int]) -> Path:
         name, seed = run
-        flags = dict(student=student, teacher=teacher, kd_ratio=ARMS[name], seed=seed, train_iters=args.steps)
-        return train(args, corpus, f"{name} seed {seed}", **flags)
+        flags: dict[str, Any] = dict(student=student, seed=seed, train_iters=args.steps)
+        if ARMS[name]:
+            flags |= dict(teacher=teacher, kd_ratio=ARMS[name])
+        out = train(args, corpus, f"{name} seed {seed}", **flags)
+        say(f"{name}, seed {seed}: trained")
+        return out
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for (name, seed), folder in zip(runs, pool.map(one_run, runs), strict=True):
             found = examine(args, folder, exam, logps)[0]
             results.setdefault(name, []).append(found)
             right, swapped = found[RIGHT], found[SWAPPED]
+            kl = f"KL {right.kl:.3f}, swapped {swapped.kl:.3f}"
             names = f"name of 4 {right.name_of_4:.3f}, swapped {swapped.name_of_4:.3f}"
-            say(f"{name}, seed {seed}: KL {right.kl:.3f}, {names}")
+            say(f"{name}, seed {seed}: {kl}; {names}")
     report(args.folder, results)
 
 
@@ -166,21 +174,24 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--folder", type=Path, required=True, help="folder of everything read and written")
     flags.add_argument("--prepare", action="store_true", help="fetch pictures and text model, then stop")
     flags.add_argument("--device", default="cpu", help="device of pretraining and exams (default: cpu)")
+    flags.add_argument(
+        "--workers", type=int, help="processes that decode the pictures of a run (default: 4, on a CPU 0)"
+    )
     flags.add_argument("--flags", default="--bf16", help="more flags of pretrain_kd.py (default: --bf16)")
     flags.add_argument("--lr", type=float, default=6e-4, help="highest learning rate (default: 6e-4)")
     for name, value, text in (
         ("seeds", 3, "runs of each arm"),
         ("jobs", 6, "runs at the same time"),
         ("batch", 32, "packs of 256 tokens in a step"),
-        ("steps", 300, "steps of a student"),
-        ("teacher-steps", 400, "steps of the teacher"),
+        ("steps", 200, "steps of a student"),
+        ("teacher-steps", 500, "steps of the teacher"),
         ("pretraining-batch", 256, "pictures in a step of the pretraining"),
-        ("matched", 256_000, "pictures that the teacher's tower matches with names"),
-        ("captions", 128_000, "pictures that the teacher names before it reads conversations"),
+        ("matched", 128_000, "pictures that the teacher's tower matches with names"),
+        ("captions", 64_000, "pictures that the teacher names before it reads conversations"),
         ("copies", 16, "varied pictures of each name"),
         ("text-layers", 3, "layers of the student's text model, of 4"),
         ("tower-layers", 3, "layers of the student's tower, of 6"),
-        ("eval-iters", 8, "steps of each evaluation"),
+        ("eval-iters", 0, "steps of the evaluations before and after a run, for its log"),
         ("every", 1, "take every n-th name"),
     ):
         flags.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
@@ -189,6 +200,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.workers is None:
+        args.workers = 0 if args.device == "cpu" else 4
     disable_progress_bar()
     args.folder.mkdir(parents=True, exist_ok=True)
     (prepare if args.prepare else lambda _: measure(args))(args.folder)

@@ -12,6 +12,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,14 +144,17 @@ def write_varied(
     """Write `copies` varied pictures of each name below `folder`; return the paths of each copy."""
     from PIL import Image
 
+    def save(file: Path, picture: np.ndarray) -> None:
+        Image.fromarray(picture).save(file, "PNG", compress_level=1)
+
     pixels, generator = read_pixels(folder, style, named), torch.Generator().manual_seed(seed)
     found = []
     for copy in range(copies):
         out = folder / f"varied-{style}-{copy}"
         out.mkdir(exist_ok=True)
         values = ((varied(pixels, generator, strength) + 1) * 127.5).round().byte()
-        for one, picture in zip(named, values.permute(0, 2, 3, 1).numpy(), strict=True):
-            Image.fromarray(picture).save(out / one.file, "PNG", compress_level=1)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(save, (out / one.file for one in named), values.permute(0, 2, 3, 1).numpy()))
         found.append([f"{out.name}/{one.file}" for one in named])
     return found
 

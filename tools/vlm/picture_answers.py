@@ -88,6 +88,7 @@ class Examiner:
         found, kept, counts = {"exact": {}, "best": {}}, [], {"ce": 0.0, "kl": 0.0, "top1": 0.0, "tokens": 0}
         for number, question in enumerate(QUESTIONS):
             logps, ids, likely = self._ask(exam, question, is_swapped)
+            ids = ids.to(logps.device)
             right = ids != IGNORED
             other = teacher[number] if teacher else logps
             own, theirs, labels = logps[right], other[right], ids[right]
@@ -124,8 +125,8 @@ class Examiner:
             labels = here.to(logps.device)
             each = logps.gather(3, labels.clamp(min=0)[..., None])[..., 0] * (labels != IGNORED)
             none = (labels == IGNORED).all(2)
-            likely.append(each.sum(2).masked_fill(none, -torch.inf).cpu())
-            parts.append(logps[:, 0].cpu())
+            likely.append(each.sum(2).masked_fill(none, -torch.inf))
+            parts.append(logps[:, 0].clone())
         return torch.cat(parts), ids[:, 0], torch.cat(likely)
 
     def _continued(self, prompt: list[int], pixels: Tensor, ids: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ class VisionTower(nn.Module):
         assert shape.vision is not None, "a model without images has no tower"
         self.shape = shape.vision
         config = CONFIG_MAPPING[self.shape.family].from_dict(dict(shape.hf_config))
-        for name, module in _modules(self.shape.family, config).items():
+        with device:  # transformers draws random weights, which takes a CPU seconds
+            modules = _modules(self.shape.family, config)
+        for name, module in modules.items():
             self.add_module(name, module)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
