@@ -114,7 +114,9 @@ class PackedDataset:
     def _describe_missing(self) -> str:
         """Count bad records, documents of this data set that a teacher refuses, and those without room."""
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
-        counts = [f"{bad} bad records skipped" if bad else "", str(self.index.dropped)]
+        dropped = "dropped documents not counted, by an earlier version"
+        dropped = dropped if self.index.dropped is None else str(self.index.dropped)
+        counts = [f"{bad} bad records skipped" if bad else "", dropped]
         return "".join(f", {count}" for count in counts if count)
 
     def _describe_teachers(self) -> list[str]:

@@ -71,7 +71,8 @@ def explain(
     if device:
         why += f"\n       in use: {device.describe()}"
     asked = f" when it asked for {wanted:.2f} GiB more" if wanted else ""
-    do = "one of these, with predicted step time and memory:\n" + _remedies(forecast, planned, device, wanted)
+    do = "one of these, with predicted memory, and step time without teachers ahead and update:\n"
+    do += _remedies(forecast, planned, device, wanted)
     return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do, code="out-of-gpu-memory")
 
 

@@ -115,8 +115,8 @@ class Forecast:
         return ahead if usable_gib is None or self._need_gib(ahead) <= usable_gib else 0
 
     def _usable_gib(self) -> float | None:
-        device_gib = self.config.device_memory_gib or self.gpu_gib
-        return None if device_gib is None else USABLE * device_gib
+        known = [gib for gib in (self.config.device_memory_gib, self.gpu_gib) if gib is not None]
+        return USABLE * min(known) if known else None
 
     def _need_gib(self, ahead: int) -> float:
         """Return the memory of the fullest process with teachers that many micro-batches ahead."""
@@ -126,7 +126,8 @@ class Forecast:
     def prefetch(self) -> PlannedPrefetch | None:
         """Plan of the teacher forwards ahead; None if there are none. Takes seconds on many ranks.
 
-        Raises UsageError if no order of work gets through, which is not known to happen; `auto` falls back.
+        Raises UsageError if no order of work gets through, which is not known to happen; `auto` goes without
+        then, in a plan that still counts their memory.
         """
         if not self.states_ahead:
             return None
@@ -297,7 +298,7 @@ class Forecast:
         ]
 
     def _ahead(self) -> Iterator[str]:
-        """Yield a line about the teacher forwards ahead, also if memory alone keeps `auto` from them."""
+        """Yield a line about the teacher forwards ahead, also if `auto` keeps possible ones back."""
         wanted, usable_gib = states_ahead(self.config), self._usable_gib()
         chosen = ", chosen by auto" if is_auto(self.config) else ""
         if self.prefetch is not None:
@@ -307,11 +308,15 @@ class Forecast:
                 f"{step_ms:.4g} ms, {step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} "
                 "micro-batches of their hidden states wait for the loss"
             )
-        elif wanted and usable_gib is not None and self._need_gib(wanted) > usable_gib:
-            yield (
-                f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {wanted} micro-batches ahead "
-                f"would need {self._need_gib(wanted):.1f} GiB, and {usable_gib:.1f} are usable"
-            )
+        elif wanted and self.teachers:
+            tasks = self.student_layout.pipeline_parallel * self.batch.num_microbatches
+            why = f"no order of work was found for {wanted} micro-batches ahead"
+            if tasks > MOST_PLANNED:
+                why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, whose plan takes long"
+            elif usable_gib is not None and self._need_gib(wanted) > usable_gib:
+                why = f"{wanted} micro-batches ahead would need {self._need_gib(wanted):.1f} GiB"
+                why += f", and {usable_gib:.1f} are usable"
+            yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
 
     def _times(self) -> list[str]:
         step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches

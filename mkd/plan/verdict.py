@@ -10,7 +10,7 @@ from typing import Any
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import given_layouts
-from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
+from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.forecast import Forecast
 from mkd.plan.hardware import MACHINE, USABLE
 from mkd.plan.memory import RankMemory
@@ -72,7 +72,7 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
     now = f"as it is: {forecast.step_ms():.4g} ms"
-    lines.append(f"what fits, by predicted step time ({now}):")
+    lines.append(f"what fits, by predicted step time without teachers ahead and update ({now}):")
     # without a given batch size it follows from the layout, which changes may alter
     follows = forecast.config.training.global_batch_size is None
     batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
@@ -148,8 +148,7 @@ def changes(
         yield _set("sequence", "--sequence-parallel", "parallel", sequence_parallel=True)
     if not training.bf16:
         yield _set("precision", "--bf16", "training", bf16=True)
-    # with a known memory auto has decided already
-    if states_ahead(config) and not (is_auto(config) and config.device_memory_gib is not None):
+    if states_ahead(config):
         yield _set("teachers ahead", "--teacher-prefetch 0", "parallel", teacher_prefetch="0")
     size = training.micro_batch_size // 2
     while size:

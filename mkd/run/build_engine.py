@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -44,6 +45,8 @@ from mkd.train.teachers.stored import Stored
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.slots import TeacherSlots
+
+LOG = logging.getLogger("mkd")
 
 
 def build_engine(
@@ -201,6 +204,8 @@ def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | N
     """
     fewest = torch.tensor(plan.forecast.states_ahead, device=context.device)
     dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    if fewest < plan.forecast.states_ahead:
+        LOG.warning("--teacher-prefetch auto: teachers do not run ahead, another process lacks the memory")
     return plan.forecast.prefetch if fewest else None
 
 

@@ -15,10 +15,12 @@ from tools.benchmarks.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"Qwen/Qwen3-30B-A3B-Base": MOE_STUDENT, "Qwen/Qwen3-235B-A22B": MOE_TEACHER}
+MODELS |= {f"Qwen/Qwen3-{size}": shape_of(f"qwen3-{size.lower()}") for size in ("1.7B", "8B")}
 MODELS |= {
     f"Qwen/Qwen2.5-VL-{size}-Instruct": shape_of(f"qwen2.5-vl-{size.lower()}") for size in ("3B", "7B")
 }
 PLAN = re.compile(r"^\$ mkd plan ([^\n]*--config configs/[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^\$ mkd plan ([^\n]*--pipeline-layout auto[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -35,6 +37,15 @@ def printed(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+def test_the_example(printed):
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    ((command, expected),) = EXAMPLE.findall(text)
+    argv = shlex.split(command)
+    assert printed(*argv).splitlines() == expected.splitlines()
+    (even,) = re.findall(r"the step takes (\d+) ms before the update", text)
+    assert f"chosen by auto): {even} ms" in printed(*argv, "--pipeline-layout", "even")
 
 
 def test_the_recipe_of_a_pair_with_experts(printed):

@@ -187,6 +187,10 @@ def test_teachers_that_stay_behind_are_a_remedy_unless_auto_has_decided():
     _, need = fullest_rank(forecast(4, *argv))
     found = [one.describe().split(":")[0] for one in remedies(forecast(4, *argv), need - 0.1)]
     assert "--teacher-prefetch 0" in found
+    ahead = forecast(4, *argv, "--device-memory-gib", 200)
+    again = [one.describe().split(":")[0] for one in remedies(ahead, need - 0.1)]
+    assert ahead.states_ahead == 8 and "--teacher-prefetch 0" in again
     known = forecast(4, *argv, "--device-memory-gib", (need - 0.1) / 0.95)
-    assert known.states_ahead == 0 and fullest_rank(known)[1] <= need - 0.1
-    assert not any("--teacher-prefetch" in one.describe() for one in remedies(known, 40))
+    (_, less) = fullest_rank(known)
+    assert known.states_ahead == 0 and less <= need - 0.1
+    assert not any("--teacher-prefetch" in one.describe() for one in remedies(known, less - 0.1))

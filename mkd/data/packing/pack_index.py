@@ -97,10 +97,9 @@ class PackIndex:
         self.num_tokens = totals["tokens"]
         self.num_loss_tokens = totals["loss_tokens"]
         self.num_windows = totals["windows"]
-        names = [one.name for one in fields(Dropped)]
-        self.dropped = Dropped(
-            **{name: totals.get(name, 0) for name in names}
-        )  # 0: a file of earlier versions
+        names = {one.name for one in fields(Dropped)}
+        is_counted = names <= totals.keys()  # files of earlier versions are not
+        self.dropped = Dropped(**{name: totals[name] for name in names}) if is_counted else None
         self.num_pieces = len(pieces)
 
     @classmethod
