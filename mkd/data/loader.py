@@ -204,7 +204,7 @@ def read_ahead(
 ) -> Iterator[Batch]:
     """Yield `make(samples)` of each micro-batch, in order, made in `num_workers` processes (0: this one).
 
-    Workers start when the first one is asked for. Raises the errors of `make`.
+    Workers start when the first one is asked for. Raises the errors of `make`, and MkdError if a worker dies.
     """
     loader = DataLoader(
         _Made(make),
@@ -216,7 +216,21 @@ def read_ahead(
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
-    for batch in loader:
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            what, do = (
+                "a process that loads data has ended",
+                "give the job more memory, or lower --num-workers",
+            )
+            why = f"torch says: {error}; often the system has no memory left"
+            raise MkdError(what, why, do, code="data-worker-ended") from error
         if isinstance(batch, MkdError):
             raise batch
         yield batch

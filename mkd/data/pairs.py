@@ -32,6 +32,9 @@ def encode_documents(
     if record.kind != PAIR:
         return [encode_record(record, tokenizer, append_eod, images)]
     prompt, *answers = record.values
+    if images is not None and not isinstance(prompt, str):
+        for answer in answers:
+            images.check_texts([*prompt, *answer])
     documents = [_answered(prompt, answer, tokenizer, append_eod) for answer in answers]
     chosen, rejected = documents
     if not (chosen.loss[1:].any() and rejected.loss[1:].any()):

@@ -6,7 +6,7 @@ tokens three rotary positions. transformers' own modules are the towers (see `mk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -44,11 +44,24 @@ def _check_activation(vision: HFConfig) -> None:
         raise UsageError(what, why, do, code="activation-not-supported")
 
 
+def _check_sizes(width: int, num_heads: int, depth: int = 0, deepstack: Sequence[int] = ()) -> None:
+    """Raise `CheckpointError` for heads that do not divide the width, and for features of missing blocks."""
+    do = "download config.json again"
+    if num_heads < 1 or width % num_heads:
+        what = f"vision_config: {num_heads} heads do not divide the width {width}"
+        raise CheckpointError(what, "each head takes as many channels", do, code="tower-not-divisible")
+    missing = [block for block in deepstack if not 0 <= block < depth]
+    if missing:
+        what = f"vision_config: deepstack_visual_indexes has {missing[0]}, the tower has {depth} blocks"
+        raise CheckpointError(what, "features come after these blocks", do, code="deepstack-without-block")
+
+
 def read_tiles(config: HFConfig) -> VisionShape:
     """Read SmolVLM's and Idefics3's tower; the keys that transformers completes have its values."""
     defaults = dict(hidden_size=1152, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16)
     vision = defaults | dict(num_channels=3, image_size=224, patch_size=32) | dict(config["vision_config"])
     _check_activation(vision)
+    _check_sizes(vision["hidden_size"], vision["num_attention_heads"])
     side, patch, merge = vision["image_size"], vision["patch_size"], config.get("scale_factor", 2)
     if side % (patch * merge):
         what = f"image_size {side} is no multiple of patch_size {patch} x scale_factor {merge}"
@@ -83,6 +96,8 @@ def read_qwen(config: HFConfig) -> VisionShape:
     common = dict(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
     vision: dict[str, Any] = defaults | common | dict(config["vision_config"])
     _check_activation(vision)
+    deepstack = vision["deepstack_visual_indexes"] if is_newer else ()
+    _check_sizes(vision["hidden_size"], vision["num_heads"], vision["depth"], deepstack)
     return VisionShape(
         family=config["model_type"],
         image_token_id=config.get("image_token_id", 151655),
@@ -98,7 +113,7 @@ def read_qwen(config: HFConfig) -> VisionShape:
         num_positions=vision["num_position_embeddings"] if is_newer else 0,
         window_size=0 if is_newer else vision["window_size"],
         full_attention_blocks=() if is_newer else tuple(vision["fullatt_block_indexes"]),
-        deepstack=len(vision["deepstack_visual_indexes"]) if is_newer else 0,
+        deepstack=len(deepstack),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from mkd.data.dataset import BlendedDataset, PackedDataset
-from mkd.data.loader import EvalStream, TrainStream
+from mkd.data.loader import EvalStream, TrainStream, read_ahead
 from mkd.data.teacher_input import SharedTokens
-from mkd.errors import DataError
+from mkd.errors import DataError, MkdError
 from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
+from tests.reported import refused
 
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded", "loss_rows")
 
@@ -137,6 +139,15 @@ def test_errors_of_reading_arrive_as_they_are(make_store, workers):
     assert (
         caught.value.what.endswith("document 1 has token id 4000, the model knows 0 to 9") and caught.value.do
     )
+
+
+def end_this_process(samples):
+    os._exit(9)
+
+
+def test_a_worker_that_dies_is_named():
+    with refused("data-worker-ended", MkdError):
+        list(read_ahead(end_this_process, [[0], [1]], num_workers=1, pin_memory=False))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -20,7 +20,9 @@ MODELS |= {
     f"Qwen/Qwen2.5-VL-{size}-Instruct": shape_of(f"qwen2.5-vl-{size.lower()}") for size in ("3B", "7B")
 }
 PLAN = re.compile(r"^\$ mkd plan ([^\n]*--config configs/[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-EXAMPLE = re.compile(r"^\$ mkd plan ([^\n]*--pipeline-layout auto[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(
+    r"^\$ mkd plan ([^\n]*--pipeline-layout auto[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_known_models_are_refused_by_name(model_type):
         ({"vision_config": None}, "model-config-value-not-valid"),
         ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 0}}, "model-config-value-not-valid"),
         ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 24}}, "tile-not-divisible"),
+        ({"vision_config": HUB_SMOLVLM["vision_config"] | {"num_attention_heads": 5}}, "tower-not-divisible"),
         ({"text_config": {"model_type": "bert"}}, "model-type-not-supported"),
         *(
             (
@@ -145,6 +146,12 @@ def test_a_tower_has_an_activation_of_transformers(name):
     with refused("activation-not-supported", UsageError) as caught:
         ModelShape.from_hf_config(config, "folder/config.json")
     assert "folder/config.json" in caught.value.report() and "nonsense" in caught.value.report()
+
+
+def test_features_come_after_blocks_that_exist():
+    config = vision_config("qwen3_vl", vision={"deepstack_visual_indexes": [0, 7]}).to_dict()
+    with refused("deepstack-without-block", CheckpointError):
+        ModelShape.from_hf_config(config)
 
 
 def test_sections_must_make_up_half_a_head():

@@ -99,7 +99,7 @@ class ConversationImages:
         images: Sequence[ReadImage],
     ) -> PlacedImages:
         """Return the conversation's tokens with the images expanded. Raises DataError as `encode`."""
-        self._check_texts(messages)
+        self.check_texts(messages)
         places = np.flatnonzero(ids == self.processor.image_token_id)
         if len(places) != len(images):
             raise DataError(
@@ -128,7 +128,8 @@ class ConversationImages:
         except DataError as error:
             raise error.located(f"image {number}") from error
 
-    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError for a text that spells a control token of images."""
         for number, message in enumerate(messages, 1):
             for text in texts_of(message):
                 spelled = [string for string in self.processor.reserved if string in text]

@@ -67,8 +67,8 @@ class ImageSource:
                 content = file.read(most + 1)
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before 3.13
             raise DataError(
-                f"the image {name} cannot be read",
-                f"below --image-root {self.root}: {error}",
+                f"the image {name} cannot be read: {getattr(error, 'strerror', None) or error}",
+                f"it was looked for below --image-root {self.root}",
                 "check the path and its permissions",
                 code="image-unreadable",
             ) from error

@@ -13,6 +13,7 @@ from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, che
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
+from mkd.plan.checks.vision_limits import first_part_problems
 from mkd.plan.model_shape import ModelShape
 
 READ_BY_A_MODEL = (
@@ -74,7 +75,9 @@ def find_model_problems(
     if wrong.isdisjoint(STAGES):
         stages = collect_error(problems, lambda: virtual_stages(config, model))
         if stages is not None and not problems:
-            collect_error(problems, lambda: layout_of(config, model, stages, teacher))
+            layout = collect_error(problems, lambda: layout_of(config, model, stages, teacher))
+            if layout is not None:
+                problems += first_part_problems(models[0].role, models[0].layout_flag, model, layout)
     return problems
 
 

@@ -19,6 +19,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageSource
 from mkd.data.images.processors import load_image_processor
+from mkd.data.pairs import encode_documents
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError
@@ -204,6 +205,9 @@ def test_a_text_spells_no_token_that_the_processor_places(tmp_path, has_tokens):
     image = {"type": "image", "image": data_uri(image_file(picture(9, 9)))}
     with refused("image-placeholder-in-text", DataError):
         encode({"messages": [{"role": "user", "content": [image, *parts]}, ANSWER]}, images)
+    pair = {"prompt": [{"role": "user", "content": "<image>"}], "chosen": [ANSWER], "rejected": [ANSWER]}
+    with refused("image-placeholder-in-text", DataError):
+        encode_documents(parse_row(json.dumps(pair).encode()), processor.tokenizer, True, images)
     allowed = asked(text="<row_1_col> <global-image>")
     allowed["messages"][0]["tags"] = ["a key that no template reads"]
     assert len(encode(allowed, images).ids)

@@ -7,6 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import planned_models
+from mkd.plan.checks.model_alone import find_model_problems
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision, require_deepstack_layers
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -42,6 +43,14 @@ def test_settings_of_models_with_images(argv, student, expected):
     assert [problem.code for problem in found] == expected
     if expected == ["deepstack-beyond-first-stage"]:
         assert LAYOUT in found[0].report()
+
+
+@pytest.mark.parametrize("teacher", [None, 0])
+def test_a_model_alone_is_checked_too(teacher):
+    """As `mkd evaluate` and `mkd topk` run one."""
+    assert find_model_problems(settings(PP, 2), 4, DEEP, teacher) == []
+    (problem,) = find_model_problems(settings(PP, 4), 4, DEEP, teacher)
+    assert problem.code == "deepstack-beyond-first-stage"
 
 
 def test_a_teachers_first_stage_is_checked_too():
