@@ -133,7 +133,7 @@ class Forecast:
             return None
         try:
             microbatches = self.batch.num_microbatches
-            return PlannedPrefetch(*plan_prefetch(self.rank_work(), microbatches, self.states_ahead))
+            return PlannedPrefetch(*plan_prefetch(tuple(self.rank_work()), microbatches, self.states_ahead))
         except UsageError:
             if is_auto(self.config):
                 return None

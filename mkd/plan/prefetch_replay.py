@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from mkd.errors import UsageError
@@ -97,8 +98,9 @@ class RankGaps:
         return cls(plan.boundary.done(rank, ranks), stagger, tuple(before), waiting, tuple(waits))
 
 
+@lru_cache(maxsize=64)  # places of a teacher's weights often have the same times
 def plan_prefetch(
-    work: Sequence[RankWork],  # of each pipeline rank
+    work: tuple[RankWork, ...],  # of each pipeline rank
     num_microbatches: int,
     ahead: int,  # teacher states that the last rank may hold
 ) -> tuple[PrefetchPlan, float]:

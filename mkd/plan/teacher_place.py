@@ -19,6 +19,9 @@ from mkd.plan.hardware import MACHINE
 PEERS = (2, 4, 8)
 """Numbers of peers that are tried: divisors of a machine."""
 
+QUICKLY_PLANNED = 512
+"""Most pipeline ranks x micro-batches at which places are compared with teachers ahead: seconds in all."""
+
 SAME_TIME = 1.001
 """Step times of which the longer is at most so many times the shorter count as equal."""
 
@@ -59,7 +62,7 @@ class PlannedPlace:
     """A place and the forecast of a run with it."""
 
     place: Place
-    step_ms: float
+    step_ms: float  # see `_step_ms`
     need_gib: float  # memory of the fullest process
 
 
@@ -70,15 +73,25 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
         start = forecast.config if place in IN_FP8 else _in_bf16(forecast.config)
         start = _without_teachers(start) if place is STORED else start
         teachers = () if place is STORED else forecast.teachers
-        models = forecast.num_gpus, forecast.student, teachers, forecast.document_length
+        models = forecast.num_gpus, forecast.student, teachers, forecast.document_length, forecast.gpu_gib
         try:
             changed = Forecast.from_config(place.apply(start), *models)
         except MkdError:
             continue
         if not separates_peers(changed):
             need_gib = max(rank.total_gib for rank in changed.memory().ranks)
-            planned.append(PlannedPlace(place, changed.step_ms(), need_gib))
+            planned.append(PlannedPlace(place, _step_ms(changed), need_gib))
     return planned
+
+
+def _step_ms(forecast: Forecast) -> float:
+    """Return the predicted time of a step without its update, which is the same in every place.
+
+    Teachers are ahead as in a run, unless a plan of that takes long.
+    """
+    if forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches > QUICKLY_PLANNED:
+        return forecast.step_ms()
+    return forecast.updates * (forecast.pipeline_ms() + forecast.optimizer_copies_ms())
 
 
 def _in_bf16(config: Config) -> Config:

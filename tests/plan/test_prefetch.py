@@ -37,14 +37,14 @@ def test_the_student_keeps_the_order_of_1f1b():
 def test_the_step_over_the_ideal_one(ranks, microbatches, ratio, ahead, expected):
     """The figures are of another simulation, in which sends do not wait. Without a plan: 1 + (p - 1) / m."""
     work = equal_ranks(ranks, ratio)
-    plan, step_ms = plan_prefetch(work, microbatches, ahead)
+    plan, step_ms = plan_prefetch(tuple(work), microbatches, ahead)
     assert expected - 0.02 < step_ms / ideal_ms(work, microbatches) < expected + 0.008
     assert max(plan.held) <= ahead and step_ms == replay(plan, work)
 
 
 def test_a_slow_rank_sets_the_pace():
     work = [RankWork(3, 1, 2), RankWork(3, 1, 2), RankWork(1, 4, 2), RankWork(2, 3, 2)]
-    plan, step_ms = plan_prefetch(work, 16, 8)
+    plan, step_ms = plan_prefetch(tuple(work), 16, 8)
     assert 16 * 7 == ideal_ms(work, 16) <= step_ms <= 1.15 * 16 * 7
     assert all(order.count("T") == 16 for order in plan.orders)
 

@@ -52,6 +52,24 @@ def test_the_fastest_place_that_fits_is_chosen_and_the_simplest_of_equal_ones():
     assert planned["host"].step_ms > 1.1 * planned["8 peers"].step_ms
 
 
+def test_a_place_wins_that_leaves_room_for_teachers_ahead():
+    """On the device they would not fit, so that its step is longer than that of peers."""
+    argv = ["--pipeline-model-parallel-size", 2, "--global-batch-size", 32]
+    places = [(argv, "device"), ([*argv, *PEERS, 2], "2 peers")]
+    (_, need), (_, less) = (fullest_rank(forecast(8, *given)) for given, _ in places)
+    (_, behind) = fullest_rank(forecast(8, *argv, "--teacher-prefetch", 0))
+    usable = (behind + need) / 2
+    assert less < behind < usable < need
+    known = ["--device-memory-gib", usable / 0.95]
+    planned = by_name(forecast(8, *argv, *known))
+    chosen = choose(in_bf16(planned), usable)
+    assert chosen is planned["2 peers"] and chosen.step_ms < 0.99 * planned["device"].step_ms
+    for given, name in places:
+        direct = forecast(8, *given, *known)
+        assert planned[name].step_ms == direct.pipeline_ms()
+        assert direct.states_ahead == (0 if name == "device" else 4)
+
+
 def test_a_faster_place_wins_over_a_simpler_one():
     """Short packs do not hide what peers exchange: of those that fit, the fewest peers exchange least."""
     planned = by_name(forecast(8, "--seq-length", 256))

@@ -21,13 +21,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mkd.log.records import TRAIN, curve, read_records, split_of  # noqa: E402
-from tools.benchmarks.benchmark_report import table  # noqa: E402
+from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 
 RATIOS = (0.0, 0.5, 0.9, 1.0)
 ALMOST_CE = 1e-9  # --kd-ratio of CE runs: the teacher then runs along, so that they have its figures too
@@ -167,7 +167,7 @@ def of_teacher(key: str) -> str:
 def cell(figures: dict, name: str, key: str) -> str:
     """Return the mean over an arm's seeds and the standard deviation."""
     values = [found[key] for (arm, _), found in figures.items() if arm == name]
-    return f"{mean(values):.4f}" + (f" ({stdev(values):.4f})" if len(values) > 1 else "")
+    return mean_and_spread(values, 4)
 
 
 def report(

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
-from tools.benchmarks.benchmark_report import table  # noqa: E402
+from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 from tools.benchmarks.distillation_pays import CHARACTERS_A_TOKEN, TOKENS_A_STEP, write_data  # noqa: E402
 
 BF16, FP8 = "bf16", "fp8"
@@ -204,7 +204,7 @@ def of_students(args: argparse.Namespace, rows: Tensor, arms: list[str]) -> None
 
 def _row(name: str, values: dict[tuple[str, int], float], arms: list[str], seeds: list[int]) -> list[str]:
     columns = [[values[arm, seed] for seed in seeds] for arm in arms]
-    cells = [f"{mean(one):.5f} ({stdev(one) if len(one) > 1 else 0:.5f})" for one in columns]
+    cells = [mean_and_spread(one, 5) for one in columns]
     pairs = [other - one for one, other in zip(columns[0], columns[-1], strict=True)]
     return [name, *cells, f"{mean(pairs):+.5f}", ", ".join(f"{pair:+.5f}" for pair in pairs)]
 

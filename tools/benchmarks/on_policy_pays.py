@@ -18,12 +18,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from statistics import mean, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.benchmarks.benchmark_report import table  # noqa: E402
+from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 from tools.benchmarks.distillation_pays import write_data  # noqa: E402
 from tools.quickstart_on_policy import measure, write_prompts  # noqa: E402
 
@@ -131,11 +130,7 @@ def text_kl(student_dir: Path, teacher_dir: Path, texts: Sequence[str]) -> float
 def report(results: dict[str, list[dict[str, float]]], before: dict[str, float]) -> str:
     rows = [["student before", "1", *(f"{before[key]:.3f}" if key in before else "" for key in FIGURES)]]
     for name, found in results.items():
-        cells = []
-        for key in FIGURES:
-            values = [one[key] for one in found]
-            spread = f" +- {stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):.3f}{spread}" if values else "")
+        cells = (mean_and_spread([one[key] for one in found]) for key in FIGURES)
         rows.append([name, str(len(found)), *cells])
     return table("nats per token", ["trained on", "seeds", *FIGURES.values()], rows)
 

@@ -27,14 +27,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import chain, product
 from pathlib import Path
 from random import Random
-from statistics import mean, stdev
+from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mkd.log.records import read_records  # noqa: E402
 from tools.benchmarks.arithmetic_reward import exact  # noqa: E402
-from tools.benchmarks.benchmark_report import table  # noqa: E402
+from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 
 REWARD = "tools.benchmarks.arithmetic_reward:exact"
 SAME, NEW = "SFT, same problems", "SFT, new problems"
@@ -168,11 +168,7 @@ def report(results: dict[str, list[dict[str, float]]]) -> str:
     """Return the table of the arms: mean and standard deviation over seeds."""
     rows = []
     for name, of_seeds in results.items():
-        cells = []
-        for key in FIGURES:
-            values = [one[key] for one in of_seeds]
-            spread = f" +- {stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):.3f}{spread}" if values else "")
+        cells = (mean_and_spread([one[key] for one in of_seeds]) for key in FIGURES)
         rows.append([name, str(len(of_seeds)), *cells])
     return table("held-out problems, completions at T = 1", ["arm", "seeds", *FIGURES], rows)
 

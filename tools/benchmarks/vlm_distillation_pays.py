@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
-from tools.benchmarks.benchmark_report import table  # noqa: E402
+from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.vlm import emoji_pictures, vlm_training  # noqa: E402
 from tools.vlm.emoji_pictures import STYLES, Named  # noqa: E402
@@ -100,11 +99,7 @@ def examine(
 
 def cells(results: Sequence[Mapping[str, ExamResult]], part: str) -> list[str]:
     """Return the mean over seeds and the standard deviation of every figure."""
-    found = []
-    for key in FIGURES:
-        values = [getattr(one[part], key) for one in results]
-        found.append(f"{mean(values):.3f}" + (f" ({stdev(values):.3f})" if len(values) > 1 else ""))
-    return found
+    return [mean_and_spread([getattr(one[part], key) for one in results]) for key in FIGURES]
 
 
 def report(folder: Path, results: Mapping[str, Sequence[Mapping[str, ExamResult]]]) -> None:
