@@ -7,7 +7,7 @@ each pass, which copies them once for a whole micro-batch.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,13 +18,19 @@ MULTIPLE = 8
 class AlignedMLP(nn.Module):
     """transformers' gated MLP, `down(act(gate(x)) * up(x))`, with the same modules under the same names."""
 
-    def __init__(self, mlp: nn.Module):
+    def __init__(self, mlp: Any):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = _parts(mlp)
+        self.gate_proj: nn.Linear = mlp.gate_proj
+        self.up_proj: nn.Linear = mlp.up_proj
+        self.down_proj: nn.Linear = mlp.down_proj
+        self.act_fn: nn.Module = mlp.act_fn
         self.added = -self.down_proj.in_features % MULTIPLE
 
     def forward(self, hidden_state: Tensor) -> Tensor:
-        """Map [n, h] to [n, h]. Zeros in both factors give zeros, which the last product ignores."""
+        """Map patches [n, h] to [n, h], in the weights' dtype.
+
+        Zeros in both factors give zeros, which the last product ignores.
+        """
         gate, up = (self._wider(module, hidden_state) for module in (self.gate_proj, self.up_proj))
         weight = F.pad(self.down_proj.weight, (0, self.added))
         return F.linear(self.act_fn(gate) * up, weight, self.down_proj.bias)
@@ -34,16 +40,9 @@ class AlignedMLP(nn.Module):
         return F.linear(hidden_state, F.pad(linear.weight, (0, 0, 0, self.added)), bias)
 
 
-def _parts(mlp: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Module]:
-    gate, up, down, activation = (
-        getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
-    )
-    return gate, up, down, activation
-
-
-def align_mlps(visual: nn.Module) -> None:
-    """Give a tower's blocks aligned MLPs, where theirs are gated and of another width."""
-    for block in cast(nn.ModuleList, visual.blocks):
+def align_mlps(visual: Any) -> None:
+    """Give the blocks of transformers' tower aligned MLPs, where theirs are gated and of another width."""
+    for block in visual.blocks:
         down = getattr(block.mlp, "down_proj", None)
         if down is not None and down.in_features % MULTIPLE:
-            block.mlp = AlignedMLP(cast(nn.Module, block.mlp))
+            block.mlp = AlignedMLP(block.mlp)
