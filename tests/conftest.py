@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 
@@ -61,3 +62,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish(session):
+    """Fail if a test has left a process behind: Python could wait for it for ever."""
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+    if left:
+        print(f"\nprocesses that tests have left behind: {left}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

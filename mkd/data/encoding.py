@@ -6,8 +6,6 @@ character packing); huge ones are cut.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,14 +20,13 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
 from mkd.data.pairs import encode_documents
 from mkd.data.quarantine import BadRecord
+from mkd.data.workers import iterating, outlive_signals
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
 RECORDS_PER_BATCH = 64  # small enough that a file of long documents keeps several workers busy
 WORKER_BYTES = 64 << 20  # least bytes per worker: 20 s of work, while starting a worker takes up to 10 s
-FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited for
 T = TypeVar("T")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -168,26 +165,14 @@ def in_workers(
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
-    earlier = set(threading.enumerate())
-    try:
-        for result in loader:
+    with iterating(loader) as results:
+        try:
+            for result in results:
+                progress()
+                yield result
+        except RuntimeError:  # a signal to the group may kill a worker before it ignores signals
             progress()
-            yield result
-    except RuntimeError:  # a signal to the group may kill a worker before it ignores signals
-        progress()
-        raise
-    finally:
-        # The loader leaves the threads that feed its workers to themselves. One that still frees semaphores
-        # when this process ends makes Python warn of leaked ones.
-        for thread in set(threading.enumerate()) - earlier:
-            if thread.name == "QueueFeederThread":
-                thread.join(FEEDER_SECONDS)
-
-
-def outlive_signals(worker: int) -> None:
-    """Ignore signals in a worker: its parent process handles them and ends the worker."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+            raise
 
 
 class _Share(IterableDataset):

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
-from mkd.data.encoding import outlive_signals
 from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
+from mkd.data.workers import iterating, outlive_signals
 from mkd.errors import MkdError
 
 Batch = TypeVar("Batch")
@@ -216,12 +216,12 @@ def read_ahead(
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
-    batches = iter(loader)
-    while True:
+    with iterating(loader) as batches:
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            for batch in batches:
+                if isinstance(batch, MkdError):
+                    raise batch
+                yield batch
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -231,9 +231,6 @@ def read_ahead(
             )
             why = f"torch says: {error}; often the system has no memory left"
             raise MkdError(what, why, do, code="data-worker-ended") from error
-        if isinstance(batch, MkdError):
-            raise batch
-        yield batch
 
 
 @dataclass(frozen=True)
