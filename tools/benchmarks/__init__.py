@@ -21,6 +21,7 @@ random_engine          the real engine with random weights
 step_benchmark         a whole training step
 megatron_sft           Megatron's own training step
 kernel_times           the time of kernels by kind
+host_times             what the CPU does while they run
 expert_benchmark       a step with experts, beside Megatron's
 vision_benchmark       a step with images
 packing_benchmark      packs against padded batches

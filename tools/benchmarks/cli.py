@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     step = _add(
         commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"
     )
+    step.add_argument("--profile", action="store_true", help="also print what GPU and CPU do in each of them")
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"

@@ -29,6 +29,7 @@ class KernelTimes:
 
     by_kind: dict[str, float]
     by_name: dict[str, tuple[float, int]]  # longest first; ms and calls
+    busy_ms: float  # time in which at least one runs
 
     @property
     def total_ms(self) -> float:
@@ -46,15 +47,26 @@ def kernel_times(step: Callable[[], object], is_cuda: bool) -> KernelTimes:
     device = DeviceType.CUDA if is_cuda else DeviceType.CPU
     milliseconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
+    spans = []
     for event in profiled.events():
         if event.device_type == device and not (is_cuda and event.is_user_annotation):
             milliseconds[event.name] += event.time_range.elapsed_us() / 1000
             calls[event.name] += 1
+            spans.append((event.time_range.start, event.time_range.end))
     by_kind: Counter[str] = Counter()
     for name, spent in milliseconds.items():
         by_kind[kind_of(name)] += spent
     by_name = {name: (spent, calls[name]) for name, spent in milliseconds.most_common()}
-    return KernelTimes(dict(by_kind), by_name)
+    return KernelTimes(dict(by_kind), by_name, covered(spans) / 1000)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length that spans (begin, end) cover together."""
+    covered, latest = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return covered
 
 
 def kind_of(kernel: str) -> str:

@@ -54,7 +54,7 @@ def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.step_benchmark import benchmark
 
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
+    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), args.profile)
 
 
 def run_decode(args: argparse.Namespace, machine: Machine) -> Report:

@@ -19,6 +19,7 @@ from mkd.platform import Platform
 from mkd.run.run_plan import Plan
 from mkd.train.step import Engine, train_step
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
+from tools.benchmarks.host_times import step_profile
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
@@ -28,8 +29,14 @@ KD, SFT, TEACHER = "KD step", "SFT step of the student", "teacher forward"
 GIB = 2**30
 
 
-def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
-    """Time the step and its parts; print the table on rank 0. Collective."""
+def benchmark(
+    machine: Machine,
+    platform: Platform,
+    settings: PairSettings,
+    lengths: ChatLengths,
+    with_profile: bool = False,
+) -> Report:
+    """Time the step and its parts; print the table on rank 0, and its profiles if asked to. Collective."""
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
         random = np.random.default_rng(machine.seed + context.dp_rank)
@@ -45,6 +52,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         if context.pp_size == 1:
             arms += [Arm(TEACHER, teacher_forward(engine, batches))]
         times = time_arms(arms, machine.device, machine.rounds)
+        profiles = [step_profile(arm.run, machine.is_cuda).describe(arm.name) for arm in arms if with_profile]
         flops = _flops(plan, document_lengths(batches))
         gpus = context.world_size // context.dp_size
         tokens = settings.num_microbatches * settings.seq_length
@@ -60,7 +68,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
                 ]
                 for name, ms in times.items()
             ]
-            print(table(f"{title} tokens", ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"], rows), memory, sep="\n")
+            heads = ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"]
+            print(table(f"{title} tokens", heads, rows), memory, *profiles, sep="\n")
         layout = f"TP {settings.tensor_parallel} PP {settings.pipeline_parallel}, "
         layout += f"{settings.num_microbatches} packs"
         return Report(_requirements(machine, times, flops, gpus), times={layout: times})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
 
+from tools.benchmarks.host_times import step_profile
+from tools.benchmarks.kernel_times import covered
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
 
 CPU = torch.device("cpu")
@@ -46,3 +49,22 @@ def test_peak_of_a_backward_pass():
     leaf = torch.randn(1000, requires_grad=True)
     peak = peak_bytes(Arm("a", lambda: torch.autograd.grad(leaf.exp().sum(), leaf)), CPU)
     assert 8_000 <= peak <= 8_100
+
+
+def test_profile_of_a_step():
+    a = torch.ones(64, 64)
+
+    def step():
+        for _ in range(3):
+            torch.mm(a, a)
+        gc.collect()
+
+    profile = step_profile(step, is_cuda=False)
+    assert dict((name, calls) for name, _, calls in profile.operations)["aten::mm"] == 3
+    assert len(profile.collections.ms) == 1 and 0 < sum(profile.collections.ms) < profile.wall_ms
+    assert 0 < profile.kernels.busy_ms <= sum(profile.kernels.by_kind.values())
+    assert "garbage collections: 1 in" in profile.describe("a step")
+
+
+def test_time_in_which_kernels_run():
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 1.5), (1.0, 3.0)]) == 4.0 and covered([]) == 0.0
