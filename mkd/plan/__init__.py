@@ -12,6 +12,7 @@ It starts without torch. In reading order:
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
     all_to_all.py        the exchange between the processes that share experts
+    collectives.py       the collectives of tensor and context parallelism
     layer_time.py        the time of a micro-batch in each layer of a model
     towers.py            vision towers: parameters, time and memory
     cost.py              the time of a micro-batch on each pipeline stage

@@ -158,7 +158,7 @@ def auto_layouts(
     bins = [
         Bin(
             min_layers=int(0 < stage < stages - 1),
-            fixed_ms=cost.head_ms * (stage == stages - 1) + cost.towers.total_ms * (stage == 0),
+            fixed_ms=cost.last.total_ms * (stage == stages - 1) + cost.first.total_ms * (stage == 0),
         )
         for stage in range(stages)
     ]

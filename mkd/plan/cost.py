@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
@@ -34,11 +35,23 @@ class PairCost:
     teachers: tuple[tuple[WorkTime, ...], ...]  # of each layer of each teacher; no backward
     head_ms: float  # all heads and the loss, on the last stage
     towers: WorkTime = WorkTime(0.0, 0.0)  # vision towers of all models, on the first stage
+    embeddings: tuple[WorkTime, ...] = ()  # collectives behind the embedding of each model
+    head_collectives: WorkTime = WorkTime(0.0, 0.0)  # around the heads
 
     @property
     def models(self) -> tuple[tuple[WorkTime, ...], ...]:
         """Times of the layers of the student and of each teacher."""
         return (self.student, *self.teachers)
+
+    @property
+    def first(self) -> WorkTime:
+        """Time of the first stage beside its layers."""
+        return sum(self.embeddings[: len(self.models)], start=self.towers)
+
+    @property
+    def last(self) -> WorkTime:
+        """Time of the last stage beside its layers."""
+        return WorkTime(self.head_ms, 0.0) + self.head_collectives
 
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[WorkTime]:
         """Return the time of every stage, in model order."""
@@ -47,8 +60,8 @@ class PairCost:
             of_layers = iter(layers)
             for stage, count in enumerate(layout.layers):
                 times[stage] = sum(islice(of_layers, count), start=times[stage])
-        times[0] += self.towers
-        times[-1] += WorkTime(self.head_ms, 0.0)
+        times[0] += self.first
+        times[-1] += self.last
         return times
 
 
@@ -76,16 +89,22 @@ def pair_cost(
         return ModelTimer(config, shape, seq_length, expert_parallel, document_length, rates, matmul, fp8)
 
     experts = expert_parallel_size(config, student)
-    learning = timer(student, training.seq_length, experts, rates.student_matmul).student(num_stages)
-    frozen = tuple(
-        timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe).teacher()
+    learning = timer(student, training.seq_length, experts, rates.student_matmul)
+    frozen = [
+        timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe)
         for one in planned
-    )
+    ]
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
-    towers = towers_time(config, student, teachers, rates)
     loss_share = 1.0 if student.vision is None else 1 - IMAGE_SHARE
-    return PairCost(learning, frozen, milliseconds(loss_share * head_flops, rates.head), towers)
+    return PairCost(
+        learning.student(num_stages),
+        tuple(one.teacher() for one in frozen),
+        milliseconds(loss_share * head_flops, rates.head),
+        towers_time(config, student, teachers, rates),
+        (learning.embedding(is_trained=True), *(one.embedding(is_trained=False) for one in frozen)),
+        _head_collectives(config, learning, frozen, planned),
+    )
 
 
 def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:
@@ -99,23 +118,48 @@ def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int,
     return nbytes * (teacher.peers - 1) / teacher.peers / GATHER_BYTES_PER_MS
 
 
+class HeadPasses(NamedTuple):
+    """Number of passes of a micro-batch through the heads.
+
+    A single divergence over the student's tokens (an average of teachers is one) shares its pass with the
+    cross entropy. Otherwise the cross entropy, or the policy loss, and each teacher have separate passes.
+    Weights that depend on the pack read every teacher's logits a second time. Judged answers read the
+    student's once more without gradient, because their coefficients come before the loss.
+    """
+
+    student: int  # with gradients
+    scored: int  # of the student without
+    teacher: int  # of each teacher
+
+    @classmethod
+    def from_config(cls, config: Config, teachers: Sequence[Teacher]) -> HeadPasses:
+        """Return the passes of a run."""
+        kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
+        divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
+        is_shared = divergences < 2 and not has_own and not config.feedback.has_rewards
+        passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)
+        reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
+        return cls(passes, int(config.feedback.scores_tokens), reads)
+
+
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
     """Count the FLOPs of the heads for one pack.
 
-    The student's head runs with both gradients (3 products) in every pass, each teacher's head once. A single
-    divergence over the student's tokens (an average of teachers is one) shares its pass with the cross
-    entropy. Otherwise the cross entropy, or the policy loss, and each teacher have separate passes. Weights
-    that depend on the pack read every teacher's logits a second time. Judged answers read the student's once
-    more without gradient, because their coefficients come before the loss.
+    The student's head runs with both gradients (3 products) in a pass, each teacher's head once.
     """
-    kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
-    divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
-    is_shared = divergences < 2 and not has_own and not config.feedback.has_rewards
-    passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)
-    reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
+    passes = HeadPasses.from_config(config, teachers)
     student_head = config.training.seq_length * student.vocab_size * student.hidden_size
-    total = (6 * passes + 2 * config.feedback.scores_tokens) * student_head
+    total = (6 * passes.student + 2 * passes.scored) * student_head
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
-        total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size
+        total += 2 * passes.teacher * teacher.seq_length * vocab_size * teacher.shape.hidden_size
     return total
+
+
+def _head_collectives(
+    config: Config, student: ModelTimer, teachers: Sequence[ModelTimer], planned: Sequence[Teacher]
+) -> WorkTime:
+    """Return the time of the collectives of hidden states around all heads."""
+    passes = HeadPasses.from_config(config, planned)
+    start = student.head(passes.student + passes.scored, passes.student)
+    return sum((one.head(passes.teacher, 0) for one in teachers), start=start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -178,8 +178,8 @@ class Forecast:
     def step_ms(self) -> float:
         """Predicted time of a step, to compare many settings.
 
-        Teachers are not ahead, and the update is left out: layouts that shorten it have more communication,
-        of which only that of experts is predicted. See `planned_step_ms`.
+        Teachers are not ahead, and the update is left out: what shortens it sends more over data parallelism,
+        or between stages, and that is not predicted. See `planned_step_ms`.
         """
         return self.updates * (self.step().step_ms + self.optimizer_copies_ms())
 
@@ -193,9 +193,16 @@ class Forecast:
 
     def exchange_ms(self) -> float:
         """Predicted time that an average rank spends in a step on the all-to-all of experts."""
-        times = self.stage_times()
+        return self._mean_ms(time.exchange_ms for time in self.stage_times())
+
+    def collectives_ms(self) -> float:
+        """Predicted time that an average rank waits in a step for tensor and context parallelism."""
+        return self._mean_ms(time.collectives_ms for time in self.stage_times())
+
+    def _mean_ms(self, stages_ms: Iterable[float]) -> float:
+        """Return the time of an average rank in a step, from the times of a micro-batch on the stages."""
         ranks = self.student_layout.pipeline_parallel
-        return self.updates * self.batch.num_microbatches * sum(time.exchange_ms for time in times) / ranks
+        return self.updates * self.batch.num_microbatches * sum(stages_ms) / ranks
 
     def flops_per_step(self) -> int:
         """Model FLOPs of one iteration, all its updates and all processes together."""
@@ -246,6 +253,7 @@ class Forecast:
             "peak_memory_gib": max(rank.allocated_gib for rank in self.memory().ranks),
             "all_to_all_ms": exchange_ms,
             "all_to_all_share": exchange_ms / step_ms,
+            "collectives_ms": self.collectives_ms(),
             "student_parameters": model_parameters(self.student).total,
             "student_active_parameters": active_parameters(self.student),
             "teacher_parameters": [model_parameters(teacher).total for teacher in self.teachers],
@@ -328,10 +336,10 @@ class Forecast:
         optimizer = (
             f"with {optimizer_ms:.4g} ms of the optimizer's update{copies}: {step_ms / self.updates:.4g} ms"
         )
-        exchange_ms = self.exchange_ms()
-        exchange = (
-            f"all-to-all of experts: {exchange_ms:.4g} ms of a rank's step, share {exchange_ms / step_ms:.3f}"
-        )
+        sent = {
+            "all-to-all of experts": self.exchange_ms(),
+            "tensor and context parallel collectives that nothing hides": self.collectives_ms(),
+        }
         is_fp8 = any(one.fp8_recipe for one in plan_teachers(self.config, self.teachers))
         precision, peak = ("bf16 and FP8", " of the bf16 peak") if is_fp8 else ("bf16", "")
         share = f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"
@@ -349,5 +357,9 @@ class Forecast:
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
             f"{self.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
             *([share] if self.teachers else []),
-            *([exchange] if exchange_ms > 0 else []),
+            *(
+                f"{what}: {ms:.4g} ms of a rank's step, share {ms / step_ms:.3f}"
+                for what, ms in sent.items()
+                if ms
+            ),
         ]

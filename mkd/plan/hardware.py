@@ -11,6 +11,12 @@ USABLE = 0.95
 LINK_BYTES_PER_MS = 350e6
 """Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
 
+COLLECTIVE_BYTES_PER_MS = 300e6
+"""Bus bandwidth of an all-reduce, all-gather or reduce-scatter of tens of MB between GPUs of a machine.
+
+Assumed: NCCL's rings reach about 370 of NVLink 4's 450 GB/s with large messages (nccl-tests' issue 212).
+"""
+
 GATHER_BYTES_PER_MS = 145e6
 """Bandwidth at which a teacher's layers come from peers beside matrix products.
 

@@ -1,6 +1,7 @@
 """The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
 
-Embeddings, norms and communication are not counted, except that of experts. A layer with experts costs the
+Embeddings, norms and launches of kernels are not counted. The collectives of tensor and context parallelism
+count as far as nothing hides them (collectives.py). A layer with experts costs the
 products of a token's experts at the same rate as others, the exchange between processes (all_to_all.py), and
 copies of rows: they are sorted by expert and back, before and after each exchange. Backward copies and
 exchanges as much as forward, and adds the gradients of all experts of the process to their buffers. (Other
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from mkd.config.schema import Config, TrainingConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.all_to_all import exchange_ms
+from mkd.plan.collectives import ModelCollectives
 from mkd.plan.flops import expert_parameters, layer_attention_flops, layer_matmul_parameters, mlp_parameters
 from mkd.plan.model_shape import ModelShape
 
@@ -65,6 +67,7 @@ class WorkTime:
     forward_ms: float
     backward_ms: float
     exchange_ms: float = 0.0  # all-to-all of experts, part of both
+    collectives_ms: float = 0.0  # of tensor and context parallelism, not hidden, part of both
 
     @property
     def total_ms(self) -> float:
@@ -76,6 +79,7 @@ class WorkTime:
             self.forward_ms + other.forward_ms,
             self.backward_ms + other.backward_ms,
             self.exchange_ms + other.exchange_ms,
+            self.collectives_ms + other.collectives_ms,
         )
 
 
@@ -94,11 +98,13 @@ class ModelTimer:
 
     def teacher(self) -> tuple[WorkTime, ...]:
         """Return the time of each layer of a teacher: its forward."""
-        times = {
-            layer: WorkTime(self._forward_ms(layer), 0.0, self._exchange_ms(layer))
-            for layer in set(self.shape.layers)
-        }
+        times = {layer: self._frozen(layer) for layer in set(self.shape.layers)}
         return tuple(times[layer] for layer in self.shape.layers)
+
+    def _frozen(self, layer: LayerShape) -> WorkTime:
+        collectives_ms, _ = self._collectives_ms(layer)
+        forward_ms = self._forward_ms(layer) + collectives_ms
+        return WorkTime(forward_ms, 0.0, self._exchange_ms(layer), collectives_ms)
 
     def student(self, num_stages: int) -> tuple[WorkTime, ...]:
         """Return the time of each layer of the student, forward and backward, recomputation included.
@@ -109,22 +115,48 @@ class ModelTimer:
         times = {layer: self._learning(layer, share) for layer in set(self.shape.layers)}
         return tuple(times[layer] for layer in self.shape.layers)
 
+    def embedding(self, is_trained: bool) -> WorkTime:
+        """Return the time of the collectives behind the embedding."""
+        forward_ms, backward_ms = self.collectives.embedding_ms()
+        return collectives_time(forward_ms, backward_ms if is_trained else 0.0)
+
+    def head(self, reads: int, gradients: int) -> WorkTime:
+        """Return the time of the collectives around the head, see `ModelCollectives.head_ms`."""
+        return collectives_time(*self.collectives.head_ms(reads, gradients))
+
     def _learning(self, layer: LayerShape, share: float) -> WorkTime:
         training, exchange_ms = self.config.training, self._exchange_ms(layer)
-        forward_ms = self._forward_ms(layer)
-        backward_ms, exchanges = forward_ms + self._compute_ms(layer) + self._additions_ms(layer), 2.0
+        own_ms, (forward_ms, collectives_ms) = self._forward_ms(layer), self._collectives_ms(layer)
+        backward_ms, exchanges = own_ms + self._compute_ms(layer) + self._additions_ms(layer), 2.0
         if training.recompute_granularity == "full":
-            backward_ms, exchanges = backward_ms + share * forward_ms, exchanges + share
+            backward_ms, exchanges = backward_ms + share * own_ms, exchanges + share
+            collectives_ms += share * forward_ms
         elif training.recompute_granularity == "selective":
             if "core_attn" in training.recompute_modules:
                 backward_ms += self._attention_ms()
+                collectives_ms += self.collectives.context_ms(self._attention_ms())[0]
             if "moe" in training.recompute_modules and layer.moe:
                 products_ms = self._products_ms(mlp_parameters(self.shape, layer))
                 backward_ms += products_ms + self._copies_ms(layer) + exchange_ms
+                collectives_ms += self.collectives.shared_experts_ms(layer)
                 exchanges += 1
-        return WorkTime(forward_ms, backward_ms, exchanges * exchange_ms)
+        both_ms = forward_ms + collectives_ms
+        return WorkTime(own_ms + forward_ms, backward_ms + collectives_ms, exchanges * exchange_ms, both_ms)
+
+    def _collectives_ms(self, layer: LayerShape) -> tuple[float, float]:
+        """Time of collectives in forward and backward that nothing hides."""
+        tensor = self.collectives.layer_ms(layer, self._products_ms)
+        context = self.collectives.context_ms(self._attention_ms())
+        return tensor[0] + context[0], tensor[1] + context[1]
+
+    @property
+    def collectives(self) -> ModelCollectives:
+        """The collectives of the model."""
+        tokens = self._tokens / self.config.parallel.context_parallel_size
+        return ModelCollectives(self.config.parallel, self.shape, tokens * self._element)
 
     def _forward_ms(self, layer: LayerShape) -> float:
+        """Time of forward without collectives."""
         return self._compute_ms(layer) + self._copies_ms(layer) + self._exchange_ms(layer)
 
     def _compute_ms(self, layer: LayerShape) -> float:
@@ -174,6 +206,11 @@ class ModelTimer:
     @property
     def _element(self) -> int:
         return 2 if self.config.training.bf16 else 4
+
+
+def collectives_time(forward_ms: float, backward_ms: float) -> WorkTime:
+    """Return the time of collectives alone."""
+    return WorkTime(forward_ms, backward_ms, collectives_ms=forward_ms + backward_ms)
 
 
 def recomputed_share(training: TrainingConfig, layers: float) -> float:
