@@ -15,15 +15,16 @@ cannot wait for itself, however long anything takes.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise, product
 
 from mkd.plan.bubble import rank_order
 
 NEVER = float("inf")
+DONE = "."  # behind the student's tasks of a rank
 GOOD_ENOUGH = 1.005
 """Proportion of the ideal time at which the search ends."""
 
@@ -85,6 +86,7 @@ class Policy:
     sends_wait: bool
 
 
+@lru_cache(maxsize=256)  # every policy asks for the same
 def student_order(rank: int, ranks: int, num_microbatches: int) -> str:
     """Return the F and B of a rank in 1F1B."""
     return "".join("F" if task.is_forward else "B" for task in rank_order(rank, ranks, 1, num_microbatches))
@@ -136,113 +138,166 @@ def choose_greedily(
     """
     simulated = _Step(work, num_microbatches, ahead, policy)
     simulated.run()
-    orders = tuple(map("".join, simulated.chosen))
+    orders = tuple("".join(state.chosen) for state in simulated.ranks)
     is_whole = all(len(order) == 3 * num_microbatches for order in orders)
-    return (max(simulated.clock_ms) if is_whole else NEVER), orders
+    return (max(state.clock_ms for state in simulated.ranks) if is_whole else NEVER), orders
+
+
+class _RankState:
+    """What one rank has done and does next. Lists hold the ends of its tasks, by their number on the rank."""
+
+    __slots__ = (
+        "backward_inputs",
+        "backwards",
+        "chosen",
+        "clock_ms",
+        "computes_loss",
+        "done",
+        "forward_inputs",
+        "forwards",
+        "neighbours",
+        "order",
+        "position",
+        "receiving_ms",
+        "sending",
+        "teacher_inputs",
+        "teachers",
+        "work",
+    )
+
+    def __init__(self, rank: int, work: Sequence[RankWork], num_microbatches: int, boundary: Boundary):
+        ranks = len(work)
+        self.work, self.computes_loss = work[rank], rank == ranks - 1
+        self.neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]
+        self.done = boundary.done(rank, ranks)  # teacher forwards before the step
+        self.order, self.position = student_order(rank, ranks, num_microbatches) + DONE, 0
+        self.teachers: list[float] = []
+        self.forwards: list[float] = []
+        self.backwards: list[float] = []
+        self.chosen: list[str] = []
+        self.clock_ms = 0.0
+        # The forward that the rank behind has yet to receive, or None.
+        self.sending: int | None = None
+        self.receiving_ms = [0.0]  # when this rank began to receive each forward
+        # Tasks of other ranks that its own wait for; None: nothing.
+        self.teacher_inputs: list[float] | None = None
+        self.forward_inputs: list[float] | None = None
+        self.backward_inputs = self.forwards  # of the last rank
 
 
 class _Step:
     """A step in which each rank decides what to do next whenever it is free."""
 
     def __init__(self, work: Sequence[RankWork], num_microbatches: int, ahead: int, policy: Policy):
-        self.work, self.num_microbatches, self.ahead, self.policy = work, num_microbatches, ahead, policy
-        ranks = range(len(work))
-        self.student = [student_order(rank, len(work), num_microbatches) for rank in ranks]
-        self.chosen: list[list[str]] = [[] for _ in ranks]
-        self.counts = [{"T": 0, "F": 0, "B": 0} for _ in ranks]
-        self.clock_ms = [0.0] * len(work)
-        self.done_ms: dict[tuple[str, int, int], float] = {}  # by (kind, rank, number on that rank)
-        # Ranks that wait until the rank behind receives this forward, and when ranks began to receive one.
-        self.sending: dict[int, int] = {}
-        self.receiving_ms = {(rank, 0): 0.0 for rank in ranks}
-        self.losses_ms: list[float] = []  # ends of the last rank's forwards
+        self.num_microbatches, self.ahead, self.policy = num_microbatches, ahead, policy
+        self.turns = 1 - policy.in_gaps / num_microbatches
+        sizes = num_microbatches, policy.boundary
+        self.ranks = [_RankState(rank, work, *sizes) for rank in range(len(work))]
+        for before, after in pairwise(self.ranks):
+            after.teacher_inputs, after.forward_inputs = before.teachers, before.forwards
+            before.backward_inputs = after.backwards
+        self.losses_ms = self.ranks[-1].forwards
+        self.events = [(0.0, rank) for rank in range(len(work))]
 
     def run(self) -> None:
         """Let the ranks choose until no one can go on."""
-        events = [(0.0, rank) for rank in range(len(self.work))]
-        last = len(self.work) - 1
+        ranks, events, last = self.ranks, self.events, len(self.ranks) - 1
         while events:
-            now, rank = heapq.heappop(events)
-            if self.clock_ms[rank] > now:
+            now, rank = heappop(events)
+            state = ranks[rank]
+            if state.clock_ms > now or (state.sending is not None and not self._has_sent(rank, now)):
                 continue
-            if rank in self.sending:
-                received_ms = self.receiving_ms.get((rank + 1, self.sending[rank]), NEVER)
-                if received_ms > now:
-                    if received_ms < NEVER:
-                        heapq.heappush(events, (received_ms, rank))
-                    continue
-                del self.sending[rank]
-                self._receive(rank, now)
-                heapq.heappush(events, (now, max(0, rank - 1)))
-            kind, again = self._choose(rank, now)
+            kind, again = self._choose(state, now)
             if kind is None:
                 if again < NEVER:
-                    heapq.heappush(events, (again, rank))
+                    heappush(events, (again, rank))
                 continue
             end = self._do(kind, rank, now)
+            heappush(events, (end, rank))
             is_loss = kind == "F" and rank == last
-            concerned = range(last + 1) if is_loss else range(max(0, rank - 1), min(last, rank + 1) + 1)
-            for other in concerned:
-                heapq.heappush(events, (end, other))
+            for other in range(last) if is_loss else state.neighbours:
+                if ranks[other].clock_ms <= now:  # a busy rank asks when it is free
+                    heappush(events, (end, other))
+
+    def _has_sent(self, rank: int, now: float) -> bool:
+        """Return True if the rank behind has received what this rank sends."""
+        state, received_ms = self.ranks[rank], self.ranks[rank + 1].receiving_ms
+        assert state.sending is not None
+        at_ms = received_ms[state.sending] if state.sending < len(received_ms) else NEVER
+        if at_ms > now:
+            if at_ms < NEVER:
+                heappush(self.events, (at_ms, rank))
+            return False
+        state.sending = None
+        self._receive(state, now)
+        heappush(self.events, (now, max(0, rank - 1)))
+        return True
 
     def _do(self, kind: str, rank: int, now: float) -> float:
         """Let a rank begin with a task, and return when it ends."""
-        number, last = self.counts[rank][kind], len(self.work) - 1
-        end = now + self.work[rank].of(kind)
-        self.clock_ms[rank] = self.done_ms[kind, rank, number] = end
-        self.counts[rank][kind] += 1
-        self.chosen[rank].append(kind)
-        if kind == "F" and rank == last:
-            self.losses_ms.append(end)
-        if kind == "F" and number < last - rank and self.policy.sends_wait:
-            self.sending[rank] = number
-        elif kind != "T":
-            self._receive(rank, end)
-        return end
+        state = self.ranks[rank]
+        state.chosen.append(kind)
+        if kind == "T":
+            state.clock_ms = now + state.work.teacher_ms
+            state.teachers.append(state.clock_ms)
+            return state.clock_ms
+        state.position += 1
+        if kind == "F":
+            state.clock_ms = now + state.work.forward_ms
+            state.forwards.append(state.clock_ms)
+        else:
+            state.clock_ms = now + state.work.backward_ms
+            state.backwards.append(state.clock_ms)
+        number = len(state.forwards) - 1
+        if kind == "F" and number < len(self.ranks) - 1 - rank and self.policy.sends_wait:
+            state.sending = number
+        else:
+            self._receive(state, state.clock_ms)
+        return state.clock_ms
 
-    def _receive(self, rank: int, at_ms: float) -> None:
+    def _receive(self, state: _RankState, at_ms: float) -> None:
         """Note when a rank begins to receive the forward that it runs next."""
-        if self._following(rank) == "F":
-            self.receiving_ms[rank, self.counts[rank]["F"]] = at_ms
+        if state.order[state.position] == "F":
+            state.receiving_ms.append(at_ms)
 
-    def _following(self, rank: int) -> str | None:
-        """Return the next task of the student."""
-        position = self.counts[rank]["F"] + self.counts[rank]["B"]
-        return self.student[rank][position] if position < len(self.student[rank]) else None
-
-    def _choose(self, rank: int, now: float) -> tuple[str | None, float]:
+    def _choose(self, state: _RankState, now: float) -> tuple[str | None, float]:
         """Return what a free rank does now; else None, and when to ask again."""
-        own, following = self.counts[rank], self._following(rank)
-        student_ms = self._ready_ms(following, rank) if following else NEVER
-        teacher_ms = self._teacher_ready_ms(rank, now)
-        fits = student_ms >= now + self.policy.patience * self.work[rank].teacher_ms
-        turns = 1 - self.policy.in_gaps / self.num_microbatches
-        is_due = following == "F" and own["T"] < turns * own["F"]
-        if teacher_ms <= now and (is_due or (student_ms > now and fits)):
-            return "T", now
+        following, number = state.order[state.position], len(state.teachers)
+        student_ms = self._student_ms(state, following)
+        teacher_ms = NEVER if number == self.num_microbatches else self._teacher_ms(state, number)
+        if teacher_ms <= now:
+            is_due = following == "F" and number < self.turns * len(state.forwards)
+            fits = student_ms >= now + self.policy.patience * state.work.teacher_ms
+            if is_due or (student_ms > now and fits):
+                return "T", now
         if student_ms <= now:
             return following, now
-        return None, min((time for time in (student_ms, teacher_ms) if time > now), default=NEVER)
+        return None, teacher_ms if now < teacher_ms < student_ms else student_ms
 
-    def _teacher_ready_ms(self, rank: int, now: float) -> float:
-        number = self.counts[rank]["T"]
-        done = self.policy.boundary.done(rank, len(self.work)) + number
-        if number == self.num_microbatches or done - bisect_right(self.losses_ms, now) >= self.ahead:
+    def _teacher_ms(self, state: _RankState, number: int) -> float:
+        """Return when a rank's next teacher forward can begin, `NEVER` if that is unknown."""
+        ready_ms, needed, loss = 0.0, number - self.policy.boundary.stagger, state.done + number - self.ahead
+        if state.teacher_inputs is not None and needed >= 0:
+            if needed >= len(state.teacher_inputs):
+                return NEVER
+            ready_ms = state.teacher_inputs[needed]
+        if loss < 0:
+            return ready_ms
+        return max(ready_ms, self.losses_ms[loss]) if loss < len(self.losses_ms) else NEVER
+
+    def _student_ms(self, state: _RankState, following: str) -> float:
+        """Return when the inputs of the student's next task are there, `NEVER` if that is unknown."""
+        if following == "B":
+            inputs, number = state.backward_inputs, len(state.backwards)
+            return inputs[number] if number < len(inputs) else NEVER
+        number, ready_ms = len(state.forwards), 0.0
+        if following == DONE:
             return NEVER
-        return self._ready_ms("T", rank)
-
-    def _ready_ms(self, kind: str, rank: int) -> float:
-        """Return when the inputs of a rank's next task of that kind are there, `NEVER` if that is unknown."""
-        number = self.counts[rank][kind]
-        return max((self.done_ms.get(one, NEVER) for one in self._inputs(kind, rank, number)), default=0.0)
-
-    def _inputs(self, kind: str, rank: int, number: int) -> Iterator[tuple[str, int, int]]:
-        last, boundary = len(self.work) - 1, self.policy.boundary
-        if kind == "T" and rank and number >= boundary.stagger:
-            yield "T", rank - 1, number - boundary.stagger
-        if kind == "F" and rank:
-            yield "F", rank - 1, number
-        if kind == "F" and rank == last and number >= boundary.start:
-            yield "T", rank, number - boundary.start
-        if kind == "B":
-            yield ("F", rank, number) if rank == last else ("B", rank + 1, number)
+        if state.forward_inputs is not None:
+            if number >= len(state.forward_inputs):
+                return NEVER
+            ready_ms = state.forward_inputs[number]
+        needed = number - self.policy.boundary.start
+        if state.computes_loss and needed >= 0:
+            return max(ready_ms, state.teachers[needed]) if needed < len(state.teachers) else NEVER
+        return ready_ms
