@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 from mkd.errors import UsageError
 from mkd.plan.prefetch import PrefetchPlan, RankWork, candidates, student_order
@@ -30,39 +30,16 @@ REPLAYED = 8
 """Plans of a search that get through a replay: the fastest of them is kept."""
 
 
-class Message(NamedTuple):
-    """A tensor on its way between neighbouring ranks."""
+# Plain tuples, of which a long step has hundreds of thousands.
+Message = tuple[str, int, int]
+"""A tensor between neighbours: state (of the teacher), forward or backward; lower rank; micro-batch."""
+Action = tuple[Any, ...]
+"""What a rank does: a name below, and what belongs to it."""
 
-    name: str  # state (of the teacher), forward or backward
-    link: int  # the lower of the two ranks
-    number: int  # of its micro-batch, counted through all steps
-
-
-class Post(NamedTuple):
-    """Announce one side of a message, without waiting."""
-
-    message: Message
-    is_send: bool
-    communicator: int | None  # None: the student's, which has no other message under way
-
-
-class Wait(NamedTuple):
-    """Wait until a message has arrived."""
-
-    message: Message
-
-
-class Work(NamedTuple):
-    """Compute."""
-
-    kind: str  # T, F or B
-
-
-class Meet(NamedTuple):
-    """Wait for all ranks, at the end of a step."""
-
-
-Action = Post | Wait | Work | Meet
+POST = "post"  # message, communicator (None: the student's): announces one side, without waiting
+WAIT = "wait"  # message: until it has arrived
+WORK = "work"  # T, F or B: computes
+MEET = "meet"  # waits for all ranks, at the end of a step
 
 
 @dataclass(frozen=True)
@@ -153,14 +130,14 @@ class _Rank:
         steady = range(first + self.warmup, first + self.num_microbatches)
         for number in range(first, first + self.warmup):
             self._exchange(self._forward_in(number), gap=next(before))
-            self.actions.append(Work("F"))
+            self.actions.append((WORK, "F"))
             self._exchange(self._forward_out(number))
         if steady:
             self._exchange(self._forward_in(steady.start), gap=next(before))
         for backward, number in enumerate(steady, first):
-            self.actions.append(Work("F"))
+            self.actions.append((WORK, "F"))
             self._exchange([*self._forward_out(number), *self._backward_in(backward)], gap=next(before))
-            self.actions.append(Work("B"))
+            self.actions.append((WORK, "B"))
             if number == steady[-1]:
                 self._exchange(self._backward_out(backward))
             else:
@@ -169,68 +146,70 @@ class _Rank:
                 )
         for backward in range(first + len(steady), first + self.num_microbatches):
             self._exchange(self._backward_in(backward), gap=next(before))
-            self.actions.append(Work("B"))
+            self.actions.append((WORK, "B"))
             self._exchange(self._backward_out(backward))
         self._teach(self.gaps.after)
         self._receive_states(self.teachers + self.gaps.inputs_kept)
         self._wait_for_sends()
-        self.actions.append(Meet())
+        self.actions.append((MEET,))
 
     def _wait_for_sends(self) -> None:
         """Wait until all states that have been sent are received."""
         unsent = range(0 if self.is_last else self.teachers)[self.sent :]
-        self.actions += [Wait(self._state(self.rank, number)) for number in unsent]
+        self.actions += [(WAIT, self._state(self.rank, number)) for number in unsent]
         self.sent += len(unsent)
 
-    def _exchange(self, posts: Sequence[Post], gap: int = 0) -> None:
+    def _exchange(self, posts: Sequence[Action], gap: int = 0) -> None:
         """Post messages of the student, run `gap` forwards of the teacher, then wait for the messages."""
         self.actions += posts
         self._teach(gap)
-        self.actions += [Wait(post.message) for post in posts]
+        self.actions += [(WAIT, message) for _, message, _ in posts]
 
     def _teach(self, number: int) -> None:
         """Run forwards of the teacher, as many as there are micro-batches left."""
         for _ in range(min(number, self.total - self.teachers)):
             self._receive_states(self.teachers + 1)
-            self.actions.append(Work("T"))
+            self.actions.append((WORK, "T"))
             if not self.is_last:
                 message = self._state(self.rank, self.teachers)
-                self.actions.append(Post(message, True, self._communicator(self.rank)))
+                self.actions.append((POST, message, self._communicator(self.rank)))
             self.teachers += 1
 
     def _receive_states(self, until: int) -> None:
         """Receive inputs of the teacher until there have been so many."""
         while not self.is_first and self.received < min(until, self.total):
             message = self._state(self.rank - 1, self.received)
-            self.actions += [Post(message, False, self._communicator(self.rank - 1)), Wait(message)]
+            self.actions += [(POST, message, self._communicator(self.rank - 1)), (WAIT, message)]
             self.received += 1
 
     def _communicator(self, link: int) -> int:
         return link % self.communicators
 
     def _state(self, link: int, number: int) -> Message:
-        return Message("state", link, number)
+        return "state", link, number
 
-    def _forward_in(self, number: int) -> list[Post]:
-        return [] if self.is_first else [Post(Message("forward", self.rank - 1, number), False, None)]
+    def _forward_in(self, number: int) -> list[Action]:
+        return [] if self.is_first else [(POST, ("forward", self.rank - 1, number), None)]
 
-    def _forward_out(self, number: int) -> list[Post]:
-        return [] if self.is_last else [Post(Message("forward", self.rank, number), True, None)]
+    def _forward_out(self, number: int) -> list[Action]:
+        return [] if self.is_last else [(POST, ("forward", self.rank, number), None)]
 
-    def _backward_in(self, number: int) -> list[Post]:
-        return [] if self.is_last else [Post(Message("backward", self.rank, number), False, None)]
+    def _backward_in(self, number: int) -> list[Action]:
+        return [] if self.is_last else [(POST, ("backward", self.rank, number), None)]
 
-    def _backward_out(self, number: int) -> list[Post]:
-        return [] if self.is_first else [Post(Message("backward", self.rank - 1, number), True, None)]
+    def _backward_out(self, number: int) -> list[Action]:
+        return [] if self.is_first else [(POST, ("backward", self.rank - 1, number), None)]
 
 
 class _Replay:
     """Runs the programs of all ranks, each as far as its messages let it."""
 
     def __init__(self, programs: Sequence[Sequence[Action]], work: Sequence[RankWork]):
-        self.programs, self.work = programs, work
-        self.position, self.clock_ms = [0] * len(programs), [0.0] * len(programs)
-        self.posted_ms: dict[tuple[Message, bool], float] = {}  # by message and side
+        self.times_ms = [{kind: one.of(kind) for kind in "TFB"} for one in work]
+        self.following = [iter(program) for program in programs]
+        self.actions = [next(program, None) for program in self.following]  # None: all is done
+        self.clock_ms = [0.0] * len(programs)
+        self.posted_ms: dict[Message, float] = {}  # by the later side so far
         self.arrived_ms: dict[Message, float] = {}
         self.queues: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # by rank and communicator
         self.free_ms: dict[tuple[int, int], float] = defaultdict(float)
@@ -238,65 +217,59 @@ class _Replay:
 
     def run(self) -> list[float]:
         """Return when each step ends. Raises UsageError if ranks wait for each other."""
-        before: list[int] = []
-        while before != self.position:
-            before = list(self.position)
-            for rank in range(len(self.programs)):
-                self._advance(rank)
-            actions = [self._next(rank) for rank in range(len(self.programs))]
-            if all(isinstance(action, Meet) for action in actions):
+        ranks = range(len(self.actions))
+        while any([self._advance(rank) for rank in ranks]):
+            if all(action == (MEET,) for action in self.actions):
                 self.ends_ms.append(max(self.clock_ms))
-                self.clock_ms = [self.ends_ms[-1]] * len(self.programs)
-                self.position = [position + 1 for position in self.position]
-        waiting = [f"rank {rank}: {one}" for rank in range(len(self.programs)) if (one := self._next(rank))]
+                self.clock_ms = [self.ends_ms[-1] for _ in ranks]
+                self.actions = [next(program, None) for program in self.following]
+        waiting = [f"rank {rank}: {action}" for rank, action in enumerate(self.actions) if action]
         if waiting:
             raise _refused(f"ranks wait for each other: {'; '.join(waiting)}")
         return self.ends_ms
 
-    def _next(self, rank: int) -> Action | None:
-        program, position = self.programs[rank], self.position[rank]
-        return program[position] if position < len(program) else None
-
-    def _advance(self, rank: int) -> None:
-        """Run a rank until it has to wait."""
-        while (action := self._next(rank)) and not isinstance(action, Meet):
-            if isinstance(action, Work):
-                self.clock_ms[rank] += self.work[rank].of(action.kind)
-            elif isinstance(action, Post):
-                self._post(rank, action)
-            elif action.message in self.arrived_ms:
-                self.clock_ms[rank] = max(self.clock_ms[rank], self.arrived_ms[action.message])
+    def _advance(self, rank: int) -> bool:
+        """Run a rank until it has to wait. Return True if it did something."""
+        times_ms, arrived_ms, following = self.times_ms[rank], self.arrived_ms, self.following[rank]
+        action, clock_ms, has_moved = self.actions[rank], self.clock_ms[rank], False
+        while action is not None:
+            kind = action[0]
+            if kind == WORK:
+                clock_ms += times_ms[action[1]]
+            elif kind == POST:
+                self._post(rank, action, clock_ms)
+            elif kind == MEET or action[1] not in arrived_ms:
+                break
             else:
-                return
-            self.position[rank] += 1
+                clock_ms = max(clock_ms, arrived_ms[action[1]])
+            action, has_moved = next(following, None), True
+        self.actions[rank], self.clock_ms[rank] = action, clock_ms
+        return has_moved
 
-    def _post(self, rank: int, post: Post) -> None:
-        self.posted_ms[post.message, post.is_send] = self.clock_ms[rank]
-        if post.communicator is None:
-            self._arrive(post.message, ())
-        else:
-            self.queues[rank, post.communicator].append(post.message)
-            self._move(post.message, post.communicator)
+    def _post(self, rank: int, post: Action, at_ms: float) -> None:
+        _, message, communicator = post
+        is_first = message not in self.posted_ms
+        posted_ms = self.posted_ms[message] = at_ms if is_first else max(at_ms, self.posted_ms[message])
+        if communicator is not None:
+            self.queues[rank, communicator].append(message)
+            self._move(message, communicator)
+        elif not is_first:
+            self.arrived_ms[message] = posted_ms
 
     def _move(self, message: Message, communicator: int) -> None:
         """Let messages arrive that are the first at both ends of their link, beginning with `message`."""
-        ends = [(message.link, communicator), (message.link + 1, communicator)]
+        _, link, _ = message
+        ends = [(link, communicator), (link + 1, communicator)]
         if any(not self.queues[end] or self.queues[end][0] != message for end in ends):
             return
-        self._arrive(message, ends)
+        arrived_ms = max(self.posted_ms[message], *(self.free_ms[end] for end in ends))
+        self.arrived_ms[message] = arrived_ms
         for end in ends:
             self.queues[end].popleft()
-            self.free_ms[end] = self.arrived_ms[message]
+            self.free_ms[end] = arrived_ms
         for end in ends:
             if self.queues[end]:
                 self._move(self.queues[end][0], communicator)
-
-    def _arrive(self, message: Message, ends: Sequence[tuple[int, int]]) -> None:
-        """Note when a message arrives, if both sides have posted it."""
-        sides = (message, True), (message, False)
-        if all(side in self.posted_ms for side in sides):
-            posted_ms = max(self.posted_ms[side] for side in sides)
-            self.arrived_ms[message] = max([posted_ms, *(self.free_ms[end] for end in ends)])
 
 
 def _refused(why: str) -> UsageError:
