@@ -32,7 +32,7 @@ from mkd.plan.update_time import update_ms
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
 MOST_PLANNED = 4096
-"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: some ten seconds."""
+"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
 
 
 class PlannedPrefetch(NamedTuple):

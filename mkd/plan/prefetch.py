@@ -155,7 +155,6 @@ class _RankState:
         "done",
         "forward_inputs",
         "forwards",
-        "neighbours",
         "order",
         "position",
         "receiving_ms",
@@ -168,7 +167,6 @@ class _RankState:
     def __init__(self, rank: int, work: Sequence[RankWork], num_microbatches: int, boundary: Boundary):
         ranks = len(work)
         self.work, self.computes_loss = work[rank], rank == ranks - 1
-        self.neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]
         self.done = boundary.done(rank, ranks)  # teacher forwards before the step
         self.order, self.position = student_order(rank, ranks, num_microbatches) + DONE, 0
         self.teachers: list[float] = []
@@ -200,7 +198,7 @@ class _Step:
         self.events = [(0.0, rank) for rank in range(len(work))]
 
     def run(self) -> None:
-        """Let the ranks choose until no one can go on."""
+        """Let the ranks choose until no one can go on. A busy rank asks when it is free."""
         ranks, events, last = self.ranks, self.events, len(self.ranks) - 1
         while events:
             now, rank = heappop(events)
@@ -214,10 +212,16 @@ class _Step:
                 continue
             end = self._do(kind, rank, now)
             heappush(events, (end, rank))
-            is_loss = kind == "F" and rank == last
-            for other in range(last) if is_loss else state.neighbours:
-                if ranks[other].clock_ms <= now:  # a busy rank asks when it is free
-                    heappush(events, (end, other))
+            receiver = rank - 1 if kind == "B" else rank + 1
+            if 0 <= receiver <= last and ranks[receiver].clock_ms <= now:
+                heappush(events, (end, receiver))
+            if rank and ranks[rank - 1].sending is not None:
+                heappush(events, (end, rank - 1))
+            if kind == "F" and rank == last:
+                loss = len(self.losses_ms) - 1
+                for other, waiting in enumerate(ranks):
+                    if waiting.done + len(waiting.teachers) - self.ahead == loss:
+                        heappush(events, (end, other))
 
     def _has_sent(self, rank: int, now: float) -> bool:
         """Return True if the rank behind has received what this rank sends."""
