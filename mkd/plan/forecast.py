@@ -123,17 +123,23 @@ class Forecast:
         return max(rank.total_gib for rank in self._memory(ahead).ranks)
 
     @cached_property
+    def prefetch_search(self) -> tuple[tuple[RankWork, ...], int, int] | None:
+        """Arguments of `plan_prefetch`; None if no teacher is ahead."""
+        if not self.states_ahead:
+            return None
+        return tuple(self.rank_work()), self.batch.num_microbatches, self.states_ahead
+
+    @cached_property
     def prefetch(self) -> PlannedPrefetch | None:
         """Plan of the teacher forwards ahead; None if there are none. Takes seconds on many ranks.
 
         Raises UsageError if no order of work gets through, which is not known to happen; `auto` goes without
         then, in a plan that still counts their memory.
         """
-        if not self.states_ahead:
+        if self.prefetch_search is None:
             return None
         try:
-            microbatches = self.batch.num_microbatches
-            return PlannedPrefetch(*plan_prefetch(tuple(self.rank_work()), microbatches, self.states_ahead))
+            return PlannedPrefetch(*plan_prefetch(*self.prefetch_search))
         except UsageError:
             if is_auto(self.config):
                 return None
@@ -176,16 +182,22 @@ class Forecast:
         return replace(self, config=replace(self.config, training=training)).memory().ranks
 
     def step_ms(self) -> float:
-        """Predicted time of a step, to compare many settings.
+        """Predicted time of a step, to compare settings where `planned_step_ms` would take long.
 
         Teachers are not ahead, and the update is left out: what shortens it sends more over data parallelism,
-        or between stages, and that is not predicted. See `planned_step_ms`.
+        or between stages, and that is not predicted.
         """
         return self.updates * (self.step().step_ms + self.optimizer_copies_ms())
 
     def planned_step_ms(self) -> float:
         """Return `step_ms` of a run, whose teachers may be ahead, with the update."""
         return self.updates * (self.pipeline_ms() + self.optimizer_ms())
+
+    def least_step_ms(self) -> float:
+        """Return a bound that `planned_step_ms` never falls below: the slowest rank never waits."""
+        ranks, stages = self.student_layout.pipeline_parallel, self.stage_times()
+        slowest_ms = max(sum(time.total_ms for time in stages[rank::ranks]) for rank in range(ranks))
+        return self.updates * (self.batch.num_microbatches * slowest_ms + self.optimizer_ms())
 
     def pipeline_ms(self) -> float:
         """Predicted time of forwards and backwards of an update of a run, whose teachers may be ahead."""

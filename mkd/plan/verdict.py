@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +19,9 @@ from mkd.plan.memory import RankMemory
 from mkd.plan.teacher_place import HOST, SPLIT, describe_places, separates_peers
 
 SHOWN = 3  # number of remedies
+
+QUICKLY_COMPARED = 4096
+"""Most pipeline ranks x micro-batches, added up over plans, for which teachers ahead are planned: seconds."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,24 @@ class Remedy:
     """Changes that make the run fit."""
 
     changes: tuple[Change, ...]
-    step_ms: float
+    forecast: Forecast  # with them
     need_gib: float
+    is_planned: bool = True  # its time is that of a run, whose teachers may be ahead
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the changes."""
+        return tuple(change.kind for change in self.changes)
+
+    @cached_property
+    def step_ms(self) -> float:
+        """Predicted time of a step; see `Forecast.step_ms` if it is not planned."""
+        return self.forecast.planned_step_ms() if self.is_planned else self.forecast.step_ms()
+
+    @cached_property
+    def least_ms(self) -> float:
+        """Time below which a planned `step_ms` cannot be."""
+        return round(self.forecast.least_step_ms(), 3)
 
     def describe(self, more: str = "") -> str:
         """Return the flags, then `more`, then predicted time and memory."""
@@ -71,8 +92,11 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
     if not found:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
-    now = f"as it is: {forecast.step_ms():.4g} ms"
-    lines.append(f"what fits, by predicted step time without teachers ahead and update ({now}):")
+    if found[0].is_planned:
+        lines.append(f"what fits, by predicted step time (as it is: {forecast.planned_step_ms():.4g} ms):")
+    else:
+        now = f"as it is: {forecast.step_ms():.4g} ms"
+        lines.append(f"what fits, by predicted step time without teachers ahead and update ({now}):")
     # without a given batch size it follows from the layout, which changes may alter
     follows = forecast.config.training.global_batch_size is None
     batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
@@ -92,7 +116,8 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
 
     Pairs of changes are tried if few single changes help, and three together if nothing else does. For each
     combination of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
-    change in a remedy is necessary.
+    change in a remedy is necessary. Times are those of runs, unless their plans take long; beyond the first
+    `SHOWN` the order is then that of `least_ms`.
     """
     training = replace(forecast.config.training, global_batch_size=forecast.batch.global_batch_size)
     config = replace(forecast.config, training=training)
@@ -108,7 +133,7 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
                 )
                 remedy = _try(forecast, config, chosen, usable_gib) if is_new else None
                 found += [remedy] if remedy else []
-    return _cheapest_of_kinds(found)
+    return _cheapest_planned(found) or _cheapest_of_kinds([replace(one, is_planned=False) for one in found])
 
 
 def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_gib: float) -> Remedy | None:
@@ -121,14 +146,43 @@ def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_
     if separates_peers(changed):
         return None
     _, need = fullest_rank(changed)
-    return Remedy(chosen, changed.step_ms(), need) if need <= usable_gib else None
+    return Remedy(chosen, changed, need) if need <= usable_gib else None
+
+
+def _cheapest_planned(found: Sequence[Remedy]) -> list[Remedy] | None:
+    """Return the cheapest of each combination of kinds by the time of a run; None if that takes long.
+
+    Only those are planned that may be among the first `SHOWN`. The others follow by `least_ms`.
+    """
+    timed: list[Remedy] = []
+    waiting = deque(sorted(found, key=lambda one: one.least_ms))
+    searches: dict[Hashable, int] = {}  # of plans of teachers ahead: pipeline ranks x micro-batches
+    while waiting:
+        best = _cheapest_of_kinds(timed)
+        if len(best) >= SHOWN and waiting[0].least_ms >= best[SHOWN - 1].step_ms:
+            break
+        one = waiting.popleft()
+        if any(other.kinds == one.kinds and other.step_ms <= one.least_ms for other in best):
+            continue
+        search = one.forecast.prefetch_search
+        if search is not None:
+            searches[search] = len(search[0]) * search[1]
+        if sum(searches.values()) > QUICKLY_COMPARED:
+            return None
+        timed.append(one)
+    best = _cheapest_of_kinds(timed)
+    return _first_of_kinds([*best[:SHOWN], *sorted(best[SHOWN:] + [*waiting], key=lambda one: one.least_ms)])
 
 
 def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
-    """Sort by step time in microseconds; equal ones keep the order of `changes`."""
+    """Sort by step time in microseconds; equal ones keep their order."""
+    return _first_of_kinds(sorted(found, key=lambda remedy: round(remedy.step_ms, 3)))
+
+
+def _first_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
     best: dict[tuple[str, ...], Remedy] = {}
-    for remedy in sorted(found, key=lambda remedy: round(remedy.step_ms, 3)):
-        best.setdefault(tuple(change.kind for change in remedy.changes), remedy)
+    for remedy in found:
+        best.setdefault(remedy.kinds, remedy)
     return list(best.values())
 
 
