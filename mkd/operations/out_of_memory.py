@@ -16,7 +16,7 @@ from mkd.errors import OutOfMemory
 from mkd.plan.forecast import Forecast
 from mkd.plan.hardware import USABLE
 from mkd.plan.memory import GIB, RankMemory
-from mkd.plan.verdict import SHOWN, fullest_rank, remedies
+from mkd.plan.verdict import SHOWN, fullest_rank, left_out, remedies
 
 FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves but cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
@@ -71,7 +71,7 @@ def explain(
     if device:
         why += f"\n       in use: {device.describe()}"
     asked = f" when it asked for {wanted:.2f} GiB more" if wanted else ""
-    do = "one of these, with predicted memory, and step time without teachers ahead and update:\n"
+    do = "one of these, with predicted memory and step time:\n"
     do += _remedies(forecast, planned, device, wanted)
     return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do, code="out-of-gpu-memory")
 
@@ -86,6 +86,8 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
         usable = USABLE * need
     found = remedies(forecast, min(usable, USABLE * need))[:SHOWN]
     lines = [f"  {place}. {remedy.describe()}" for place, remedy in enumerate(found, 1)]
+    if left_out(found):
+        lines.append(f"  (times{left_out(found)})")
     if not lines:
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]
     if device and device.reserved - device.allocated > FRAGMENTED * device.total:

@@ -92,11 +92,8 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
     if not found:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
-    if found[0].is_planned:
-        lines.append(f"what fits, by predicted step time (as it is: {forecast.planned_step_ms():.4g} ms):")
-    else:
-        now = f"as it is: {forecast.step_ms():.4g} ms"
-        lines.append(f"what fits, by predicted step time without teachers ahead and update ({now}):")
+    now_ms = forecast.planned_step_ms() if found[0].is_planned else forecast.step_ms()
+    lines.append(f"what fits, by predicted step time{left_out(found)} (as it is: {now_ms:.4g} ms):")
     # without a given batch size it follows from the layout, which changes may alter
     follows = forecast.config.training.global_batch_size is None
     batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
@@ -134,6 +131,11 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
                 remedy = _try(forecast, config, chosen, usable_gib) if is_new else None
                 found += [remedy] if remedy else []
     return _cheapest_planned(found) or _cheapest_of_kinds([replace(one, is_planned=False) for one in found])
+
+
+def left_out(found: Sequence[Remedy]) -> str:
+    """Return what the times of remedies leave out, as the end of a phrase."""
+    return "" if all(one.is_planned for one in found) else " without teachers ahead and update"
 
 
 def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_gib: float) -> Remedy | None:

@@ -57,7 +57,7 @@ def test_the_recipe_of_a_pair_with_experts(printed):
     assert printed(*argv).splitlines() == expected.splitlines()
     step, spread = re.search(r"at EP 16, .*? from\s(\d+) to (\d+) ms", text, re.DOTALL).groups()
     wider = printed(*argv, "--teacher-expert-model-parallel-size", "16")
-    assert f"predicted step: {step} ms" in expected and f"predicted step: {spread} ms" in wider
+    assert f"chosen by auto): {step} ms" in expected and f"chosen by auto): {spread} ms" in wider
 
 
 def test_the_recipe_of_a_pair_with_images(printed):
