@@ -159,7 +159,9 @@ def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
 def test_what_is_no_file_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
     source, said = ImageSource(str(tmp_path), MAX_PIXELS), {"missing": "there is no such file"}
+    said |= {name: "Not a directory" for name in ("file/", "file/.", "file/../file")}
     said |= {"folder": "it is a folder, not a file", "pipe": "it is a named pipe (FIFO), not a file"}
     for name, text in said.items():
         with refused("image-unreadable") as caught:
