@@ -215,6 +215,31 @@ def test_a_text_spells_no_token_that_the_processor_places(tmp_path, has_tokens):
     assert len(encode(allowed, images).ids)
 
 
+TRIMMED = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text | trim }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("where", ["two parts", "two messages", "a pair"])
+@pytest.mark.parametrize("halves", [("<ima", "ge>"), ("<row_1_ ", " col_1>"), ("<global", "\n-img>")])
+def test_a_template_joins_no_token_out_of_two_texts(reader, halves, where):
+    images = reader("smolvlm")
+    images.processor.tokenizer._hf.chat_template = TRIMMED
+    first, second = halves
+    image = {"type": "image", "image": data_uri(image_file(picture(9, 9)))}
+    parts = [{"type": "text", "text": text} for text in halves]
+    messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+    record = {
+        "two parts": {"messages": [{"role": "user", "content": [image, *parts]}, ANSWER]},
+        "two messages": {"messages": messages},
+        "a pair": {"prompt": messages[:1], "chosen": messages[1:], "rejected": [ANSWER]},
+    }[where]
+    with refused("image-placeholder-in-text", DataError):
+        encode_documents(parse_row(json.dumps(record).encode()), images.processor.tokenizer, True, images)
+
+
 def test_a_template_that_drops_images_is_refused(reader, tmp_path):
     images = reader("smolvlm")
     (tmp_path / "pictures" / "a.png").write_bytes(image_file(picture(40, 40)))
