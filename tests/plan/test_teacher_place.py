@@ -71,7 +71,7 @@ def test_a_place_wins_that_leaves_room_for_teachers_ahead():
 
 
 def test_the_place_of_a_run_has_the_step_time_of_its_plan():
-    """With the update and the copies of its state; only a large plan leaves teachers ahead out, and says so."""
+    """With the update and the copies of its state. In a large plan no teacher is ahead, and it says so."""
     argv = ["--pipeline-model-parallel-size", 2, "--optimizer-residency", "host", "--global-batch-size"]
     pair = forecast(2, *argv, 32)
     whole_ms, (first, device, *_) = pair.planned_step_ms(), describe_places(pair, 140)
