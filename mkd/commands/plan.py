@@ -22,6 +22,7 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.notes import plan_notes
 from mkd.plan.verdict import describe
 
 
@@ -29,7 +30,8 @@ from mkd.plan.verdict import describe
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan."""
     own, rest = own_flags(sys.argv[1:] if argv is None else argv)
-    print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
+    forecast = plan(load_config(rest).config, own.world_size, own.document_length)
+    print("\n".join([describe(forecast), *plan_notes(forecast)]))
 
 
 def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -118,8 +118,8 @@ class KDConfig(KDDivergence):
 
     kd_ratio: float = option(
         0.5,
-        "weight of distillation in the loss, 0 to 1. 0 is plain training and never loads the teacher; "
-        "training at 1 computes no cross entropy",
+        "weight of distillation in the loss, 0 to 1. 0 is plain training and never loads the teacher, whose "
+        "settings have no effect; training at 1 computes no cross entropy",
     )
     kd_temperature: float = option(
         1.0,

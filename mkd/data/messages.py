@@ -39,11 +39,21 @@ def num_characters(messages: Sequence[Mapping[str, Any]]) -> int:
 def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield each text of a message; the texts of a list of parts are joined."""
     for value in message.values():
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            texts = (part.get("text") for part in value if isinstance(part, Mapping))
-            yield "".join(text for text in texts if isinstance(text, str))
+        if isinstance(value, (str, list)):
+            yield "".join(_pieces(value))
+
+
+def joined_texts(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return all texts but the roles joined, without white space at their ends, as a template may do it."""
+    values = (value for message in messages for name, value in message.items() if name != "role")
+    return "".join(piece.strip() for value in values for piece in _pieces(value))
+
+
+def _pieces(value: Any) -> list[str]:
+    """Return the texts in a value of a message."""
+    parts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
 
 
 def check_string(value: Any, name: str) -> None:

@@ -32,10 +32,7 @@ def encode_documents(
     if record.kind != PAIR:
         return [encode_record(record, tokenizer, append_eod, images)]
     prompt, *answers = record.values
-    if images is not None and not isinstance(prompt, str):
-        for answer in answers:
-            images.check_texts([*prompt, *answer])
-    documents = [_answered(prompt, answer, tokenizer, append_eod) for answer in answers]
+    documents = [_answered(prompt, answer, tokenizer, append_eod, images) for answer in answers]
     chosen, rejected = documents
     if not (chosen.loss[1:].any() and rejected.loss[1:].any()):
         what, why = "an answer of the pair is empty", "there is no token to prefer"
@@ -46,7 +43,9 @@ def encode_documents(
     return documents
 
 
-def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer, append_eod: bool) -> Document:
+def _answered(
+    prompt: Any, answer: Any, tokenizer: Tokenizer, append_eod: bool, images: ConversationImages | None
+) -> Document:
     """Return the prompt with one answer; only tokens of the answer have loss."""
     if isinstance(prompt, str):
         found = encode_record(Record(PROMPT_COMPLETION, (prompt, answer)), tokenizer, append_eod)
@@ -58,7 +57,7 @@ def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer, append_eod: bool) 
         )
         do = "leave only the answer's messages in chosen and rejected"
         raise DataError(what, why, do, code="pair-answer-repeats-prompt")
-    found = encode_record(Record(MESSAGES, ([*prompt, *answer],)), tokenizer, append_eod)
+    found = encode_record(Record(MESSAGES, ([*prompt, *answer],)), tokenizer, append_eod, images)
     if any(message["role"] == "assistant" for message in prompt):
         found.loss[: _beginning(prompt, found.ids.tolist(), tokenizer)] = 0
     return replace(found, kind=PAIR)

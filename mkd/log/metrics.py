@@ -180,13 +180,14 @@ METRICS = (
         "reward/mean",
         "1",
         STEP_MEAN,
-        "mean reward of the completions. Absent without --reward, as all of these",
+        "mean reward of the completions. Absent without --reward, as all of these. Steps without any reward "
+        "count neither here nor in the next one",
     ),
     Metric(
         "reward/std0_groups",
         "proportion",
         STEP_MEAN,
-        "fraction of prompts whose completions all have the same reward: they teach nothing",
+        "fraction of prompts with rewards whose rewards are all the same: they teach nothing",
     ),
     Metric("reward/failed", "completions", STEP_MEAN, "completions of a step whose reward failed"),
     Metric(

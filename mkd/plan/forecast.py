@@ -182,15 +182,15 @@ class Forecast:
         return replace(self, config=replace(self.config, training=training)).memory().ranks
 
     def step_ms(self) -> float:
-        """Predicted time of a step, to compare settings where `planned_step_ms` would take long.
+        """Predicted time of a step whose teachers are not ahead, with the update.
 
-        Teachers are not ahead, and the update is left out: what shortens it sends more over data parallelism,
-        or between stages, and that is not predicted.
+        To compare settings where `planned_step_ms` would take long. Collectives of tensor, context and expert
+        parallelism count. Those of data parallelism and messages between stages do not.
         """
-        return self.updates * (self.step().step_ms + self.optimizer_copies_ms())
+        return self.updates * (self.step().step_ms + self.optimizer_ms())
 
     def planned_step_ms(self) -> float:
-        """Return `step_ms` of a run, whose teachers may be ahead, with the update."""
+        """Return `step_ms` of a run, whose teachers may be ahead."""
         return self.updates * (self.pipeline_ms() + self.optimizer_ms())
 
     def least_step_ms(self) -> float:

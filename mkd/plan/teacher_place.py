@@ -84,14 +84,13 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
     return planned
 
 
-def _step_ms(forecast: Forecast) -> float:
-    """Return the predicted time of a step without its update, which is the same in every place.
+def _is_quickly_planned(forecast: Forecast) -> bool:
+    return forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches <= QUICKLY_PLANNED
 
-    Teachers are ahead as in a run, unless a plan of that takes long.
-    """
-    if forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches > QUICKLY_PLANNED:
-        return forecast.step_ms()
-    return forecast.updates * (forecast.pipeline_ms() + forecast.optimizer_copies_ms())
+
+def _step_ms(forecast: Forecast) -> float:
+    """Return the predicted time of a step: that of the plan, unless a plan of teachers ahead takes long."""
+    return forecast.planned_step_ms() if _is_quickly_planned(forecast) else forecast.step_ms()
 
 
 def _in_bf16(config: Config) -> Config:
@@ -132,7 +131,8 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
         exact = choose([one for one in planned if one.place in IN_BF16], usable_gib)
         if chosen.place in IN_FP8:
             line += f"without FP8: {exact.place.text(is_only)}; " if exact else "without FP8 nothing fits; "
-        lines = [line + "all places:"]
+        ahead = forecast.states_ahead and not _is_quickly_planned(forecast)
+        lines = [f"{line}all places{', without teachers ahead' if ahead else ''}:"]
     for one in planned:
         line = f"  {one.place.name}: {one.step_ms:.4g} ms, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"

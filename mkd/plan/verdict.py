@@ -49,7 +49,7 @@ class Remedy:
 
     @cached_property
     def step_ms(self) -> float:
-        """Predicted time of a step; see `Forecast.step_ms` if it is not planned."""
+        """Predicted time of a step. If it is not planned, teachers are not ahead."""
         return self.forecast.planned_step_ms() if self.is_planned else self.forecast.step_ms()
 
     @cached_property
@@ -135,7 +135,7 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
 
 def left_out(found: Sequence[Remedy]) -> str:
     """Return what the times of remedies leave out, as the end of a phrase."""
-    return "" if all(one.is_planned for one in found) else " without teachers ahead and update"
+    return "" if all(one.is_planned for one in found) else " without teachers ahead"
 
 
 def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_gib: float) -> Remedy | None:

@@ -57,9 +57,10 @@ class Rewards:
             for one, advantage, has in zip(rollouts, advantages.reshape(-1), is_judged, strict=True)
             if has
         ]
-        figures = {"reward/failed": float((~is_judged).sum()), "reward/std0_groups": float(is_flat.mean())}
+        figures = {"reward/failed": float((~is_judged).sum())}
         if judged:
             figures["reward/mean"] = float(rewards[is_judged].mean())
+            figures["reward/std0_groups"] = float(is_flat[np.isfinite(groups).any(axis=1)].mean())
         return judged, figures
 
     def _judge(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:

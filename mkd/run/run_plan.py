@@ -25,6 +25,7 @@ from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
+from mkd.plan.notes import plan_notes
 from mkd.plan.verdict import describe
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
@@ -88,7 +89,7 @@ class Plan:
     @cached_property
     def text(self) -> str:
         """The batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
-        notes = self.tokenizers.notes if self.tokenizers else ()
+        notes = [*plan_notes(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())]
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
     def figures(self) -> dict[str, Any]:

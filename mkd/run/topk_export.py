@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
-from mkd.config.schema import Config, TeacherConfig
+from mkd.config.schema import Config
 from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
-from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
+from mkd.data.stored.teacher_topk import UNKNOWN_PRECISION, ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
@@ -182,9 +182,11 @@ def _describe(
     return outcome
 
 
-def _precision(teacher: TeacherConfig | None) -> str:
-    assert teacher is not None, "the plan is of a teacher"
-    return f"fp8 {teacher.fp8_recipe}" if teacher.precision == "fp8" else teacher.precision
+def _precision(config: Config) -> str:
+    teacher = config.teachers[TEACHER]
+    if teacher.precision == "fp8":
+        return f"fp8 {teacher.fp8_recipe}"
+    return "bf16" if config.training.bf16 else "fp32"
 
 
 def _write_description(
@@ -206,10 +208,12 @@ def _write_description(
         data=data,
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
-        precision=_precision(plan.teacher.teacher),
+        precision=_precision(plan.config),
     )
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)
+        if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
+            found = replace(found, precision=meta.precision)
         compared = (name for name in vars(meta) if name != "teacher")
         differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
         if differing:

@@ -50,7 +50,7 @@ def test_planned_and_actual_memory_and_three_changes(files):
     assert "expandable_segments:True" in message  # 0.3 of 2 GiB are fragments
 
 
-def test_the_changes_make_the_plan_smaller(files):
+def test_the_changes_make_the_plan_smaller(files, monkeypatch):
     message = explained(files, None, "--seq-length", "8192", text="no numbers")
     assert message.startswith("GPU memory is not enough on rank 0\n") and "in use" not in message
     (planned,) = re.findall(r"planned for pipeline rank 0: ([\d.]+) GiB", message)
@@ -58,6 +58,17 @@ def test_the_changes_make_the_plan_smaller(files):
     assert [number for number, _, _ in changes] == ["1", "2", "3"] and all(
         float(need) < float(planned) for *_, need in changes
     )
+    assert "(times" not in message
+    pipelines = (
+        "--pipeline-model-parallel-size",
+        "2",
+        "--teacher-pipeline-layout",
+        "2,1",
+        "--seq-length",
+        "8192",
+    )
+    monkeypatch.setattr("mkd.plan.verdict.QUICKLY_COMPARED", 0)
+    assert "  (times without teachers ahead)" in explained(files, None, *pipelines, world_size=2)
 
 
 def test_the_pipeline_rank_of_a_rank(files):

@@ -34,7 +34,7 @@ def test_a_place_costs_what_its_flags_cost():
     for name, one in planned.items():
         argv = one.place.text(is_only=True).split()
         direct = forecast(8, *argv, teachers=() if name == "stored" else (TEACHER,))
-        assert (one.step_ms, one.need_gib) == (direct.step_ms(), fullest_rank(direct)[1])
+        assert (one.step_ms, one.need_gib) == (direct.planned_step_ms(), fullest_rank(direct)[1])
 
 
 def test_the_fastest_place_that_fits_is_chosen_and_the_simplest_of_equal_ones():
@@ -66,8 +66,19 @@ def test_a_place_wins_that_leaves_room_for_teachers_ahead():
     assert chosen is planned["2 peers"] and chosen.step_ms < 0.99 * planned["device"].step_ms
     for given, name in places:
         direct = forecast(8, *given, *known)
-        assert planned[name].step_ms == direct.pipeline_ms()
+        assert planned[name].step_ms == direct.planned_step_ms()
         assert direct.states_ahead == (0 if name == "device" else 4)
+
+
+def test_the_place_of_a_run_has_the_step_time_of_its_plan():
+    """With the update and the copies of its state. In a large plan no teacher is ahead, and it says so."""
+    argv = ["--pipeline-model-parallel-size", 2, "--optimizer-residency", "host", "--global-batch-size"]
+    pair = forecast(2, *argv, 32)
+    whole_ms, (first, device, *_) = pair.planned_step_ms(), describe_places(pair, 140)
+    assert f"from and to the host: {whole_ms:.4g} ms" in pair.describe()
+    assert device.startswith(f"  device: {whole_ms:.4g} ms, ") and first.endswith("; all places:")
+    (first, *_) = describe_places(forecast(2, *argv, 258), 140)
+    assert first.endswith("; all places, without teachers ahead:")
 
 
 def test_a_faster_place_wins_over_a_simpler_one():

@@ -112,15 +112,15 @@ def test_host_copies_cost_time():
         for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
     )
     state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
-    assert optimizer.step_ms() == pytest.approx(plain.step().step_ms + state_ms)
-    assert plain.step_ms() == plain.step().step_ms
-    assert teacher.step_ms() > plain.step().step_ms  # 8,192 tokens do not hide the copy of a layer
+    assert optimizer.step_ms() == pytest.approx(plain.step_ms() + state_ms)
+    assert plain.step_ms() == plain.step().step_ms + plain.optimizer_ms()
+    assert teacher.step_ms() > plain.step_ms()  # 8,192 tokens do not hide the copy of a layer
     whole_ms = optimizer.planned_step_ms()
-    assert whole_ms == pytest.approx(plain.planned_step_ms() + state_ms) and whole_ms > optimizer.step_ms()
+    assert whole_ms == pytest.approx(plain.planned_step_ms() + state_ms) == optimizer.step_ms()
     assert f"from and to the host: {whole_ms:.4g} ms" in optimizer.describe()
     assert optimizer.describe().count(f"predicted MFU {optimizer.mfu(whole_ms):.3f}") == 1
     assert (
-        f"predicted step: {teacher.step_ms():.4g} ms" in teacher.describe()
+        f"predicted step: {teacher.step().step_ms:.4g} ms" in teacher.describe()
         and "to the host" not in teacher.describe()
     )
 
@@ -210,4 +210,4 @@ def test_remedies_are_compared_as_runs(monkeypatch):
     monkeypatch.setattr("mkd.plan.verdict.QUICKLY_COMPARED", 0)
     behind = remedies(pair, 22.8)
     assert [one.step_ms for one in behind] == sorted(one.forecast.step_ms() for one in behind)
-    assert "by predicted step time without teachers ahead and update (as it is: 3119 ms)" in verdict(pair, 24)
+    assert "by predicted step time without teachers ahead (as it is: 3140 ms)" in verdict(pair, 24)

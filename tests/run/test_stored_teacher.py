@@ -284,6 +284,18 @@ def test_a_run_resumes_only_with_the_export_that_it_had(cache, files, ranks):
     assert "exported with layers in fp8 tensorwise" in plan_run(config, 1).loss_card()
 
 
+def test_a_cache_says_in_which_precision_its_teacher_ran(files, ranks):
+    """An interrupted export goes on in this precision only; a cache of version 0.1.0 does not say it."""
+    described = exported(ranks, files, "precision", "--k", 4) / "meta.json"
+    assert json.loads(described.read_text())["precision"] == "fp32"
+    (result,) = export(ranks, files, "precision", "--k", 4, "--bf16")
+    assert result.exit_code == 65 and "precision differ" in reported_text(result.stderr)
+    older = {key: value for key, value in json.loads(described.read_text()).items() if key != "precision"}
+    described.write_text(json.dumps(older))
+    exported(ranks, files, "precision", "--k", 4, "--bf16")
+    assert json.loads(described.read_text())["precision"] == "bf16"
+
+
 def test_only_forward_kl(cache, files, ranks):
     argv = offline(files, "divergence", cache, *T2, "--kd-divergence", "reverse_kl")
     assert_refused(ranks, argv, 64, "stored-teacher-divergence", "reverse_kl")

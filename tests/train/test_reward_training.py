@@ -190,6 +190,7 @@ def test_a_step_without_any_reward_says_so(files, ranks):
     (result,) = run_main(ranks, argv(files, "no reward", *limit, reward="always_raises"))
     (line,) = read_metrics(files / "no reward")
     assert result.exit_code == 0 and line["reward/failed"] == 12 and line["grad_norm"] == 0
+    assert line.get("reward/mean") is line.get("reward/std0_groups") is None
     assert "iteration 1: no completion is left for the loss: 12 of 12 have no reward" in result.stdout
 
 

@@ -1,4 +1,4 @@
-"""What the CPU does in a step: how long it needs to start the GPU's work, and with what."""
+"""Measure what the CPU does in a step: how long it needs to start the GPU's work, and with what."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
-from mkd.data.messages import texts_of
+from mkd.data.messages import joined_texts, texts_of
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class ConversationImages:
         images: Sequence[ReadImage],
     ) -> PlacedImages:
         """Return the conversation's tokens with the images expanded. Raises DataError as `encode`."""
-        self.check_texts(messages)
+        self._check_texts(messages)
         places = np.flatnonzero(ids == self.processor.image_token_id)
         if len(places) != len(images):
             raise DataError(
@@ -128,18 +128,18 @@ class ConversationImages:
         except DataError as error:
             raise error.located(f"image {number}") from error
 
-    def check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise DataError for a text that spells a control token of images."""
-        for number, message in enumerate(messages, 1):
-            for text in texts_of(message):
-                spelled = [string for string in self.processor.reserved if string in text]
-                if spelled:
-                    raise DataError(
-                        f"message {number} spells {spelled[0]}, a control token of images",
-                        "the model would take it for an image that is not there",
-                        "remove it, or write an image part",
-                        code="image-placeholder-in-text",
-                    )
+    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError for texts that spell a control token of images, each alone or joined."""
+        texts = [(f"message {n}", text) for n, one in enumerate(messages, 1) for text in texts_of(one)]
+        for place, text in (*texts, ("the conversation, where texts meet,", joined_texts(messages))):
+            spelled = [string for string in self.processor.reserved if string in text]
+            if spelled:
+                raise DataError(
+                    f"{place} spells {spelled[0]}, a control token of images",
+                    "the model would take it for an image that is not there",
+                    "remove it, or write an image part",
+                    code="image-placeholder-in-text",
+                )
 
 
 def image_reader(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class ImageSource:
             most = HEADER_BYTES + BYTES_PER_PIXEL * self.max_pixels
             if not path.is_file():
                 raise FileNotFoundError(_what_is_there(path))
+            os.stat(os.path.join(root, name))  # an error for FILE/, which `resolve` takes for FILE
             with path.open("rb") as file:
                 content = file.read(most + 1)
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before 3.13

@@ -32,6 +32,7 @@ GROUP_BYTES = 1 << 20
 OPEN_FILES = 64
 CACHED_GROUPS = 8
 DTYPES = {"float16": np.float16, "float32": np.float32}
+UNKNOWN_PRECISION = "fp32 or bf16"  # of a cache of version 0.1.0, which does not say
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TopKMeta:
     parts: dict[str, int]  # data set -> packs
     samples_per_shard: int
     format_version: int = field(default=FORMAT_VERSION)
-    precision: str = "bf16"  # of the teacher's products: that of the export's run, or fp8 and its recipe
+    precision: str = UNKNOWN_PRECISION  # of the teacher's products: fp32, bf16, or fp8 and its recipe
 
     @property
     def is_fp8(self) -> bool:

@@ -44,7 +44,7 @@ def check_prefetch(config: Config) -> Iterator[UsageError]:
         why = "it is the number of micro-batches that teacher forwards may be ahead of the loss"
         what, do = f"{_given(config)} is no such number", "give 0 or more, or auto"
         yield UsageError(what, why, do, code="teacher-prefetch-not-valid")
-    elif ahead > 0:
+    elif ahead > 0 and config.needs_models:  # plain training reads no setting of teachers
         yield from _obstacles(config)
 
 
@@ -64,7 +64,7 @@ def _obstacles(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="teacher-prefetch-with-interleaving")
     if not config.needs_models or not config.teachers or any(teacher.topk for teacher in config.teachers):
         what = f"{given}, but no teacher runs"
-        why = "a stored teacher, and a --kd-ratio of 0, need no teacher forward"
+        why = "a stored teacher needs no teacher forward"
         yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-without-teacher")
     if config.rollout.is_on:
         what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"

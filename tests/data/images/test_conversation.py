@@ -159,7 +159,9 @@ def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
 def test_what_is_no_file_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
     source, said = ImageSource(str(tmp_path), MAX_PIXELS), {"missing": "there is no such file"}
+    said |= {name: "Not a directory" for name in ("file/", "file/.", "file/../file")}
     said |= {"folder": "it is a folder, not a file", "pipe": "it is a named pipe (FIFO), not a file"}
     for name, text in said.items():
         with refused("image-unreadable") as caught:
@@ -211,6 +213,31 @@ def test_a_text_spells_no_token_that_the_processor_places(tmp_path, has_tokens):
     allowed = asked(text="<row_1_col> <global-image>")
     allowed["messages"][0]["tags"] = ["a key that no template reads"]
     assert len(encode(allowed, images).ids)
+
+
+TRIMMED = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text | trim }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("where", ["two parts", "two messages", "a pair"])
+@pytest.mark.parametrize("halves", [("<ima", "ge>"), ("<row_1_ ", " col_1>"), ("<global", "\n-img>")])
+def test_a_template_joins_no_token_out_of_two_texts(reader, halves, where):
+    images = reader("smolvlm")
+    images.processor.tokenizer._hf.chat_template = TRIMMED
+    first, second = halves
+    image = {"type": "image", "image": data_uri(image_file(picture(9, 9)))}
+    parts = [{"type": "text", "text": text} for text in halves]
+    messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+    record = {
+        "two parts": {"messages": [{"role": "user", "content": [image, *parts]}, ANSWER]},
+        "two messages": {"messages": messages},
+        "a pair": {"prompt": messages[:1], "chosen": messages[1:], "rejected": [ANSWER]},
+    }[where]
+    with refused("image-placeholder-in-text", DataError):
+        encode_documents(parse_row(json.dumps(record).encode()), images.processor.tokenizer, True, images)
 
 
 def test_a_template_that_drops_images_is_refused(reader, tmp_path):

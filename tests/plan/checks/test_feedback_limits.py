@@ -68,7 +68,6 @@ def test_one_reference_is_enough(tmp_path):
         (("--teacher-hf", "s", "--kd-ratio", "0.1"), "reference-divergence"),
         (("--teacher-hf", os.path.abspath("s"), "--kd-ratio", "0.1"), "reference-divergence"),
         (("--clip-range", "0.1"), "setting-without-effect"),
-        (("--teacher-residency", "host"), "setting-without-effect"),
     ],
 )
 def test_refused_beside_rewards(flags, code):

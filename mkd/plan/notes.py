@@ -1,0 +1,33 @@
+"""Notes below a plan: settings without effect that are no mistakes, and a choice that costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkd.config.options import FIRST_TEACHER, settings
+from mkd.config.schema import Config
+from mkd.plan.checks.prefetch_limits import FLAG
+from mkd.plan.forecast import Forecast
+
+SLOWER = 1.001
+"""Step times of which the longer is at most so many times the shorter count as equal."""
+
+
+def plan_notes(forecast: Forecast) -> Iterator[str]:
+    """Yield the notes, a line each."""
+    unread = list(_unread_teachers(forecast.config))
+    if unread:
+        yield f"note: kd-ratio is 0, so no teacher runs; without effect: {', '.join(unread)}"
+    behind_ms = forecast.step().step_ms
+    if forecast.pipeline_ms() > SLOWER * behind_ms:
+        ahead = f"{FLAG} {forecast.states_ahead}"
+        yield f"note: {ahead} is slower than 0 here: {forecast.pipeline_ms():.4g} ms, not {behind_ms:.4g} ms"
+
+
+def _unread_teachers(config: Config) -> Iterator[str]:
+    """Yield the settings of teachers if none runs: one configuration serves distillation and its baseline."""
+    for option, value in settings(config) if not config.needs_models else ():
+        is_of_teacher = option.path.startswith(FIRST_TEACHER[:-2])
+        is_ahead = option.name == "teacher_prefetch" and value != "0"
+        if (is_of_teacher or is_ahead) and value != option.default:
+            yield option.place
