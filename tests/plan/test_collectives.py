@@ -129,3 +129,26 @@ def test_a_plan_names_the_time_and_counts_it():
     )
     assert text in two.describe() and two.figures()["collectives_ms"] == two.collectives_ms()
     assert "collectives" not in replicas.describe() and replicas.collectives_ms() == 0
+
+
+def test_context_parallel_processes_send_their_tokens_only():
+    """One document of 65,536 tokens hides what goes round."""
+    flags = (*tensor(2), "--seq-length", 65_536, "--context-parallel-size")
+    one, two = (pair_cost(config(*flags, size), STUDENT, (TEACHER,), 1, 65_536) for size in (1, 2))
+    assert two.teachers[0][0].collectives_ms == pytest.approx(one.teachers[0][0].collectives_ms / 2)
+    assert two.first.total_ms == pytest.approx(one.first.total_ms / 2)
+
+
+def test_selective_recomputation_repeats_what_its_part_sends():
+    """Keys and values go round again for attention, hidden states are summed again for shared experts."""
+    context, selective = ("--context-parallel-size", 4), ("--recompute-granularity", "selective")
+    plain, again = (costs(*context, *more).student[0] for more in ((), selective))
+    assert again.collectives_ms == pytest.approx(4 / 3 * plain.collectives_ms)
+    assert plain.collectives_ms > 0
+    experts = (*selective, "--recompute-modules", "moe")
+    plain, again = (
+        costs(*tensor(2), *SEQUENCE, *more, student=DEEPSEEK_V3, teachers=()).student[-1]
+        for more in ((), experts)
+    )
+    sums_ms = 2 * gather_ms(8192 * 7168 * 2, 2)
+    assert again.collectives_ms - plain.collectives_ms == pytest.approx(sums_ms)
