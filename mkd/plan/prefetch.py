@@ -144,7 +144,7 @@ def choose_greedily(
 
 
 class _RankState:
-    """What one rank has done and does next. Lists hold the ends of its tasks, by their number on the rank."""
+    """The work of one rank, done and next. Lists hold the ends of its tasks, by their number on the rank."""
 
     __slots__ = (
         "backward_inputs",

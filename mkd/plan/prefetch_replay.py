@@ -34,7 +34,7 @@ REPLAYED = 8
 Message = tuple[str, int, int]
 """A tensor between neighbours: state (of the teacher), forward or backward; lower rank; micro-batch."""
 Action = tuple[Any, ...]
-"""What a rank does: a name below, and what belongs to it."""
+"""A step of a rank's program: a name below, and what belongs to it."""
 
 POST = "post"  # message, communicator (None: the student's): announces one side, without waiting
 WAIT = "wait"  # message: until it has arrived
