@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 4 -m mkd evaluate --completions mbpp.jsonl --config RUN.yaml \\
         --student-load CKPT
 
-All other flags, and the exit codes, are those of mkd train. The relevant ones are the model
-(--student-hf, or --student-load for a folder written by --save), the packs (--seq-length,
---micro-batch-size), --bf16 and the parallel sizes. Without task flags the files are those of the
-configuration.
+All other flags, and the exit codes, are those of mkd train; only, a signal ends it at once. The relevant
+ones are the model (--student-hf, or --student-load for a folder written by --save), the packs
+(--seq-length, --micro-batch-size), --bf16 and the parallel sizes. Without task flags the files are those of
+the configuration.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings
+    from mkd.data.workers import worker_deaths_explained
     from mkd.evaluation.tasks import read_tasks
     from mkd.operations.console import LOG, console
     from mkd.run.one_model import evaluate_student
 
     tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
-    with console(rank):
+    with console(rank), worker_deaths_explained():
         metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")))
         width = max(map(len, metrics))
         for key, value in metrics.items():

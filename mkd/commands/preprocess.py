@@ -148,22 +148,24 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     prepare_for_files()
     from mkd.data.images.conversation import image_reader
     from mkd.data.store_builder import build_store
+    from mkd.data.workers import worker_deaths_explained
     from mkd.tokenizers.load import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
-    return build_store(
-        args.input,
-        args.output_prefix,
-        tokenizer,
-        args.append_eod,
-        workers,
-        characters_per_sample=characters,
-        max_bad_records=args.max_bad_records,
-        images=image_reader(
-            args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
-        ),
-    )
+    with worker_deaths_explained():
+        return build_store(
+            args.input,
+            args.output_prefix,
+            tokenizer,
+            args.append_eod,
+            workers,
+            characters_per_sample=characters,
+            max_bad_records=args.max_bad_records,
+            images=image_reader(
+                args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
+            ),
+        )
 
 
 @returns_exit_code

@@ -4,10 +4,10 @@
         --data-path ...
     torchrun --nproc-per-node N -m mkd topk --out DIR --config RUN.yaml
 
-All other flags, and the exit codes, are those of mkd train. The relevant ones are --teacher-hf or
---teacher-load, the data flags, --seq-length, --kd-temperature, --bf16, --micro-batch-size and the parallel
-sizes. Give the data flags and the --student-hf of the run that will train from the export. To resume an
-interrupted export, run the same command again.
+All other flags, and the exit codes, are those of mkd train; only, a signal ends it at once. The relevant
+ones are --teacher-hf or --teacher-load, the data flags, --seq-length, --kd-temperature, --bf16,
+--micro-batch-size and the parallel sizes. Give the data flags and the --student-hf of the run that will train
+from the export. To resume an interrupted export, run the same command again.
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings
+    from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import LOG, console
     from mkd.run.topk_export import ExportSettings, export_teacher
 
     settings = ExportSettings(args.out, args.k, args.logprob_dtype, args.samples_per_shard)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    with console(rank):
+    with console(rank), worker_deaths_explained():
         meta = export_teacher(config, settings, platform, world_size)
         size = sum(path.stat().st_size for path in args.out.glob("*.parquet")) if rank == 0 else 0
         LOG.info(f"{sum(meta.parts.values())} packs, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")

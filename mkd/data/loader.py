@@ -18,7 +18,7 @@ from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.pack_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
-from mkd.data.workers import iterating, outlive_signals
+from mkd.data.workers import iterating, outlive_signals, worker_deaths_explained, worker_ended
 from mkd.errors import MkdError
 
 Batch = TypeVar("Batch")
@@ -216,21 +216,14 @@ def read_ahead(
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
-    with iterating(loader) as batches:
+    with iterating(loader) as batches, worker_deaths_explained():
         try:
             for batch in batches:
                 if isinstance(batch, MkdError):
                     raise batch
                 yield batch
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            what, do = (
-                "a process that loads data has ended",
-                "give the job more memory, or lower --num-workers",
-            )
-            why = f"torch says: {error}; often the system has no memory left"
-            raise MkdError(what, why, do, code="data-worker-ended") from error
+        except ConnectionError as error:  # it ended while it handed over a tensor
+            raise worker_ended(error) from error
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,40 @@
-"""Worker processes of a DataLoader: they outlive signals, and end with their iterator or this process."""
+"""Worker processes of a DataLoader: they outlive signals, and end with their iterator or their parent."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import multiprocessing
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from mkd.errors import MkdError
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited for
 
 
 def outlive_signals(worker: int) -> None:
-    """Ignore signals in a worker: its parent process handles them and ends the worker."""
+    """Ignore signals in a worker: its parent process handles them and ends the worker.
+
+    On Linux the worker is killed when its parent is gone, whatever it waits for.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():  # it was gone before
+            os._exit(1)
 
 
 @contextmanager
@@ -31,7 +47,7 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     feeders = set[threading.Thread]()
     with _new_feeders(feeders):
         batches = iter(loader)
-    end = getattr(batches, "_shutdown_workers", _nothing)  # torch has no public name for it
+    end = partial(_end, batches)
     atexit.register(end)
     try:
         yield batches
@@ -46,6 +62,29 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
 
 
 @contextmanager
+def worker_deaths_explained() -> Iterator[None]:
+    """Turn torch's error about a dead worker into an MkdError.
+
+    torch raises it in a signal handler, wherever this process is at that time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise worker_ended(error) from error
+
+
+def worker_ended(error: Exception) -> MkdError:
+    """Return the error for a worker that has ended, of which this process learnt by `error`."""
+    what, do = "a process that loads data has ended", "give the job more memory, or lower --num-workers"
+    why = f"torch says: {error}"
+    if "Interrupt" not in why and "Terminated" not in why:  # the names of signals that people send
+        why = f"torch says: {error}; often the system has no memory left"
+    return MkdError(what, why, do, code="data-worker-ended")
+
+
+@contextmanager
 def _new_feeders(feeders: set[threading.Thread]) -> Iterator[None]:
     """Add the threads to `feeders` that feed workers and start in the block."""
     earlier = set(threading.enumerate())
@@ -54,5 +93,12 @@ def _new_feeders(feeders: set[threading.Thread]) -> Iterator[None]:
     feeders.update(thread for thread in started if thread.name == "QueueFeederThread")
 
 
-def _nothing() -> None:
-    """Stand for the end of workers where there are none."""
+def _end(batches: Iterator[Any]) -> None:
+    """End the workers of an iterator; those that torch cannot end, because they are stopped, are killed."""
+    # torch has no public names for them
+    shut_down, workers = getattr(batches, "_shutdown_workers", None), getattr(batches, "_workers", ())
+    if shut_down is not None:
+        shut_down()
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()

@@ -60,6 +60,7 @@ def run(
     if loaded.config.training.deterministic_mode:
         make_deterministic()
     platform = detect()  # before Megatron is imported, because it silences its warnings
+    from mkd.data.workers import worker_deaths_explained
     from mkd.operations.out_of_memory import memory_explained
     from mkd.operations.run_folders import LOG_FILES, log_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
@@ -83,7 +84,8 @@ def run(
     watchdog.start()
     try:
         rendezvous.ready(patience_s)
-        with memory_explained(plan.forecast, reports.rank, reports.world_size):
+        explained = memory_explained(plan.forecast, reports.rank, reports.world_size)
+        with explained, worker_deaths_explained():
             carry_out(loaded, plan, platform, signals, watchdog, folder)
     finally:
         watchdog.stop()

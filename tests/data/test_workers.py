@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+from mkd.data.loader import read_ahead
+from mkd.data.workers import worker_deaths_explained
+from mkd.errors import MkdError
 from tests.ranks import REPOSITORY
+from tests.reported import refused
 
 PROGRAM = """
-import gc, multiprocessing
+import gc, multiprocessing, os, signal, sys, time
+import torch.utils.data._utils as patience
 from mkd.data.loader import read_ahead
 from mkd.errors import DataError
+
+patience.MP_STATUS_CHECK_INTERVAL = 0.2  # torch waits so long for a worker's end, twice
 
 def make(samples):
     if samples == [3]:
@@ -35,12 +47,55 @@ except DataError as error:
     failed.error = error
 assert not multiprocessing.active_children(), "an error ended the iteration"
 
-suspended = Holder([[number] for number in range(1, 3)])
-print("ends")
+stopped = Holder([[number] for number in range(1, 3)])
+next(stopped.batches)  # both workers are running
+for worker in multiprocessing.active_children():
+    os.kill(worker.pid, signal.SIGSTOP)
+    print(worker.pid)
+print("ends", flush=True)
+if "killed" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_process_never_waits_for_workers_that_nobody_ended():
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+def is_running(process: str) -> bool:
+    """Return False for a process that is gone, or that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def run_program(*arguments: str) -> tuple[int, str, str]:
+    """Return (exit code, output, errors) after all workers of the program are gone, which are stopped."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments]
     ended = subprocess.run(command, cwd=REPOSITORY, timeout=90, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+    *workers, last = ended.stdout.split()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_running, workers))
+    return ended.returncode, last, ended.stderr
+
+
+def test_a_process_never_waits_for_workers_that_nobody_ended():
+    assert run_program() == (0, "ends", "")
+
+
+def test_workers_end_with_a_process_that_is_killed():
+    assert run_program("killed") == (-signal.SIGKILL, "ends", "")
+
+
+def unchanged(samples):
+    return samples
+
+
+def test_a_worker_that_dies_during_a_step_is_named():
+    """Torch raises its error in a signal handler."""
+    with refused("data-worker-ended", MkdError), worker_deaths_explained():
+        batches = read_ahead(unchanged, [[1], [2]], num_workers=1, pin_memory=False)
+        assert next(batches) == [1]
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(20)
+    assert not multiprocessing.active_children()
