@@ -64,6 +64,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the session, which may have processes
 def pytest_sessionfinish(session):
     """Fail if a test has left a process behind: Python could wait for it for ever."""
     left = multiprocessing.active_children()

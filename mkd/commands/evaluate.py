@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 -m mkd evaluate --completions mbpp.jsonl --config RUN.yaml \\
         --student-load CKPT
 
-All other flags, and the exit codes, are those of mkd train; only, a signal ends it at once. The relevant
+All other flags, and the exit codes, are those of mkd train, but a signal ends it at once. The relevant
 ones are the model (--student-hf, or --student-load for a folder written by --save), the packs
 (--seq-length, --micro-batch-size), --bf16 and the parallel sizes. Without task flags the files are those of
 the configuration.

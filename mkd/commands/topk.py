@@ -4,7 +4,7 @@
         --data-path ...
     torchrun --nproc-per-node N -m mkd topk --out DIR --config RUN.yaml
 
-All other flags, and the exit codes, are those of mkd train; only, a signal ends it at once. The relevant
+All other flags, and the exit codes, are those of mkd train, but a signal ends it at once. The relevant
 ones are --teacher-hf or --teacher-load, the data flags, --seq-length, --kd-temperature, --bf16,
 --micro-batch-size and the parallel sizes. Give the data flags and the --student-hf of the run that will train
 from the export. To resume an interrupted export, run the same command again.

@@ -6,7 +6,7 @@ documents.py            records of a raw file, and the document (ids and loss ma
 pairs.py                preference pairs, each as two documents
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut
-workers.py              their end, whatever ends first
+workers.py              the end of worker processes
 drafts.py               names of files that are still being written; removal of abandoned ones
 store_builder.py        a tokenised corpus written to disk, whole or not at all
 store.py                a tokenised corpus on disk, read memory-mapped

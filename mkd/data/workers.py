@@ -26,14 +26,14 @@ FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited f
 def outlive_signals(worker: int) -> None:
     """Ignore signals in a worker: its parent process handles them and ends the worker.
 
-    On Linux the worker is killed when its parent is gone, whatever it waits for.
+    On Linux the worker is killed when the thread that started it is gone, whatever it waits for.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
-        if parent is not None and parent.pid != os.getppid():  # it was gone before
+        if parent is not None and not parent.is_alive():  # it was gone before
             os._exit(1)
 
 
@@ -42,7 +42,8 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """Give an iterator over `loader`, and end its workers after the block, at the latest with this process.
 
     torch ends them when the iterator is freed. If the garbage collector frees it, or if this process ends
-    first, workers are only sent SIGTERM: this process would wait for those that ignore it, for ever.
+    first, workers are only sent SIGTERM: this process would wait for those that ignore it, for ever. A worker
+    that does not answer is killed after 10 s, one after the other.
     """
     feeders = set[threading.Thread]()
     with _new_feeders(feeders):

@@ -62,8 +62,9 @@ class PlannedPlace:
     """A place and the forecast of a run with it."""
 
     place: Place
-    step_ms: float  # see `_step_ms`
+    step_ms: float
     need_gib: float  # memory of the fullest process
+    is_planned: bool = True  # False: `step_ms` is without teachers ahead, though they are
 
 
 def plan_places(forecast: Forecast) -> list[PlannedPlace]:
@@ -80,17 +81,14 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
             continue
         if not separates_peers(changed):
             need_gib = max(rank.total_gib for rank in changed.memory().ranks)
-            planned.append(PlannedPlace(place, _step_ms(changed), need_gib))
+            is_planned = not changed.states_ahead or _is_quickly_planned(changed)
+            step_ms = changed.planned_step_ms() if is_planned else changed.step_ms()
+            planned.append(PlannedPlace(place, step_ms, need_gib, is_planned))
     return planned
 
 
 def _is_quickly_planned(forecast: Forecast) -> bool:
     return forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches <= QUICKLY_PLANNED
-
-
-def _step_ms(forecast: Forecast) -> float:
-    """Return the predicted time of a step: that of the plan, unless a plan of teachers ahead takes long."""
-    return forecast.planned_step_ms() if _is_quickly_planned(forecast) else forecast.step_ms()
 
 
 def _in_bf16(config: Config) -> Config:
@@ -124,15 +122,15 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
         return []
     planned, is_only = plan_places(forecast), len(forecast.config.teachers) == 1
     chosen = choose(planned, usable_gib)
+    left_out = "" if all(one.is_planned for one in planned) else ", without teachers ahead"
     if chosen is None:
-        lines = ["the teacher fits nowhere without other changes:"]
+        lines = [f"the teacher fits nowhere without other changes{left_out}:"]
     else:
         line = f"cheapest place of the teacher that fits: {chosen.place.text(is_only)}; "
         exact = choose([one for one in planned if one.place in IN_BF16], usable_gib)
         if chosen.place in IN_FP8:
             line += f"without FP8: {exact.place.text(is_only)}; " if exact else "without FP8 nothing fits; "
-        ahead = forecast.states_ahead and not _is_quickly_planned(forecast)
-        lines = [f"{line}all places{', without teachers ahead' if ahead else ''}:"]
+        lines = [f"{line}all places{left_out}:"]
     for one in planned:
         line = f"  {one.place.name}: {one.step_ms:.4g} ms, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"

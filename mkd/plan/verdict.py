@@ -171,9 +171,18 @@ def _cheapest_planned(found: Sequence[Remedy]) -> list[Remedy] | None:
             searches[search] = len(search[0]) * search[1]
         if sum(searches.values()) > QUICKLY_COMPARED:
             return None
-        timed.append(one)
+        if _can_be_planned(one):
+            timed.append(one)
     best = _cheapest_of_kinds(timed)
     return _first_of_kinds([*best[:SHOWN], *sorted(best[SHOWN:] + [*waiting], key=lambda one: one.least_ms)])
+
+
+def _can_be_planned(remedy: Remedy) -> bool:
+    """Return False if no order of work gets through with its teachers ahead, which is not known to happen."""
+    try:
+        return remedy.step_ms >= 0
+    except MkdError:
+        return False
 
 
 def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:

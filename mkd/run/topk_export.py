@@ -213,7 +213,7 @@ def _write_description(
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)
         if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
-            found = replace(found, precision=meta.precision)
+            meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
         compared = (name for name in vars(meta) if name != "teacher")
         differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
         if differing:

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from mkd.data.loader import read_ahead
 from mkd.data.workers import worker_deaths_explained
 from mkd.errors import MkdError
@@ -82,6 +84,7 @@ def test_a_process_never_waits_for_workers_that_nobody_ended():
     assert run_program() == (0, "ends", "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
 def test_workers_end_with_a_process_that_is_killed():
     assert run_program("killed") == (-signal.SIGKILL, "ends", "")
 
@@ -99,3 +102,13 @@ def test_a_worker_that_dies_during_a_step_is_named():
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(20)
     assert not multiprocessing.active_children()
+
+
+def test_workers_of_a_fork_server():
+    """It starts them in later versions of Python."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        assert list(read_ahead(unchanged, [[1], [2]], num_workers=1, pin_memory=False)) == [[1], [2]]
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -106,6 +106,7 @@ def gate_errors(layer, plain, settings):
     x = torch.randn(256, 1, plain.mlp.config.hidden_size, device="cuda", dtype=torch.bfloat16)
     expected, mlp, found = plain.mlp(x)[0].float(), layer.mlp, []
     quantizer = mlp.gate_quantizer
+    assert (quantizer is None) == (settings["fp8_recipe"] == "blockwise")
     for mlp.gate_quantizer in (quantizer, None):
         with fp8_recipe(settings["fp8_recipe"]).running():
             found.append(error(mlp(x)[0].float(), expected))

@@ -223,7 +223,7 @@ def test_what_is_written_carries_the_tokenizer_of_the_run(files, ranks, tmp_path
     )
     (result,) = run_main(ranks, argv)
     assert result.exit_code == 0, result.stderr
-    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: --tokenizer-model")]
     assert note.startswith(
         f"note: --tokenizer-model {given} is not the tokenizer in {files / 'student'}, ids differ: id "
     )

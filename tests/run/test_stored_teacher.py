@@ -285,7 +285,7 @@ def test_a_run_resumes_only_with_the_export_that_it_had(cache, files, ranks):
 
 
 def test_a_cache_says_in_which_precision_its_teacher_ran(files, ranks):
-    """An interrupted export goes on in this precision only; a cache of version 0.1.0 does not say it."""
+    """An interrupted export resumes in this precision only; a cache of version 0.1.0 does not say it."""
     described = exported(ranks, files, "precision", "--k", 4) / "meta.json"
     assert json.loads(described.read_text())["precision"] == "fp32"
     (result,) = export(ranks, files, "precision", "--k", 4, "--bf16")
@@ -293,7 +293,7 @@ def test_a_cache_says_in_which_precision_its_teacher_ran(files, ranks):
     older = {key: value for key, value in json.loads(described.read_text()).items() if key != "precision"}
     described.write_text(json.dumps(older))
     exported(ranks, files, "precision", "--k", 4, "--bf16")
-    assert json.loads(described.read_text())["precision"] == "bf16"
+    assert json.loads(described.read_text())["precision"] == "fp32 or bf16", "of shards that may be there"
 
 
 def test_only_forward_kl(cache, files, ranks):
