@@ -43,10 +43,14 @@ def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
             yield "".join(_pieces(value))
 
 
-def joined_texts(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return all texts but the roles joined, without white space at their ends, as a template may do it."""
-    values = (value for message in messages for name, value in message.items() if name != "role")
-    return "".join(piece.strip() for value in values for piece in _pieces(value))
+def joined_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the contents joined, and all texts but the roles, as templates may join them.
+
+    White space at the ends of the texts is left out.
+    """
+    contents = [message.get("content") for message in messages]
+    values = [value for message in messages for name, value in message.items() if name != "role"]
+    return ["".join(text.strip() for one in joined for text in _pieces(one)) for joined in (contents, values)]
 
 
 def _pieces(value: Any) -> list[str]:

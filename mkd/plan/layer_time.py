@@ -1,11 +1,11 @@
 """The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
 
 Embeddings, norms and launches of kernels are not counted. The collectives of tensor and context parallelism
-count as far as nothing hides them (collectives.py). A layer with experts costs the
-products of a token's experts at the same rate as others, the exchange between processes (all_to_all.py), and
-copies of rows: they are sorted by expert and back, before and after each exchange. Backward copies and
-exchanges as much as forward, and adds the gradients of all experts of the process to their buffers. (Other
-layers add theirs inside the products, whose rate has it.) Nothing hides an exchange.
+count where nothing hides them (collectives.py). A layer with experts costs the products of a token's experts
+at the same rate as others, the exchange between processes (all_to_all.py), and copies of rows: they are
+sorted by expert and back, before and after each exchange. Backward copies and exchanges as much as forward,
+and adds the gradients of all experts of the process to their buffers. (Other layers add theirs inside the
+products, whose rate has it.) Nothing hides an exchange.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class ConversationImages:
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise DataError for texts that spell a control token of images, each alone or joined."""
         texts = [(f"message {n}", text) for n, one in enumerate(messages, 1) for text in texts_of(one)]
-        for place, text in (*texts, ("the conversation, where texts meet,", joined_texts(messages))):
+        texts += [("the conversation, where texts meet,", text) for text in joined_texts(messages)]
+        for place, text in texts:
             spelled = [string for string in self.processor.reserved if string in text]
             if spelled:
                 raise DataError(

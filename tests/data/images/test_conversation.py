@@ -222,7 +222,7 @@ TRIMMED = (
 )
 
 
-@pytest.mark.parametrize("where", ["two parts", "two messages", "a pair"])
+@pytest.mark.parametrize("where", ["two parts", "two messages", "a named one", "a pair"])
 @pytest.mark.parametrize("halves", [("<ima", "ge>"), ("<row_1_ ", " col_1>"), ("<global", "\n-img>")])
 def test_a_template_joins_no_token_out_of_two_texts(reader, halves, where):
     images = reader("smolvlm")
@@ -234,6 +234,7 @@ def test_a_template_joins_no_token_out_of_two_texts(reader, halves, where):
     record = {
         "two parts": {"messages": [{"role": "user", "content": [image, *parts]}, ANSWER]},
         "two messages": {"messages": messages},
+        "a named one": {"messages": [messages[0] | {"name": "bob"}, messages[1]]},
         "a pair": {"prompt": messages[:1], "chosen": messages[1:], "rejected": [ANSWER]},
     }[where]
     with refused("image-placeholder-in-text", DataError):
