@@ -54,7 +54,10 @@ def _dequantise(folder: Path, out_dir: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**{**settings, "rms_norm_eps": 1e-5}))
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(out_dir, max_shard_size="100MB")
-    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(out_dir)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    # transformers 5.17 takes the BOS for EOS.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(out_dir)
 
 
 def main() -> None:

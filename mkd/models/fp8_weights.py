@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,6 @@ class Fp8Recipe(Protocol):
         Return the tensor that takes the weight's place. It reads `data` and `scales` wherever their memory is
         when it is used.
         """
-
-    def gate_quantizer(self, device: torch.device) -> Any:
-        """Return what makes the kernel of a gate write FP8, as the next product reads it; None: it cannot."""
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context in which linear layers round their input to FP8."""
@@ -88,8 +85,6 @@ class Fp8Weights:
         }
         for part in parts:
             part.running_layers = recipe.running
-        for layer, linears in self._layers.items():
-            layer.mlp.gate_quantizer = recipe.gate_quantizer(linears[0].weight.device)
 
     def tensors(self, layer: nn.Module) -> list[Tensor]:
         """Return the tensors that a decoder layer keeps: data and scales, and its other parameters."""

@@ -22,8 +22,6 @@ Kernel = Callable[..., Tensor]
 class GatedMLP(MLP):
     """Megatron's MLP without what mkd's models never have: scales of tokens, gates of other forms."""
 
-    gate_quantizer: Any = None  # Transformer Engine's: a frozen gate writes FP8 for the second product
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -41,10 +39,7 @@ class GatedMLP(MLP):
         """
         gate_up, bias = self.linear_fc1(hidden_states)
         gate_up = gate_up if bias is None else gate_up + bias
-        kernel, backward_kernel = _kernels(self.config.activation_func)
-        if self.gate_quantizer is not None:
-            return self.linear_fc2(kernel(gate_up, self.gate_quantizer))
-        return self.linear_fc2(_Gate.apply(gate_up, kernel, backward_kernel))
+        return self.linear_fc2(_Gate.apply(gate_up, *_kernels(self.config.activation_func)))
 
 
 def _kernels(activation: Callable[[Tensor], Tensor]) -> tuple[Kernel, Kernel]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mkd.models.fp8_weights import Fp8Recipe
@@ -24,24 +23,22 @@ class TensorwiseRecipe:
         return (1,)
 
     def quantised(self, weight: Tensor, data: Tensor, scales: Tensor) -> Tensor:
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+        from transformer_engine.pytorch.tensor.float8_tensor import (
+            Float8CurrentScalingQuantizer,
+            Float8Tensor,
+        )
 
-        quantizer = self.gate_quantizer(weight.device)
+        fp8 = _e4m3()
+        quantizer = Float8CurrentScalingQuantizer(fp8, weight.device, rowwise=True, columnwise=False)
         tensor = Float8Tensor(
             shape=weight.shape,
             dtype=weight.dtype,
             data=data,
             fp8_scale_inv=scales,
-            fp8_dtype=quantizer.dtype,
+            fp8_dtype=fp8,
             quantizer=quantizer,
         )
         return quantizer.update_quantized(weight, tensor)
-
-    def gate_quantizer(self, device: torch.device) -> Any:
-        """Return the quantizer of weights: a gate's kernel finds the largest value as it computes."""
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-
-        return Float8CurrentScalingQuantizer(_e4m3(), device, rowwise=True, columnwise=False)
 
     def running(self) -> AbstractContextManager[None]:
         return _autocast(self._recipe)
@@ -75,10 +72,6 @@ class BlockwiseRecipe:
             is_2D_scaled=True,
         )
         return self._quantizer.update_quantized(weight, tensor)
-
-    def gate_quantizer(self, device: torch.device) -> Any:
-        """Return None: Transformer Engine's gate writes no scales of blocks."""
-        return None
 
     def running(self) -> AbstractContextManager[None]:
         return _autocast(self._recipe)

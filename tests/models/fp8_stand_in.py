@@ -59,9 +59,6 @@ class StandInRecipe:
         data.copy_(values.view(torch.uint8))
         return RoundedWeight(self, weight.dtype, data, scales)
 
-    def gate_quantizer(self, device):
-        return None
-
     @contextmanager
     def running(self):
         self.is_running = True

@@ -87,31 +87,7 @@ def products(context, source, plain, settings):
                 product = linear(x)[0]
             results.append(error(product.float(), x.float() @ linear.weight.dequantize().float().t()))
     layers, rest = bytes_in_bf16(plain)
-    return dict(
-        weights=max(weights),
-        products=results,
-        copies=copies,
-        kept=(kept - rest) / sum(layers),
-        gates=[
-            gate_errors(*pair, settings)
-            for pair in zip(model.decoder.layers, plain.decoder.layers, strict=True)
-        ],
-    )
-
-
-def gate_errors(layer, plain, settings):
-    """Return the errors of an MLP whose gate writes FP8, and of one that rounds its gate's bf16."""
-    from mkd.models.te_fp8_recipes import fp8_recipe
-
-    x = torch.randn(256, 1, plain.mlp.config.hidden_size, device="cuda", dtype=torch.bfloat16)
-    expected, mlp, found = plain.mlp(x)[0].float(), layer.mlp, []
-    quantizer = mlp.gate_quantizer
-    assert (quantizer is None) == (settings["fp8_recipe"] == "blockwise")
-    for mlp.gate_quantizer in (quantizer, None):
-        with fp8_recipe(settings["fp8_recipe"]).running():
-            found.append(error(mlp(x)[0].float(), expected))
-    mlp.gate_quantizer = quantizer
-    return found
+    return dict(weights=max(weights), products=results, copies=copies, kept=(kept - rest) / sum(layers))
 
 
 def bytes_in_bf16(plain):
@@ -163,7 +139,6 @@ def test_products_are_those_of_rounded_weights_and_nothing_else_is_kept(recipe, 
     """E4M3 has 3 bits of fraction: a relative error of 0.027 for weights, and as much for activations."""
     found = measured[recipe]
     assert 0.02 < found["weights"] < 0.035 and all(0.015 < one < 0.04 for one in found["products"])
-    assert all(0.01 < in_fp8 < 1.05 * rounded < 0.1 for in_fp8, rounded in found["gates"])
     assert found["copies"] == 0 and 0.5 < found["kept"] < 0.53
     assert 0.001 < found["difference"] < 0.5
     assert found["short"] == [True] * len(SHORT)

@@ -133,8 +133,8 @@ def their_blocks(folder, lengths, device, smooth, dtype=torch.float32):
 def check(ours, theirs, tolerance, rounded=None):
     """Check the relative error of every part, in the 2-norm; each expert is a part.
 
-    bf16 takes 3 % from the gradients of long documents' queries and keys. Attention may therefore have 1.5
-    times the error of `rounded`, transformers in bf16.
+    A part may have 1.5 times the error of `rounded`, transformers in bf16. bf16 takes 3 % from the gradients
+    of long documents' queries and keys. It also moves gates over their limit, where the gradient jumps: 5 %.
     """
     for block, (output, of_input, gradients) in theirs.items():
         our_output, our_input, pieces = ours[block]
@@ -170,8 +170,7 @@ def test_blocks_on_a_gpu(tmp_path, gpu_ranks):
     smooth = smooth_tokens(folder, lengths)
     theirs = their_blocks(folder, lengths, "cuda", smooth)
     rounded = their_blocks(folder, lengths, "cuda", smooth, torch.bfloat16)
-    attention = {block: rounded[block] for block in BLOCKS if block[0] == "self_attention"}
-    for dtype, tolerance, third in ((torch.float32, 1e-4, None), (torch.bfloat16, 4e-2, attention)):
+    for dtype, tolerance, third in ((torch.float32, 1e-4, None), (torch.bfloat16, 2e-2, rounded)):
         for transformer_engine in (False, True):
             (ours,) = gpu_ranks.run(our_blocks, 1, folder, lengths, dtype, transformer_engine, smooth)
             check(ours, theirs, tolerance, third)

@@ -9,6 +9,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
+from mkd.rollout.stop_ids import warn_of_unlisted_eos
 from mkd.run.run_plan import plan_run
 from tests.train.command import write_records
 from tests.train.rollout_run import argv, make_files
@@ -54,6 +55,16 @@ def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
     settings.pop("eos_token")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert codes([*argv(files, "none"), "--student-hf", str(folder)]) == ["stop-ids-missing"]
+
+
+def test_stored_texts_that_end_otherwise_are_named(files, caplog):
+    tokenizer = plan_run(load_config(argv(files, "ends")).config, 1).tokenizers.student
+    warn_of_unlisted_eos({5, tokenizer.eos_id}, tokenizer)
+    assert not caplog.messages
+    warn_of_unlisted_eos({5, 7}, tokenizer)
+    (text,) = caplog.messages
+    assert text.startswith(f"completions end at 5 {tokenizer.decode([5])!r} or 7 ")
+    assert f"stored texts end with {tokenizer.eos_id} '<|endoftext|>'" in text
 
 
 @pytest.mark.parametrize(

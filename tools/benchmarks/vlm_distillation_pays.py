@@ -37,6 +37,7 @@ from tools.vlm.small_vlm import VLMSizes, cut_vlm, make_vlm, num_parameters  # n
 ARMS = {"cross entropy": 0.0, "distilled": 0.9}
 """Name -> --kd-ratio."""
 SIZES = VLMSizes(text_layers=4, tower_layers=6, patch=8)  # 4 tokens a picture
+TOKENISERS = 2  # processes: each reads a thousand pictures a second, and starts for several seconds
 TEACHER, BEFORE = "teacher", "student before"
 RIGHT, SWAPPED = "right pictures", "swapped pictures"
 FIGURES = {
@@ -126,10 +127,12 @@ def measure(args: argparse.Namespace) -> None:
     named = emoji_pictures.fetch_pictures(args.folder / "pictures")[:: args.every]
     corpus = write_corpus(args, named)
     say(f"{len(named)} names, {args.copies} varied pictures each")
+    corpus = vlm_training.tokenised(corpus, args.folder / "base", TOKENISERS)
+    say("conversations are tokenised")
     base = pretrain_teacher(args, corpus, named)
     say("the teacher's tower has seen all names")
     teacher = train(args, corpus, TEACHER, student=base, train_iters=args.teacher_steps)
-    say("the teacher is trained, and conversations are tokenised")
+    say("the teacher is trained")
     student = args.folder / "work" / "student"
     cut_vlm(teacher, student, args.text_layers, args.tower_layers)
     for name, one in ((TEACHER, teacher), ("student", student)):
