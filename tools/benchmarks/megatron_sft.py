@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -94,7 +95,9 @@ def _step(model: nn.Module, optimizer, batches: Sequence[PackedBatch], joins: bo
         forward_only=False,
     )
     optimizer.step()
-    total, count = torch.stack([report["loss"] for report in reports]).sum(0).tolist()
+    sums = torch.stack([report["loss"] for report in reports]).sum(0)
+    dist.all_reduce(sums)  # every process has packs of its own
+    total, count = sums.tolist()
     return total / count
 
 
