@@ -29,7 +29,8 @@ It starts without torch. In reading order:
     forecast.py          all of the above for one run
     teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
-    notes.py             settings without effect, and teachers ahead that cost time
+    host_time.py         how long a CPU starts the kernels of a step
+    notes.py             settings without effect, teachers ahead that cost time, a CPU that is the limit
     loss_card.py         the objective of a run as text
     feedback_card.py     its rows about judged answers
 """

@@ -1,4 +1,4 @@
-"""Notes below a plan: settings without effect that are no mistakes, and a choice that costs time."""
+"""Notes below a plan: settings without effect that are no mistakes, and what makes a step slow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
 from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.forecast import Forecast
+from mkd.plan.host_time import kernel_start_ms
 
 SLOWER = 1.001
 """Step times of which the longer is at most so many times the shorter count as equal."""
@@ -18,10 +19,18 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     unread = list(_unread_teachers(forecast.config))
     if unread:
         yield f"note: kd-ratio is 0, so no teacher runs; without effect: {', '.join(unread)}"
-    behind_ms = forecast.step().step_ms
-    if forecast.pipeline_ms() > SLOWER * behind_ms:
+    behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
+    if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
-        yield f"note: {ahead} is slower than 0 here: {forecast.pipeline_ms():.4g} ms, not {behind_ms:.4g} ms"
+        yield f"note: {ahead} is slower than 0 here: {pipeline_ms:.4g} ms, not {behind_ms:.4g} ms"
+    layouts = forecast.student_layout, forecast.teacher_layouts
+    fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
+    if forecast.config.training.bf16 and slow_ms > pipeline_ms:
+        yield (
+            f"note: the CPU may be the limit: to start the kernels of such a step took {fast_ms:.4g} to "
+            f"{slow_ms:.4g} ms where it was measured; more tokens in a micro-batch, or less tensor "
+            "parallelism, make it less"
+        )
 
 
 def _unread_teachers(config: Config) -> Iterator[str]:
