@@ -95,6 +95,9 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
     with console(rank), worker_deaths_explained():
         metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")))
+        if config.dry_run:
+            LOG.info("the checks passed; with --dry-run nothing is scored")
+            return
         width = max(map(len, metrics))
         for key, value in metrics.items():
             LOG.info(f"{key:{width}}  {value:.6g}" if isinstance(value, float) else f"{key:{width}}  {value}")

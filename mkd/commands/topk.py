@@ -84,5 +84,8 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with console(rank), worker_deaths_explained():
         meta = export_teacher(config, settings, platform, world_size)
+        if meta is None:
+            LOG.info("the checks passed; with --dry-run nothing is written")
+            return
         size = sum(path.stat().st_size for path in args.out.glob("*.parquet")) if rank == 0 else 0
         LOG.info(f"{sum(meta.parts.values())} packs, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mkd.config.schema import Config
+from mkd.plan.layer_time import recomputed_share
 from mkd.plan.layout import PipelineLayout
 
 FORWARD_MS = {False: (1.4, 3.0), True: (1.9, 4.4)}
@@ -21,15 +22,15 @@ TRAINING_MS = {False: (3.4, 7.0), True: (4.5, 10.2)}
 def kernel_start_ms(
     config: Config, student: PipelineLayout, teachers: Sequence[PipelineLayout], num_microbatches: int
 ) -> tuple[float, float]:
-    """Return how long the CPU of the busiest pipeline rank starts kernels in a step, (fastest, slowest)."""
+    """Return how long the CPU of the busiest rank starts the kernels of an update, (fastest, slowest)."""
     is_divided = config.parallel.tensor_model_parallel_size > 1
-    recomputes = config.training.recompute_granularity == "full"
+    again = recomputed_share(config.training, sum(student.layers) / len(student.layers))
 
     def rank_ms(rank: int, speed: int) -> float:
         forward, training = FORWARD_MS[is_divided][speed], TRAINING_MS[is_divided][speed]
-        layer_ms = training + (forward if recomputes else 0.0)
         of_teachers = sum(sum(one.layers[rank :: one.pipeline_parallel]) for one in teachers)
-        return sum(student.layers[rank :: student.pipeline_parallel]) * layer_ms + of_teachers * forward
+        of_student = sum(student.layers[rank :: student.pipeline_parallel])
+        return of_student * (training + again * forward) + of_teachers * forward
 
     ranks = range(student.pipeline_parallel)
     fastest, slowest = (max(rank_ms(rank, speed) for rank in ranks) for speed in (0, 1))

@@ -26,10 +26,12 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     layouts = forecast.student_layout, forecast.teacher_layouts
     fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
     if forecast.config.training.bf16 and slow_ms > pipeline_ms:
+        fast_ms, slow_ms = fast_ms * forecast.updates, slow_ms * forecast.updates
+        is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
+        less = "less tensor parallelism or more" if is_divided else "more"
         yield (
             f"note: the CPU may be the limit: to start the kernels of such a step took {fast_ms:.4g} to "
-            f"{slow_ms:.4g} ms where it was measured; more tokens in a micro-batch, or less tensor "
-            "parallelism, make it less"
+            f"{slow_ms:.4g} ms where it was measured; {less} tokens in a micro-batch make it less"
         )
 
 

@@ -109,8 +109,8 @@ def evaluate_student(
 ) -> dict[str, float]:
     """Return the metrics of the student of --student-hf or --student-load. Ignore training settings.
 
-    Collective. Raises one ErrorList for problems of settings and model, and DataError for a task that cannot
-    be scored.
+    Collective. With --dry-run there are none: it ends after the checks. Raises one ErrorList for problems of
+    settings and model, and DataError for a task that cannot be scored.
     """
     problems: list[MkdError] = []
     plan = plan_model(problems, config, world_size)
@@ -132,6 +132,6 @@ def evaluate_student(
     evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes, **seen)
     for line in evaluator.describe():
         LOG.info(line)
-    metrics = evaluator.evaluate(plan.build(context))
+    metrics = {} if config.dry_run else evaluator.evaluate(plan.build(context))
     context.leave()
     return metrics

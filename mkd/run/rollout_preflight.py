@@ -10,7 +10,7 @@ from mkd.config.schema import Config
 from mkd.data.build import require_file
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.rollout.stop_ids import stop_ids
+from mkd.rollout.stop_ids import stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource
 from mkd.run.preflight import LOOKED_AT, Tokenizers
 
@@ -32,8 +32,17 @@ def rollout_problems(
             readers = (tokenizers.student, *(one for one in tokenizers.teachers if one is not None))
             problems += first_prompts(path, readers, looked_at)
     if student is not None and tokenizers is not None:
-        problems += _stop_problems(config, tokenizers, student, teachers)
+        found = collect_error(problems, lambda: [*_stop_problems(config, tokenizers, student, teachers)])
+        problems += found or []
     return problems
+
+
+def rollout_notes(config: Config, tokenizers: Tokenizers | None, student: ModelSource) -> Iterator[str]:
+    """Yield a note if completions end at other tokens than stored texts."""
+    if config.rollout.is_on and tokenizers is not None:
+        note = unlisted_eos(stop_ids(student.assets, tokenizers.student), tokenizers.student)
+        if note is not None:
+            yield note
 
 
 def _stop_problems(

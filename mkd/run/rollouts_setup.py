@@ -23,7 +23,7 @@ from mkd.rollout.rewards import Rewards
 from mkd.rollout.rollout_stream import InProcessSource, RolloutStream
 from mkd.rollout.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
 from mkd.rollout.rollouts import RolloutSource, Sampling
-from mkd.rollout.stop_ids import stop_ids, warn_of_unlisted_eos
+from mkd.rollout.stop_ids import stop_ids
 from mkd.run.cross_tokenizer_setup import CrossTokenizerTeacher, teacher_texts
 from mkd.run.rollout_server_setup import build_server_source
 from mkd.run.run_plan import Plan
@@ -137,11 +137,9 @@ def build_rollouts(
     config, training, rollout = plan.config, plan.config.training, plan.config.rollout
     assert plan.tokenizers is not None, "a run reads text"
     tokenizer = plan.tokenizers.student
-    stops = stop_ids(plan.student.assets, tokenizer)
-    warn_of_unlisted_eos(stops, tokenizer)
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens,
-        stop_ids=stops,
+        stop_ids=stop_ids(plan.student.assets, tokenizer),
         vocab_size=plan.known_ids,
         temperature=rollout.rollout_temperature,
         slots=rollout.rollout_slots,

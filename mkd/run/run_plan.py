@@ -31,7 +31,7 @@ from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
-from mkd.run.rollout_preflight import rollout_problems
+from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
 
 
@@ -90,6 +90,7 @@ class Plan:
     def text(self) -> str:
         """The batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
         notes = [*plan_notes(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())]
+        notes += rollout_notes(self.config, self.tokenizers, self.student)
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
     def figures(self) -> dict[str, Any]:

@@ -80,10 +80,13 @@ class ExportPlan:
         return self.teacher.config
 
 
-def export_teacher(config: Config, settings: ExportSettings, platform: Platform, world_size: int) -> TopKMeta:
+def export_teacher(
+    config: Config, settings: ExportSettings, platform: Platform, world_size: int
+) -> TopKMeta | None:
     """Write the missing shards of the cache `settings.out`, for the teacher of `config` and all its data.
 
-    Collective. Raises the errors of a training run, and DataError if the folder holds another cache.
+    Collective. With --dry-run it ends with None after the checks. Raises the errors of a training run, and
+    DataError if the folder holds another cache.
     """
     plan = plan_export(config, world_size)
     if len(config.teachers) > 1:
@@ -95,6 +98,8 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         why = "that many ids have a probability"
         raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
+    if config.dry_run:
+        return None
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
     build = SharedBuild(context, Signals(), Phases())

@@ -78,6 +78,13 @@ def test_one_style_alone(files, ranks):
     ]
 
 
+def test_a_dry_run_ends_after_the_checks(files, ranks):
+    out = files / "dry.json"
+    (result,) = evaluate(ranks, files, "--student-hf", files / "student", "--dry-run", "--out", out)
+    assert result.exit_code == 0 and "with --dry-run nothing is scored" in result.stdout, result.stderr
+    assert not out.exists()
+
+
 def test_what_is_wrong_is_said_once(files, ranks):
     bad = files / "bad.jsonl"
     bad.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')

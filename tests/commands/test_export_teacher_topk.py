@@ -216,6 +216,12 @@ def test_wrong_flags(files, ranks):
         assert not (files / "wrong").exists()
 
 
+def test_a_dry_run_ends_after_the_checks(files, ranks):
+    (result,) = export(ranks, files, "dry", "--dry-run")
+    assert result.exit_code == 0 and "with --dry-run nothing is written" in result.stdout, result.stderr
+    assert not (files / "dry").exists()
+
+
 def test_as_a_user_starts_it(files):
     argv = ["--out", files / "alone", "--k", 4, *flags(files, "alone log", *DATA)]
     done = subprocess.run(

@@ -72,5 +72,8 @@ def test_a_cpu_that_needs_longer_than_the_gpus_is_named():
     pipeline = ("--pipeline-model-parallel-size", 2, "--global-batch-size", 4)
     (text,) = notes(2048, *pipeline)
     assert " 291.2 to 608 ms " in text, "a rank has half of the layers"
+    block = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 7)
+    (text,) = notes(2048, *pipeline, *block)
+    assert f" {4 * (14 * 3.4 + 7 * 1.4 + 18 * 1.4):.4g} to" in text
     (text,) = notes(2048, *pipeline, *RECOMPUTED)
     assert f" {4 * (14 * (3.4 + 1.4) + 18 * 1.4):.4g} to" in text

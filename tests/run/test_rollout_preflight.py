@@ -9,10 +9,11 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.rollout.stop_ids import warn_of_unlisted_eos
 from mkd.run.run_plan import plan_run
 from tests.train.command import write_records
 from tests.train.rollout_run import argv, make_files
+
+NAMES = "student", "teacher"
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,10 @@ def codes(arguments: list[str]) -> list[str]:
     return []
 
 
-def with_stops(source, folder, ids):
+def with_stops(source, folder, ids, files=("generation_config.json", "config.json")):
     """Copy a model whose texts end with `ids`; None: nothing says so."""
     shutil.copytree(source, folder)
-    for name in ("generation_config.json", "config.json"):
+    for name in files:
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**values, "eos_token_id": ids}))
     return folder
@@ -57,14 +58,25 @@ def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
     assert codes([*argv(files, "none"), "--student-hf", str(folder)]) == ["stop-ids-missing"]
 
 
-def test_stored_texts_that_end_otherwise_are_named(files, caplog):
-    tokenizer = plan_run(load_config(argv(files, "ends")).config, 1).tokenizers.student
-    warn_of_unlisted_eos({5, tokenizer.eos_id}, tokenizer)
-    assert not caplog.messages
-    warn_of_unlisted_eos({5, 7}, tokenizer)
-    (text,) = caplog.messages
-    assert text.startswith(f"completions end at 5 {tokenizer.decode([5])!r} or 7 ")
-    assert f"stored texts end with {tokenizer.eos_id} '<|endoftext|>'" in text
+def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
+    def notes(ids):
+        pair = {name: with_stops(files / name, tmp_path / f"{name}-{sum(ids)}", ids) for name in NAMES}
+        flags = [word for name in NAMES for word in (f"--{name}-hf", str(pair[name]))]
+        plan = plan_run(load_config([*argv(files, "ends"), *flags]).config, 1)
+        return [line for line in plan.text.splitlines() if "stored texts" in line], plan.tokenizers.student
+
+    (text,), tokenizer = notes([5, 7])
+    ends = f"{tokenizer.decode([5])!r} or 7 {tokenizer.decode([7])!r}"
+    assert text.startswith(f"note: completions end at 5 {ends}, but stored texts end with 0 '<|endoftext|>'")
+    (text,), _ = notes([*range(1, 100)])
+    assert " or 96 others, but" in text and len(text) < 500
+    assert notes([5, 0])[0] == []
+
+
+@pytest.mark.parametrize("ids", ["2", [-1], True, [0, 1.5], {}])
+def test_stop_tokens_that_are_no_ids_are_refused(ids, files, tmp_path):
+    folder = with_stops(files / "student", tmp_path / "student", ids, ["generation_config.json"])
+    assert codes([*argv(files, "ids"), "--student-hf", str(folder)]) == ["stop-ids-invalid"]
 
 
 @pytest.mark.parametrize(
