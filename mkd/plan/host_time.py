@@ -1,8 +1,9 @@
 """The time in which a CPU starts the kernels of a step. Predicted times of steps leave it out.
 
-It varies by the machine, and shows only where it is longer than the kernels run. Figures are those of the
-fastest and the slowest machine with H100s or H200s that was measured, in bf16 with Transformer Engine
-(docs/performance.md).
+It varies by the machine, and shows only where it is longer than the kernels run. The figures are estimates
+from the fastest and the slowest machine with H100s or H200s that was measured, in bf16 with Transformer
+Engine (docs/performance.md). Dense layers alone count: experts, FP8, gathers of peers and vision towers take
+longer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from mkd.config.schema import Config
 from mkd.plan.layer_time import recomputed_share
 from mkd.plan.layout import PipelineLayout
 
-FORWARD_MS = {False: (1.4, 3.0), True: (1.9, 4.4)}
+FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
 """With tensor parallelism or without -> of one layer, (fastest, slowest)."""
-TRAINING_MS = {False: (3.4, 7.0), True: (4.5, 10.2)}
+TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 """The same for forward and backward."""
 
 

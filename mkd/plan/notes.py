@@ -30,8 +30,8 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
         less = "less tensor parallelism or more" if is_divided else "more"
         yield (
-            f"note: the CPU may be the limit: to start the kernels of such a step took {fast_ms:.4g} to "
-            f"{slow_ms:.4g} ms where it was measured; {less} tokens in a micro-batch make it less"
+            f"note: the CPU may be the limit: to start the kernels of such a step takes {fast_ms:.4g} to "
+            f"{slow_ms:.4g} ms, estimated from measured machines; {less} tokens in a micro-batch make it less"
         )
 
 

@@ -42,10 +42,16 @@ def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
     eos = tokenizer.eos_id
     if eos is None or eos in stops:
         return None
-    ends = " or ".join(f"{i} {tokenizer.decode([i])!r}" for i in sorted(stops)[:SHOWN])
-    more = f" or {len(stops) - SHOWN} others" if len(stops) > SHOWN else ""
-    stored = f"{eos} {tokenizer.decode([eos])!r}, the EOS of the tokenizer"
+    ends, stored = named(stops, tokenizer), named((eos,), tokenizer)
     return (
-        f"note: completions end at {ends}{more}, but stored texts end with {stored}. A student that learned "
-        "from them does not stop. List both in eos_token_id of generation_config.json, also the teachers'"
+        f"note: completions end at {ends}, but plain texts of --data-path end with {stored}, the EOS of the "
+        "tokenizer. A student that learned from them does not stop. List both in eos_token_id of "
+        "generation_config.json, also the teachers'"
     )
+
+
+def named(ids: Collection[int], tokenizer: Tokenizer) -> str:
+    """Return the first ids with their tokens, and how many there are besides: "0 '</s>' or 4 others"."""
+    tokens = {i: token for token, i in tokenizer.vocabulary.items() if i in ids}
+    names = [f"{i} {tokens[i]!r}" if i in tokens else f"{i}, which is no token" for i in sorted(ids)[:SHOWN]]
+    return " or ".join(names + ([f"{len(ids) - SHOWN} others"] if len(ids) > SHOWN else []))

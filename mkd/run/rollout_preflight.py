@@ -10,7 +10,7 @@ from mkd.config.schema import Config
 from mkd.data.build import require_file
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.rollout.stop_ids import stop_ids, unlisted_eos
+from mkd.rollout.stop_ids import named, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource
 from mkd.run.preflight import LOOKED_AT, Tokenizers
 
@@ -39,7 +39,7 @@ def rollout_problems(
 
 def rollout_notes(config: Config, tokenizers: Tokenizers | None, student: ModelSource) -> Iterator[str]:
     """Yield a note if completions end at other tokens than stored texts."""
-    if config.rollout.is_on and tokenizers is not None:
+    if config.rollout.is_on and tokenizers is not None and config.data.append_eod:
         note = unlisted_eos(stop_ids(student.assets, tokenizers.student), tokenizers.student)
         if note is not None:
             yield note
@@ -68,14 +68,10 @@ def _stop_problems(
         theirs = stop_ids(source.assets) if source is not None else frozenset()
         if theirs and theirs != mine:
             yield UsageError(
-                f"the {role} ends texts with {_named(theirs, tokenizers)}, the student with "
-                f"{_named(mine, tokenizers)}",
+                f"the {role} ends texts with {named(theirs, tokenizers.student)}, the student with "
+                f"{named(mine, tokenizers.student)}",
                 "the student would never learn to stop from it, and its texts would grow without end",
                 "give both the same eos_token_id in generation_config.json: the tokens that end the texts of "
                 "your prompts",
                 code="stop-ids-differ",
             )
-
-
-def _named(ids: frozenset[int], tokenizers: Tokenizers) -> str:
-    return " or ".join(f"{i} {tokenizers.student.decode([i])!r}" for i in sorted(ids))

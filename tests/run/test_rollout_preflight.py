@@ -59,18 +59,21 @@ def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
 
 
 def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
-    def notes(ids):
+    def notes(ids, *more):
         pair = {name: with_stops(files / name, tmp_path / f"{name}-{sum(ids)}", ids) for name in NAMES}
         flags = [word for name in NAMES for word in (f"--{name}-hf", str(pair[name]))]
-        plan = plan_run(load_config([*argv(files, "ends"), *flags]).config, 1)
-        return [line for line in plan.text.splitlines() if "stored texts" in line], plan.tokenizers.student
+        plan = plan_run(load_config([*argv(files, "ends"), *flags, *more]).config, 1)
+        return [
+            line for line in plan.text.splitlines() if "completions end at" in line
+        ], plan.tokenizers.student
 
-    (text,), tokenizer = notes([5, 7])
-    ends = f"{tokenizer.decode([5])!r} or 7 {tokenizer.decode([7])!r}"
-    assert text.startswith(f"note: completions end at 5 {ends}, but stored texts end with 0 '<|endoftext|>'")
+    (text,), tokenizer = notes([5, 777])
+    ends = f"{tokenizer.decode([5])!r} or 777, which is no token"
+    assert f" 5 {ends}, but plain texts of --data-path end with 0 '<|endoftext|>', the EOS" in text
     (text,), _ = notes([*range(1, 100)])
     assert " or 96 others, but" in text and len(text) < 500
     assert notes([5, 0])[0] == []
+    assert notes([5, 9], "--no-append-eod")[0] == []
 
 
 @pytest.mark.parametrize("ids", ["2", [-1], True, [0, 1.5], {}])

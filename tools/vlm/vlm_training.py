@@ -58,12 +58,13 @@ def tokenised(corpus: Corpus, tokenizer: Path, workers: int) -> Corpus:
             "image-root": corpus.image_root, "workers": workers,
         }  # fmt: skip
         words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
-        run([sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *words], file.parent, is_quiet=True)
+        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *words]
+        run(command, file.parent / f"tokenised_{file.stem}", is_quiet=True)
     return replace(corpus, train=corpus.train.with_suffix(""), held_out=corpus.held_out.with_suffix(""))
 
 
 def run(words: list[str], log_dir: Path, threads: int = 1, is_quiet: bool = False) -> None:
-    """Run a command of `command` anew. If `is_quiet`, only a failure prints output."""
+    """Run a command anew. If `is_quiet`, only a failure prints output."""
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / "metrics.jsonl").unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
