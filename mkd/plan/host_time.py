@@ -15,7 +15,7 @@ from mkd.plan.layer_time import recomputed_share
 from mkd.plan.layout import PipelineLayout
 
 FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
-"""With tensor parallelism or without -> of one layer, (fastest, slowest)."""
+"""Is there tensor parallelism -> milliseconds of one layer on the (fastest, slowest) machine."""
 TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 """The same for forward and backward."""
 
@@ -23,7 +23,7 @@ TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 def kernel_start_ms(
     config: Config, student: PipelineLayout, teachers: Sequence[PipelineLayout], num_microbatches: int
 ) -> tuple[float, float]:
-    """Return how long the CPU of the busiest rank starts the kernels of an update, (fastest, slowest)."""
+    """Return how many ms the busiest rank's CPU starts an update's kernels, (fastest, slowest)."""
     is_divided = config.parallel.tensor_model_parallel_size > 1
     again = recomputed_share(config.training, sum(student.layers) / len(student.layers))
 

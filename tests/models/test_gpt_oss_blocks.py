@@ -133,8 +133,8 @@ def their_blocks(folder, lengths, device, smooth, dtype=torch.float32):
 def check(ours, theirs, tolerance, rounded=None):
     """Check the relative error of every part, in the 2-norm; each expert is a part.
 
-    A part may have 1.5 times the error of `rounded`, transformers in bf16. bf16 takes 3 % from the gradients
-    of long documents' queries and keys. It also moves gates over their limit, where the gradient jumps: 5 %.
+    bf16 takes 3 % from the gradients of long documents' queries and keys. Attention may therefore have 1.5
+    times the error of `rounded`, transformers in bf16.
     """
     for block, (output, of_input, gradients) in theirs.items():
         our_output, our_input, pieces = ours[block]
@@ -165,12 +165,14 @@ def test_blocks_equal_transformers(dtype, tolerance, tmp_path, ranks):
 def test_blocks_on_a_gpu(tmp_path, gpu_ranks):
     """The released width and heads, on local modules and on Transformer Engine's."""
     sizes = dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8)
-    sizes |= dict(head_dim=64, sliding_window=128, num_experts_per_tok=4, swiglu_limit=0.4)
-    folder, lengths = make_folder(tmp_path, **sizes), (700, 1, 1300)
-    smooth = smooth_tokens(folder, lengths)
-    theirs = their_blocks(folder, lengths, "cuda", smooth)
-    rounded = their_blocks(folder, lengths, "cuda", smooth, torch.bfloat16)
-    for dtype, tolerance, third in ((torch.float32, 1e-4, None), (torch.bfloat16, 2e-2, rounded)):
+    sizes |= dict(head_dim=64, sliding_window=128, num_experts_per_tok=4)
+    # bf16 moves gates over a limit that many are near: 5 % of the gradient. There it is the released limit.
+    for dtype, tolerance, limit in ((torch.float32, 1e-4, 0.4), (torch.bfloat16, 2e-2, 7.0)):
+        folder, lengths = make_folder(tmp_path / str(limit), swiglu_limit=limit, **sizes), (700, 1, 1300)
+        smooth = smooth_tokens(folder, lengths)
+        theirs = their_blocks(folder, lengths, "cuda", smooth)
+        rounded = their_blocks(folder, lengths, "cuda", smooth, torch.bfloat16)
+        attention = {block: rounded[block] for block in BLOCKS if block[0] == "self_attention"}
         for transformer_engine in (False, True):
             (ours,) = gpu_ranks.run(our_blocks, 1, folder, lengths, dtype, transformer_engine, smooth)
-            check(ours, theirs, tolerance, third)
+            check(ours, theirs, tolerance, attention if dtype == torch.bfloat16 else None)
