@@ -93,6 +93,11 @@ def costs(context, model):
     return allocations, torch.cuda.max_memory_allocated() - bytes_before, syncs
 
 
+def requested_bytes():
+    """Return the bytes of tensors on the device, without what the allocator adds to each."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def streamed_against_device(folder, transformer_engine):
     """Return (outputs of short and long rows, costs, bytes at rest) on the device, and then elsewhere.
 
@@ -103,10 +108,10 @@ def streamed_against_device(folder, transformer_engine):
     group = context.peer_group(context.world_size) if context.world_size > 1 else None
     measured, stream = [], None
     for is_streamed in (False, True):
-        before = torch.cuda.memory_allocated()
+        before = requested_bytes()
         if is_streamed:
             stream = stream_loaded([model], context.device, group)
-        moved = before - torch.cuda.memory_allocated()
+        moved = before - requested_bytes()
         results = [outputs(context, model, length) for length in (COPIES_LAST, COMPUTATION_LASTS)]
         measured.append((results, costs(context, model), moved))
     parameters = [p for layer in model.decoder.layers for p in layer.parameters()]
