@@ -104,7 +104,8 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
         if rank == 0:
             _report(error.report())
         return error.exit_code
-    if reports.has_peers and is_communication_error(error):
+    has_lost_peers = reports.has_peers and is_communication_error(error)
+    if has_lost_peers:
         first = reports.wait_for_peer()
         if first:
             _print(f"rank {rank}: {first.describe()}\n  see {reports.path(first.rank)}")
@@ -112,23 +113,24 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
     exit_code, details = exit_code_of(error), traceback_of(error)
     if reports.has_peers:
         reports.write(one_line(error), details, exit_code)
-    _report(_own_words(error, details, rank))
+    _report(_own_words(error, details, rank, has_lost_peers))
     return exit_code
 
 
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
     """Report a problem of flags, data or a disk. Of the ranks that share it, only the lowest prints it."""
     details, rank = traceback_of(error), rendezvous.rank
+    words = _own_words(error, details, rank, is_communication_error(error))
     text = str(error) if isinstance(error, MkdError) else details
     own = Problem(exit_code_of(error), one_line(error), text)
     if rank == 0:
-        _report(_own_words(error, details, rank))
+        _report(words)
     try:
         problems = rendezvous.exchange(own, PATIENCE_S)
     except Exception:  # the problem of this rank matters more than what keeps the ranks apart
         problems = {rank: own}
     if rank and own.text not in [problem.text for other, problem in problems.items() if other < rank]:
-        _report(_own_words(error, details, rank))
+        _report(words)
     return problems[min(problems)].exit_code
 
 
@@ -182,11 +184,11 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _own_words(error: Exception, details: str, rank: int) -> str:
+def _own_words(error: Exception, details: str, rank: int, has_lost_peers: bool) -> str:
     """Describe the error of this rank. The user's own errors have no traceback."""
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
-    if is_communication_error(error):
+    if has_lost_peers:
         lost = "lost contact with the other ranks, and none has said why: one was killed or hangs"
         return f"{details}rank {rank}: {lost}"
     return f"{details}rank {rank} failed first: {one_line(error)}"

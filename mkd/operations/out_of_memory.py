@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from mkd.errors import OutOfMemory
 from mkd.plan.forecast import Forecast
@@ -18,6 +19,8 @@ from mkd.plan.hardware import USABLE
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, fullest_rank, left_out, remedies
 
+NCCL_ALLOCATES = "Failed to CUDA calloc"  # NCCL's words for memory that it did not get, whatever the cause
+FULL = 0.01  # share of the GPU that is free at most, if memory was the cause
 FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves but cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
 
@@ -42,6 +45,10 @@ class DeviceMemory:
         names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current")
         return cls(total / GIB, free / GIB, *(stats[name] / GIB for name in names))
 
+    def is_full(self) -> bool:
+        """Return True if not even NCCL's buffers fit."""
+        return self.free < FULL * self.total
+
     def describe(self) -> str:
         others = self.total - self.free - self.reserved
         return (
@@ -53,15 +60,23 @@ class DeviceMemory:
 
 @contextmanager
 def memory_explained(forecast: Forecast, rank: int, world_size: int) -> Iterator[None]:
-    """Turn torch's out-of-memory errors inside the block into OutOfMemory."""
+    """Turn out-of-memory errors of torch and NCCL inside the block into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise explain(error, forecast, rank, world_size, DeviceMemory.now()) from error
+    except dist.DistBackendError as error:
+        if NCCL_ALLOCATES not in str(error):
+            raise
+        with suppress(RuntimeError):  # a broken GPU does not answer
+            device = DeviceMemory.now()
+            if device and device.is_full():
+                raise explain(error, forecast, rank, world_size, device) from None  # no peer is to blame
+        raise
 
 
 def explain(
-    error: torch.OutOfMemoryError, forecast: Forecast, rank: int, world_size: int, device: DeviceMemory | None
+    error: Exception, forecast: Forecast, rank: int, world_size: int, device: DeviceMemory | None
 ) -> OutOfMemory:
     """Return the error for the user: planned and actual memory of this rank, and changes that help."""
     pipeline_rank = rank // (world_size // forecast.config.parallel.pipeline_model_parallel_size)

@@ -48,7 +48,7 @@ def rollout_notes(config: Config, tokenizers: Tokenizers | None, student: ModelS
 def _stop_problems(
     config: Config, tokenizers: Tokenizers, student: ModelSource, teachers: Sequence[ModelSource | None]
 ) -> Iterator[UsageError]:
-    """Yield problems of stop tokens: a teacher that ends texts otherwise teaches endless completions."""
+    """Yield problems of stop tokens: completions must end where a teacher ends its texts."""
     mine = stop_ids(student.assets, tokenizers.student)
     if not mine:
         what = f"nothing says which token ends a text of the student ({student.assets})"
@@ -66,12 +66,11 @@ def _stop_problems(
                 )
             continue
         theirs = stop_ids(source.assets) if source is not None else frozenset()
-        if theirs and theirs != mine:
+        if theirs - mine:
             yield UsageError(
-                f"the {role} ends texts with {named(theirs, tokenizers.student)}, the student with "
-                f"{named(mine, tokenizers.student)}",
-                "the student would never learn to stop from it, and its texts would grow without end",
-                "give both the same eos_token_id in generation_config.json: the tokens that end the texts of "
-                "your prompts",
+                f"the {role} ends texts with {named(theirs - mine, tokenizers.student)}, but completions of "
+                f"the student end only at {named(mine, tokenizers.student)}",
+                "the student learns to end texts as its teacher does: these would go on after their end",
+                "add them to eos_token_id in the student's generation_config.json",
                 code="stop-ids-differ",
             )

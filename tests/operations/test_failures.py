@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_errors_of_communication_are_told_from_others():
         assert is_communication_error(error)
     for error in (RuntimeError("mat1 and mat2"), OSError("Broken pipe"), wrapped(RuntimeError("bad"))):
         assert not is_communication_error(error)
+
+
+def test_a_run_of_one_process_has_no_others_to_lose(tmp_path, capsys, monkeypatch):
+    import torch.distributed as dist
+
+    from mkd.operations.failures import FailureReports, end_of_rank
+
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    reports, rendezvous = FailureReports(0, 1, tmp_path), SimpleNamespace(is_over=True)
+    assert end_of_rank(dist.DistBackendError("NCCL error"), reports, rendezvous) == 1
+    assert capsys.readouterr().err.endswith("rank 0 failed first: DistBackendError: NCCL error\n")
 
 
 def test_reports_of_other_runs_are_not_believed(tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.reported import reported_text
 from tests.train.command import flags, make_files, with_fault
@@ -21,13 +22,18 @@ def files(tmp_path_factory):
     return make_files(tmp_path_factory.mktemp("memory"))
 
 
-def explained(files, device, *more, rank=0, world_size=1, text=TORCH_TEXT) -> str:
+def planned(files, *more, world_size=1):
     from mkd.config.load import load_config
-    from mkd.errors import OutOfMemory
-    from mkd.operations.out_of_memory import explain
     from mkd.run.run_plan import plan_run
 
-    plan = plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
+    return plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
+
+
+def explained(files, device, *more, rank=0, world_size=1, text=TORCH_TEXT) -> str:
+    from mkd.errors import OutOfMemory
+    from mkd.operations.out_of_memory import explain
+
+    plan = planned(files, *more, world_size=world_size)
     try:
         raise torch.OutOfMemoryError(text)
     except torch.OutOfMemoryError as error:
@@ -77,6 +83,29 @@ def test_the_pipeline_rank_of_a_rank(files):
         assert f"planned for pipeline rank {stage}: " in explained(
             files, None, *layout, rank=rank, world_size=4
         )
+
+
+@pytest.mark.parametrize(
+    "text, free, is_explained",
+    [
+        ("Last error:\nFailed to CUDA calloc async 24 bytes", 0.01, True),
+        ("Last error:\nFailed to CUDA calloc async 24 bytes", 1.0, False),
+        ("Last error:\nremote process exited", 0.01, False),
+    ],
+)
+def test_memory_that_nccl_does_not_get(text, free, is_explained, files, monkeypatch):
+    from mkd.errors import OutOfMemory
+    from mkd.operations.out_of_memory import DeviceMemory, memory_explained
+
+    device = DeviceMemory(total=2.0, free=free, allocated=0.5, peak=0.6, reserved=0.7)
+    monkeypatch.setattr(DeviceMemory, "now", lambda: device)
+    error = dist.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, unhandled cuda error\n{text}")
+    with (
+        pytest.raises(OutOfMemory if is_explained else dist.DistBackendError) as raised,
+        memory_explained(planned(files).forecast, 0, 1),
+    ):
+        raise error
+    assert raised.value is error or "0.01 of 2.0 are free" in str(raised.value)
 
 
 def test_the_command_explains_torchs_error(files, ranks):

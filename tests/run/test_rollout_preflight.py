@@ -43,11 +43,16 @@ def test_a_sound_run(files):
 
 
 @pytest.mark.parametrize(
-    "ids, expected", [(5, ["stop-ids-differ"]), ([0, 5], ["stop-ids-differ"]), ([0], []), (None, [])]
+    "student, teacher, is_refused",
+    [(0, 5, True), (0, [0, 5], True), (0, [0], False), (0, None, False), ([5, 0], 5, False)],
 )
-def test_a_teacher_with_other_stop_tokens_is_refused(ids, expected, files, tmp_path):
-    with_stops(files / "teacher", tmp_path / "teacher", ids)
-    assert codes([*argv(files, "stops"), "--teacher-hf", str(tmp_path / "teacher")]) == expected
+def test_a_teacher_that_ends_texts_elsewhere_is_refused(student, teacher, is_refused, files, tmp_path):
+    pair = {
+        f"--{name}-hf": with_stops(files / name, tmp_path / name, ids)
+        for name, ids in (("student", student), ("teacher", teacher))
+    }
+    flags = [str(word) for flag in pair.items() for word in flag]
+    assert codes([*argv(files, "stops"), *flags]) == ["stop-ids-differ"] * is_refused
 
 
 def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
