@@ -2,7 +2,7 @@
 
     pip install reasoning-gym==0.1.25   # in a venv of its own; only this first command needs it
     python tools/benchmarks/reward_gain.py problems --folder F
-    python tools/benchmarks/reward_gain.py start --folder F --student-hf S     # is its reward 0.2 to 0.6?
+    python tools/benchmarks/reward_gain.py start --folder F --student-hf S     # prints its reward
     python tools/benchmarks/reward_gain.py compare --folder F --student-hf S   # goes on from there
 
 A problem is a sum of several terms. Half of the demonstrations give the answer alone, half the partial sums
@@ -214,14 +214,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="completions of each problem")
     parser.add_argument("--micro-batch-size", type=int, default=128, help="rows that a step runs together")
     parser.add_argument(
-        "--lr", type=float, default=1e-3, help="learning rate of the start, with cosine decay"
+        "--lr", type=float, default=1e-4, help="learning rate of the start, with cosine decay"
     )
     parser.add_argument("--sft-lr", type=float, default=1e-4, help="learning rate of SFT, with cosine decay")
     parser.add_argument(
-        "--rl-lr", type=float, nargs="+", default=[3e-5], help="learning rates of GRPO, constant: an arm each"
+        "--rl-lr", type=float, nargs="+", default=[1e-5], help="learning rates of GRPO, constant: an arm each"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=9, help="runs at the same time")
+    parser.add_argument("--parallel", type=int, default=9, help="runs at the same time, of 7 GiB each")
     parser.add_argument("--flags", default="", help="more flags of pretrain_kd.py")
     args = parser.parse_args()
     args.folder = args.folder.absolute()
