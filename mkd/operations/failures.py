@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -24,6 +25,8 @@ POLL_S = 0.1
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which shows the file's content as the root cause
 GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 """Words in the RuntimeErrors of broken communication."""
+NCCL_ALLOCATES = re.compile(r"Failed to CUDA [cm]alloc(?: async)? (\d+) bytes")
+"""NCCL's words for GPU memory that it did not get. No peer is to blame for this."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
     """Report a problem of flags, data or a disk. Of the ranks that share it, only the lowest prints it."""
     details, rank = traceback_of(error), rendezvous.rank
-    words = _own_words(error, details, rank, is_communication_error(error))
+    has_lost_peers = rendezvous.world_size > 1 and is_communication_error(error)
+    words = _own_words(error, details, rank, has_lost_peers)
     text = str(error) if isinstance(error, MkdError) else details
     own = Problem(exit_code_of(error), one_line(error), text)
     if rank == 0:
@@ -160,6 +164,8 @@ def is_communication_error(error: BaseException) -> bool:
     """Return True if this error, or one that it was raised from, says that a rank is out of reach."""
     import torch.distributed as dist
 
+    if NCCL_ALLOCATES.search(str(error)):
+        return False
     if isinstance(error, dist.DistError):
         return True
     if isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_WORDS):

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from mkd.errors import OutOfMemory
+from mkd.operations.failures import NCCL_ALLOCATES
 from mkd.plan.forecast import Forecast
 from mkd.plan.hardware import USABLE
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, fullest_rank, left_out, remedies
 
-NCCL_ALLOCATES = "Failed to CUDA calloc"  # NCCL's words for memory that it did not get, whatever the cause
-FULL = 0.01  # share of the GPU that is free at most, if memory was the cause
+FULL = 0.01  # share of the GPU: less is free than this and what NCCL asked for, if memory was the cause
+SHARED_GIB = 1.0  # beyond the plan for CUDA and NCCL: other processes are on the GPU
 FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves but cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
 
@@ -45,15 +46,15 @@ class DeviceMemory:
         names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current")
         return cls(total / GIB, free / GIB, *(stats[name] / GIB for name in names))
 
-    def is_full(self) -> bool:
-        """Return True if not even NCCL's buffers fit."""
-        return self.free < FULL * self.total
+    @property
+    def others(self) -> float:
+        """What CUDA, NCCL and other processes have."""
+        return self.total - self.free - self.reserved
 
     def describe(self) -> str:
-        others = self.total - self.free - self.reserved
         return (
             f"tensors have {self.allocated:.2f} GiB (at most {self.peak:.2f}), torch's allocator holds "
-            f"{self.reserved - self.allocated:.2f} more, CUDA, NCCL and other processes {others:.2f}, "
+            f"{self.reserved - self.allocated:.2f} more, CUDA, NCCL and other processes {self.others:.2f}, "
             f"{self.free:.2f} of {self.total:.1f} are free"
         )
 
@@ -66,13 +67,21 @@ def memory_explained(forecast: Forecast, rank: int, world_size: int) -> Iterator
     except torch.OutOfMemoryError as error:
         raise explain(error, forecast, rank, world_size, DeviceMemory.now()) from error
     except dist.DistBackendError as error:
-        if NCCL_ALLOCATES not in str(error):
+        device = _full_device(str(error))
+        if device is None:
             raise
-        with suppress(RuntimeError):  # a broken GPU does not answer
-            device = DeviceMemory.now()
-            if device and device.is_full():
-                raise explain(error, forecast, rank, world_size, device) from None  # no peer is to blame
-        raise
+        raise explain(error, forecast, rank, world_size, device) from error
+
+
+def _full_device(text: str) -> DeviceMemory | None:
+    """Return the memory of this GPU if NCCL says in `text` that it got none, and too little is free."""
+    if not NCCL_ALLOCATES.search(text):
+        return None
+    try:
+        device = DeviceMemory.now()
+    except RuntimeError:  # a broken GPU does not answer
+        return None
+    return device if device and device.free < _wanted_gib(text) + FULL * device.total else None
 
 
 def explain(
@@ -105,12 +114,16 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
         lines.append(f"  (times{left_out(found)})")
     if not lines:
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]
+    if device and device.others - planned.device_gib > SHARED_GIB:
+        lines.append("  or, if other processes are on this GPU: end them")
     if device and device.reserved - device.allocated > FRAGMENTED * device.total:
         lines.append("  or, since much of it is fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     return "\n".join(lines)
 
 
 def _wanted_gib(text: str) -> float:
-    """Return the size of the failed allocation from torch's message; 0 if the message has none."""
-    found = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", text)
-    return float(found[1]) * UNITS[found[2]] / GIB if found else 0.0
+    """Return the size of the failed allocation from the message of torch or NCCL; 0 if it has none."""
+    if found := re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", text):
+        return float(found[1]) * UNITS[found[2]] / GIB
+    found = NCCL_ALLOCATES.search(text)
+    return int(found[1]) / GIB if found else 0.0

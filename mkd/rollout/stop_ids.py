@@ -46,7 +46,7 @@ def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
     return (
         f"note: completions end at {ends}, but plain texts of --data-path end with {stored}, the EOS of the "
         "tokenizer. A student that learned from them does not stop. List both in eos_token_id of "
-        "generation_config.json, also the teachers'"
+        "generation_config.json"
     )
 
 

@@ -70,7 +70,7 @@ def _stop_problems(
             yield UsageError(
                 f"the {role} ends texts with {named(theirs - mine, tokenizers.student)}, but completions of "
                 f"the student end only at {named(mine, tokenizers.student)}",
-                "the student learns to end texts as its teacher does: these would go on after their end",
-                "add them to eos_token_id in the student's generation_config.json",
+                "the student learns these ends from its teacher, but sampling would continue past them",
+                f"write {sorted(mine | theirs)} as eos_token_id of the student's generation_config.json",
                 code="stop-ids-differ",
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,17 +62,22 @@ def test_errors_of_communication_are_told_from_others():
     )
     for error in (gloo, dist.DistBackendError("NCCL error"), dist.DistNetworkError("x"), wrapped(gloo)):
         assert is_communication_error(error)
-    for error in (RuntimeError("mat1 and mat2"), OSError("Broken pipe"), wrapped(RuntimeError("bad"))):
+    own_gpu = dist.DistBackendError("NCCL error\nFailed to CUDA calloc async 24 bytes")
+    others = RuntimeError("mat1 and mat2"), OSError("Broken pipe"), wrapped(RuntimeError("bad"))
+    for error in (*others, own_gpu, wrapped(own_gpu)):
         assert not is_communication_error(error)
 
 
-def test_a_run_of_one_process_has_no_others_to_lose(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_run_of_one_process_has_no_others_to_lose(is_over, tmp_path, capsys, monkeypatch):
     import torch.distributed as dist
 
     from mkd.operations.failures import FailureReports, end_of_rank
+    from mkd.operations.rendezvous import Rendezvous
 
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    reports, rendezvous = FailureReports(0, 1, tmp_path), SimpleNamespace(is_over=True)
+    reports, rendezvous = FailureReports(0, 1, tmp_path), Rendezvous(0, 1)
+    rendezvous.is_over = is_over
     assert end_of_rank(dist.DistBackendError("NCCL error"), reports, rendezvous) == 1
     assert capsys.readouterr().err.endswith("rank 0 failed first: DistBackendError: NCCL error\n")
 

@@ -85,27 +85,48 @@ def test_the_pipeline_rank_of_a_rank(files):
         )
 
 
+def nccl_error(text):
+    return dist.DistBackendError(
+        f"NCCL error in: NCCLUtils.cpp:93, unhandled cuda error\nLast error:\n{text}"
+    )
+
+
 @pytest.mark.parametrize(
-    "text, free, is_explained",
+    "text, free, wanted",
     [
-        ("Last error:\nFailed to CUDA calloc async 24 bytes", 0.01, True),
-        ("Last error:\nFailed to CUDA calloc async 24 bytes", 1.0, False),
-        ("Last error:\nremote process exited", 0.01, False),
+        ("Failed to CUDA calloc async 24 bytes", 0.01, "0.00"),
+        ("Failed to CUDA calloc 536870912 bytes", 0.45, "0.50"),
+        ("Failed to CUDA malloc 536870912 bytes", 0.45, "0.50"),
     ],
 )
-def test_memory_that_nccl_does_not_get(text, free, is_explained, files, monkeypatch):
+def test_memory_that_nccl_does_not_get(text, free, wanted, files, monkeypatch):
     from mkd.errors import OutOfMemory
+    from mkd.operations.failures import is_communication_error
     from mkd.operations.out_of_memory import DeviceMemory, memory_explained
 
-    device = DeviceMemory(total=2.0, free=free, allocated=0.5, peak=0.6, reserved=0.7)
+    device = DeviceMemory(total=4.0, free=free, allocated=0.5, peak=0.6, reserved=0.7)
     monkeypatch.setattr(DeviceMemory, "now", lambda: device)
-    error = dist.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, unhandled cuda error\n{text}")
-    with (
-        pytest.raises(OutOfMemory if is_explained else dist.DistBackendError) as raised,
-        memory_explained(planned(files).forecast, 0, 1),
-    ):
-        raise error
-    assert raised.value is error or "0.01 of 2.0 are free" in str(raised.value)
+    with pytest.raises(OutOfMemory) as raised, memory_explained(planned(files).forecast, 0, 2):
+        raise nccl_error(text)
+    message = str(raised.value)
+    assert f"when it asked for {wanted} GiB more" in message and f"{free} of 4.0 are free" in message
+    assert "end them" in message  # 2.85 GiB or more belong to others
+    assert raised.value.__cause__ is not None and not is_communication_error(raised.value)
+
+
+@pytest.mark.parametrize("text, free", [("Failed to CUDA calloc 24 bytes", 1.0), ("remote exited", 0.01)])
+@pytest.mark.parametrize("answers", [True, False])
+def test_other_errors_of_nccl(text, free, answers, files, monkeypatch):
+    from mkd.operations.out_of_memory import DeviceMemory, memory_explained
+
+    def now():
+        if not answers:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return DeviceMemory(total=4.0, free=free, allocated=0.5, peak=0.6, reserved=0.7)
+
+    monkeypatch.setattr(DeviceMemory, "now", now)
+    with pytest.raises(dist.DistBackendError, match=text), memory_explained(planned(files).forecast, 0, 2):
+        raise nccl_error(text)
 
 
 def test_the_command_explains_torchs_error(files, ranks):

@@ -8,10 +8,10 @@
 A problem is a sum of several terms. Half of the demonstrations give the answer alone, half the partial sums
 first. A student learns both forms by supervised steps. Then three arms start from it, with equally many
 samples a step: GRPO on its own completions, which `arithmetic_reward.py` judges; SFT on the demonstrations of
-the same problems, as many epochs as GRPO has completions of one; SFT on as many problems as GRPO has
-completions, each new. SFT keeps the proportion of the forms. GRPO is to find by its rewards which form serves
-this student. Every arm has several seeds, and all runs share the device. The figure is the mean reward of
-completions of held-out problems at T = 1, which transformers samples, and the fraction with partial sums.
+the same problems, as many epochs as GRPO has completions of one; SFT on as many demonstrations as GRPO has
+completions, each used once. SFT keeps the proportion of the forms. GRPO is to find by its rewards which form
+serves this student. Every arm has several seeds, and all runs share the device. The figure is the mean reward
+of completions of held-out problems at T = 1, which transformers samples, and the fraction with partial sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tools.benchmarks.arithmetic_reward import exact  # noqa: E402
 from tools.benchmarks.benchmark_report import mean_and_spread, table  # noqa: E402
 
 REWARD = "tools.benchmarks.arithmetic_reward:exact"
-SAME, NEW = "SFT, same problems", "SFT, new problems"
+SAME, NEW = "SFT, same problems", "SFT, more problems"
 SEQ_LENGTH, NEW_TOKENS, JUDGED = 32, 16, 8  # tokens; completions of a held-out problem
 WARM_UP, SHOWN = 5, 10  # steps; points of a curve
 FIGURES = "reward", "with partial sums", "reward of these", "reward of others"
@@ -221,7 +221,9 @@ def main() -> None:
         "--rl-lr", type=float, nargs="+", default=[1e-5], help="learning rates of GRPO, constant: an arm each"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=9, help="runs at the same time, of 7 GiB each")
+    parser.add_argument(
+        "--parallel", type=int, default=9, help="runs at the same time, planned at 7 GiB each"
+    )
     parser.add_argument("--flags", default="", help="more flags of pretrain_kd.py")
     args = parser.parse_args()
     args.folder = args.folder.absolute()
