@@ -48,7 +48,7 @@ class DeviceMemory:
 
     @property
     def others(self) -> float:
-        """What CUDA, NCCL and other processes have."""
+        """Memory of CUDA, NCCL and other processes."""
         return self.total - self.free - self.reserved
 
     def describe(self) -> str:
