@@ -152,6 +152,11 @@ VARIANTS = {  # further models of these families, for the tests that name them
         "Qwen3",
         dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=YARN),
     ),
+    "qwen3-weaker-yarn": (  # its factor of attention is below 1
+        "Qwen3",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+        | dict(rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.2)),
+    ),
 }
 
 DENSE = tuple(name for name, (_, options) in FAMILIES.items() if "num_local_experts" not in options)

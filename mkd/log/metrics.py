@@ -129,15 +129,17 @@ METRICS = (
         "rollout/teacher_nll",
         "nats/token",
         STEP_MEAN,
-        "cross entropy of the teacher with the completions; weighted mean of several teachers",
+        "cross entropy of the teacher with the completions that have a loss; weighted mean of several "
+        "teachers",
     ),
     *(
         Metric(
             f"rollout/kl_quarter_{number}",
             "nats/token",
             STEP_MEAN,
-            f"ln p - ln q of the sampled tokens in quarter {number} of the completions, student p and "
-            "teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1",
+            f"ln p - ln q of the sampled tokens in quarter {number} of the completions that have a loss, "
+            "student p and teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1. Absent "
+            "without such tokens",
         )
         for number in (1, 2, 3, 4)
     ),

@@ -46,8 +46,9 @@ class RowRopeAttention(SelfAttention):
     `rotary_pos_emb` is [t, 1, 1, d] of the rank's rows.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, *args: Any, attention_factor: float, **options: Any):
         super().__init__(*args, **options)
+        self.attention_factor = attention_factor
         self._angles: Tensor | None = None  # during `forward`
 
     def forward(
@@ -64,7 +65,10 @@ class RowRopeAttention(SelfAttention):
         groups = self.pg_collection
         query, key, *others = super().get_query_key_value_tensors(*args, **options)
         turned = (
-            apply_rotary_pos_emb(one, self._angles, self.config, cp_group=groups.cp) for one in (query, key)
+            apply_rotary_pos_emb(
+                one, self._angles, self.config, mscale=self.attention_factor, cp_group=groups.cp
+            )
+            for one in (query, key)
         )
         return (*turned, *others)
 

@@ -11,6 +11,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mkd.models.head import LMHead
@@ -54,8 +55,7 @@ class LanguageModel(LanguageModule):
     ):
         config = transformer_config(shape, layout, options, context)
         (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one per model
-        if attention_factor != 1.0:
-            config.yarn_rotary_scaling_factor = _as_yarn_scale(attention_factor)
+        _set_attention_factor(config, attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine supports context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
@@ -237,9 +237,11 @@ class LanguageModel(LanguageModule):
         return state
 
 
-def _as_yarn_scale(attention_factor: float) -> float:
-    """Return the YaRN scale that gives `attention_factor` in Megatron.
+def _set_attention_factor(config: TransformerConfig, factor: float) -> None:
+    """Let Megatron multiply the cosine and sine of all rotations by `factor`.
 
-    Megatron's concentration factor is `0.1 ln(scale) + 1`.
+    Its factor is (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1), and 1 up to a scale of 1.
     """
-    return math.exp((attention_factor - 1.0) / 0.1)
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale, config.yarn_mscale_all_dim = (factor - 1.0) / 0.1, 0.0

@@ -136,10 +136,14 @@ def _grouped_query_attention(
 ) -> ModuleSpec:
     head_norm = parts.norm if layer.qk_norm else IdentityOp
     core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
-    rope = {} if rope_index is None else {"rope_index": rope_index}
+    module, params = SelfAttention, {}
+    if layer.rope.sections:
+        module, params = RowRopeAttention, {"attention_factor": layer.rope.attention_factor}
+    elif rope_index is not None:
+        module, params = LayerRopeAttention, {"rope_index": rope_index}
     return ModuleSpec(
-        module=RowRopeAttention if layer.rope.sections else LayerRopeAttention if rope else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal} | rope,
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal} | params,
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column_linear,
             core_attention=core_attention,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 from mkd.errors import DataError, UsageError
 from mkd.rollout import reward_process
 
+LARGEST = 1e100  # whose square is a number too
 START_S = 120.0  # until the module of the function is imported
 WHY = "--max-failed-rewards completions of a step may have no reward: they are left out of the loss"
 
@@ -46,8 +46,9 @@ class RewardCalls:
             raise DataError("the process of --reward ended", WHY, do, code="reward-process-ended") from error
         if "error" in answer:
             raise DataError(f"--reward raised {answer['error']}", WHY, do, code="reward-raised")
-        if not math.isfinite(answer["value"]):
-            raise DataError(f"--reward returned {answer['value']}", WHY, do, code="reward-not-finite")
+        if not abs(answer["value"]) <= LARGEST:  # NaN is not
+            what = f"--reward returned {answer['value']}, and a reward is a number from -1e100 to 1e100"
+            raise DataError(what, WHY, do, code="reward-not-finite")
         return answer["value"]
 
     def start(self) -> None:

@@ -120,7 +120,9 @@ def _inverse_cdf(
     block, within = _place(within, blocks)
     inner = _blocks(weights).gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double()
     column, _ = _place(within, inner)
-    return owner == rank, block * BLOCK + column
+    # If all columns of this rank have weight 0, the place may be in the zeros behind the last column. Another
+    # rank has the token then.
+    return owner == rank, (block * BLOCK + column).clamp(max=weights.shape[1] - 1)
 
 
 def _place(target: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,14 @@ from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.rollout.rollout_packs import QUARTERS, RolloutRows
 from mkd.rollout.rollout_stream import RolloutStream
-from mkd.train.sums import mean
 from mkd.train.teachers.base import LossInput
 from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
 from mkd.xtoken.segments import sum_segments
 
 OF_TEACHER = 2 * QUARTERS + 1  # ln p - ln q and tokens of each quarter, -ln q
+KL_QUARTERS = tuple(f"rollout/kl_quarter_{i + 1}" for i in range(QUARTERS))
+TEACHER_NLL = "rollout/teacher_nll"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class RolloutMeter:
         self._sums += torch.cat([*parts, gap])
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics of the step, the stream's included.
+        """Return the metrics of the step, the stream's included. What no token measures is absent.
 
         Communication: all-reduce SUM over data, context and pipeline parallelism.
         """
@@ -86,18 +87,23 @@ class RolloutMeter:
         dist.all_reduce(self._sums, group=self.context.dp_cp_group)
         dist.all_reduce(self._sums, group=self.context.pp_group)
         *values, gap, count = self._sums.tolist()
-        found = {f"rollout/kl_quarter_{i + 1}": 0.0 for i in range(QUARTERS)} | {"rollout/teacher_nll": 0.0}
+        of_teachers: dict[str, list[tuple[float, float]]] = {}  # (share of the teacher, its mean)
         covered = []
         for place, one in enumerate(self.teachers):
-            part = values[place * OF_TEACHER : (place + 1) * OF_TEACHER]
-            kl, counts, nll = part[:QUARTERS], part[QUARTERS : 2 * QUARTERS], part[-1]
-            for i, pair in enumerate(zip(kl, counts, strict=True)):
-                found[f"rollout/kl_quarter_{i + 1}"] += one.share * mean(*pair)
-            found["rollout/teacher_nll"] += one.share * mean(nll, sum(counts))
-            if isinstance(one, CrossTokenizer):
-                covered.append(mean(sum(counts), count))
-        found = found if self.teachers else {}
-        found["rollout/logp_gap"] = mean(gap, count)
+            *part, nll = values[place * OF_TEACHER : (place + 1) * OF_TEACHER]
+            kl, counts = part[:QUARTERS], part[QUARTERS:]
+            sums = [*zip(KL_QUARTERS, kl, counts, strict=True), (TEACHER_NLL, nll, sum(counts))]
+            for name, total, tokens in sums:
+                if tokens:
+                    of_teachers.setdefault(name, []).append((one.share, total / tokens))
+            if isinstance(one, CrossTokenizer) and count:
+                covered.append(sum(counts) / count)
+        found = {
+            name: sum(share * value for share, value in parts) / sum(share for share, _ in parts)
+            for name, parts in of_teachers.items()
+        }
+        if count:
+            found["rollout/logp_gap"] = gap / count
         if covered:
             found["rollout/coverage"] = min(covered)
         return self.stream.figures | found

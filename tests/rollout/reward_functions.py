@@ -38,7 +38,9 @@ def misbehave(prompt, completion, fields):
         os._exit(3)
     if completion == "hang":
         time.sleep(600)
-    return {"nan": float("nan"), "infinite": float("inf"), "none": None, "text": "1.0"}.get(completion, 1)
+    return {"nan": float("nan"), "infinite": float("inf"), "huge": -1e200, "none": None, "text": "1.0"}.get(
+        completion, 1
+    )
 
 
 def raises_sometimes(prompt, completion, fields):

@@ -55,6 +55,7 @@ def test_its_process_is_another_one_without_our_libraries(calls):
         ("text", "reward-raised"),
         ("nan", "reward-not-finite"),
         ("infinite", "reward-not-finite"),
+        ("huge", "reward-not-finite"),
     ],
 )
 def test_a_failure_is_an_error_and_the_next_call_works(calls, completion, code):

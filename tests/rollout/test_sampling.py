@@ -40,6 +40,31 @@ def test_the_last_number_never_leaves_the_vocabulary():
         assert found.ids.tolist() == [expected]
 
 
+def sampled_on_one_of_two(logits, uniform, temperature):
+    """Return what a rank of two finds; half of the vocabulary is no multiple of a block."""
+    import torch.distributed as dist
+
+    half = logits.shape[1] // 2
+    own = logits[:, dist.get_rank() * half :][:, :half]
+    settings = dict(temperature=temperature, vocab_size=logits.shape[1], tp_group=dist.group.WORLD)
+    return sample_tokens(own, uniform, **settings)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("likely", [5, 300])
+def test_a_rank_may_have_no_weight(likely, temperature, ranks):
+    """At 0.1 all weights but one underflow."""
+    logits = torch.full((3, 640), -torch.inf if temperature == 1.0 else -20.0)
+    logits[:, likely] = 0.0
+    uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    settings = dict(temperature=temperature, vocab_size=640, tp_group=None)
+    whole = sample_tokens(logits, uniform, **settings)
+    assert whole.ids.tolist() == [likely] * 3
+    for found in ranks.run(sampled_on_one_of_two, 2, logits, uniform, temperature):
+        assert found.ids.tolist() == [likely] * 3
+        assert torch.equal(found.logp, whole.logp) and torch.allclose(found.entropy, whole.entropy)
+
+
 def test_temperature_0_takes_the_first_of_the_most_probable():
     logits = torch.zeros(1, WIDTH)
     logits[0, [5, 9]] = 2.0

@@ -79,13 +79,14 @@ def _spread(config: Config, world_size: int, model: PlannedModel, num_experts: i
     size = expert_parallel_size(config, model.shape, model.teacher)
     of_stage, rest = divmod(world_size, parallel.pipeline_model_parallel_size)
     fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and of_stage % n == 0]
+    flag = model.expert_flag.removeprefix("--")
     use = f"use {model.expert_flag} {' or '.join(map(str, fitting[-3:]))}"
     if num_experts % size:
-        what = f"the {model.role}'s {num_experts} experts are not divisible by {model.expert_flag[2:]} {size}"
+        what = f"the {model.role}'s {num_experts} experts are not divisible by {flag} {size}"
         why = "every process holds the same number of experts"
         yield UsageError(what, why, use, code="experts-not-divisible")
     elif not rest and of_stage % size:
-        what = f"{of_stage} processes of a pipeline stage are not divisible by {model.expert_flag[2:]} {size}"
+        what = f"{of_stage} processes of a pipeline stage are not divisible by {flag} {size}"
         why = "the tensor, context and data-parallel processes of a stage share its experts"
         yield UsageError(what, why, use, code="expert-parallel-not-divisible")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:

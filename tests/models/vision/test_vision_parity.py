@@ -17,6 +17,15 @@ from tests.tiny_vision_models import (
 
 TOLERANCE = 1e-5  # relative to the largest element
 PARTS = ("tower", "projector")
+LONG_QWEN = dict(
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        mrope_section=[2, 1, 3],
+    )
+)
 
 
 def documents(vision):
@@ -51,9 +60,13 @@ def packed_pass(folder, parts):
     return logits.detach().clone(), found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_equal_transformers(family, tmp_path, ranks):
-    folder = make_vision_model(tmp_path / family, family)
+@pytest.mark.parametrize(
+    "family, text",
+    [*((family, {}) for family in FAMILIES), ("qwen2_5_vl", LONG_QWEN)],
+    ids=[*FAMILIES, "yarn"],
+)
+def test_logits_and_gradients_equal_transformers(family, text, tmp_path, ranks):
+    folder = make_vision_model(tmp_path / family, family, text=text)
     ((logits, found),) = ranks.run(packed_pass, 1, folder, PARTS)
     model = reference_model(folder)
     from mkd.plan.model_shape import ModelShape
