@@ -53,6 +53,8 @@ class ImageSource:
             )
         root = Path(self.root).resolve()
         try:
+            if not name:
+                raise ValueError("its path is empty")
             path = (root / name).resolve()
             if not path.is_relative_to(root):
                 raise DataError(
