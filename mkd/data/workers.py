@@ -20,6 +20,7 @@ from mkd.errors import MkdError
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+DEAD_WORKER = "DataLoader worker"  # in torch's error about one
 FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited for
 
 
@@ -71,7 +72,7 @@ def worker_deaths_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if DEAD_WORKER not in str(error):
             raise
         raise worker_ended(error) from error
 
@@ -98,8 +99,13 @@ def _end(batches: Iterator[Any]) -> None:
     """End the workers of an iterator; those that torch cannot end, because they are stopped, are killed."""
     # torch has no public names for them
     shut_down, workers = getattr(batches, "_shutdown_workers", None), getattr(batches, "_workers", ())
-    if shut_down is not None:
-        shut_down()
+    try:
+        if shut_down is not None:
+            shut_down()
+    except RuntimeError as error:
+        # A worker that crashes while it ends does no harm, and the block may have failed for another reason.
+        if DEAD_WORKER not in str(error):
+            raise
     for worker in workers:
         if worker.is_alive():
             worker.kill()

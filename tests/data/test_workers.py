@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
 
 from mkd.data.loader import read_ahead
 from mkd.data.workers import worker_deaths_explained
-from mkd.errors import MkdError
+from mkd.errors import DataError, MkdError
 from tests.ranks import REPOSITORY
 from tests.reported import refused
 
@@ -103,6 +104,26 @@ def test_a_worker_that_dies_during_a_step_is_named():
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(20)
     assert {process.pid for process in multiprocessing.active_children()} <= others
+
+
+def crash_at_the_end(samples):
+    """Let this worker abort when it ends; fail for [1]."""
+    Finalize(None, os.abort, exitpriority=0)
+    if samples == [1]:
+        raise DataError("what", "why", "do", code="image-damaged")
+    return samples
+
+
+@pytest.mark.parametrize("samples", [[[0]], [[0], [1], [2]]])
+def test_a_worker_that_crashes_while_it_ends_hides_nothing(samples):
+    batches = read_ahead(crash_at_the_end, samples, num_workers=1, pin_memory=False)
+    assert next(batches) == [0]
+    if len(samples) == 1:
+        batches.close()
+    else:
+        with refused("image-damaged"):
+            list(batches)
+    assert not multiprocessing.active_children()
 
 
 def test_workers_of_a_fork_server():
