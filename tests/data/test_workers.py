@@ -116,6 +116,7 @@ def crash_at_the_end(samples):
 
 @pytest.mark.parametrize("samples", [[[0]], [[0], [1], [2]]])
 def test_a_worker_that_crashes_while_it_ends_hides_nothing(samples):
+    others = set(multiprocessing.active_children())
     batches = read_ahead(crash_at_the_end, samples, num_workers=1, pin_memory=False)
     assert next(batches) == [0]
     if len(samples) == 1:
@@ -123,7 +124,7 @@ def test_a_worker_that_crashes_while_it_ends_hides_nothing(samples):
     else:
         with refused("image-damaged"):
             list(batches)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_workers_of_a_fork_server():
