@@ -130,7 +130,7 @@ METRICS = (
         "nats/token",
         STEP_MEAN,
         "cross entropy of the teacher with the completions that have a loss; weighted mean of several "
-        "teachers",
+        "teachers. Absent without such tokens",
     ),
     *(
         Metric(
@@ -155,7 +155,7 @@ METRICS = (
         "nats/token",
         STEP_MEAN,
         "mean difference of ln p of the sampled tokens between training and sampling, without sign. It is "
-        "rounding; more means that both do not run the same model",
+        "rounding; more means that both do not run the same model. Absent without such tokens",
     ),
     Metric(
         "rollout/version_lag",

@@ -40,8 +40,8 @@ class RewardCalls:
         try:
             answer = self._ask(call, self.timeout_s)
         except TimeoutError as error:
-            what, do = f"--reward took more than {self.timeout_s:g} s", f"raise --reward-timeout-s; {do}"
-            raise DataError(what, WHY, do, code="reward-timed-out") from error
+            what, longer = f"--reward took more than {self.timeout_s:g} s", f"raise --reward-timeout-s; {do}"
+            raise DataError(what, WHY, longer, code="reward-timed-out") from error
         except (OSError, EOFError) as error:
             raise DataError("the process of --reward ended", WHY, do, code="reward-process-ended") from error
         if "error" in answer:

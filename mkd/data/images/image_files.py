@@ -51,10 +51,11 @@ class ImageSource:
                 "name it with --image-root",
                 code="image-root-missing",
             )
+        if not name:
+            why, do = "its path is empty", "name a file below --image-root"
+            raise DataError("the image has no name", why, do, code="image-unreadable")
         root = Path(self.root).resolve()
         try:
-            if not name:
-                raise ValueError("its path is empty")
             path = (root / name).resolve()
             if not path.is_relative_to(root):
                 raise DataError(

@@ -130,6 +130,7 @@ BAD = {
     "long": ("image-file-too-large", lambda folder: bytes((1 << 20) + 8 * MAX_PIXELS + 1)),
     "missing": ("image-unreadable", lambda folder: "missing.png"),
     "folder": ("image-unreadable", lambda folder: "."),
+    "empty": ("image-unreadable", lambda folder: ""),
     "nul": ("record-nul", lambda folder: "a\0b"),
     "absolute": ("image-outside-root", lambda folder: str(folder.parent / "outside.png")),
     "parent": ("image-outside-root", lambda folder: "../outside.png"),
