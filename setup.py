@@ -58,7 +58,8 @@ setup(
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
-        "dev": ["pytest", "pillow>=10.1", "accelerate", "ruff", "import-linter", "mypy"],
-        "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard", "pillow>=10"],
+        "plot": ["matplotlib"],  # `mkd plot`
+        "dev": ["pytest", "pillow>=10.1", "matplotlib", "accelerate", "ruff", "import-linter", "mypy"],
+        "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard", "pillow>=10.1"],
     },
 )

@@ -307,16 +307,16 @@ _NEEDED = {
     "sentencepiece": "",
     "google.protobuf": "transformers needs it to read SentencePiece models",
 }
-_EXTRAS = {
+_EXTRAS = {  # distribution -> what is missing without it; an extra of setup.py has it
     "pyarrow": "no .parquet and .arrow data",
-    "PIL": "no images of vision-language models",
+    "pillow": "no images of vision-language models",
     "numba": "--xtoken-alignment dp is slower",
     "tiktoken": "no .tiktoken files as tokenizers",
     "tensorboard": "no --tensorboard-dir",
     "wandb": "no --wandb-project",
     "matplotlib": "`mkd plot` draws nothing",
 }
-_DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}
+_DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}  # import name -> distribution
 
 
 def _packages() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import copy
 import os
 import select
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ EXIT_NON_FINITE = 70
 EXIT_PREEMPTED = 75
 EXIT_CRASH_LOOP = 76
 EXIT_CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
+
+MOST_SHOWN = 20
+"""Problems of a list that are printed. More would push the first, often the cause, off the screen."""
 
 E = TypeVar("E", bound="MkdError")
 T = TypeVar("T")
@@ -149,12 +153,25 @@ class ErrorList(UsageError):
     def __str__(self) -> str:
         if len(self.errors) == 1:
             return str(self.errors[0])
-        numbered = [f"[{i}] {error.report()}" for i, error in enumerate(self.errors, 1)]
-        return f"{len(self.errors)} problems:\n" + "\n".join(numbered)
+        shown = shown_problems(self.errors)
+        numbered = [f"[{i + 1}] {self.errors[i].report()}" for i in shown]
+        hidden = Counter(error.code for i, error in enumerate(self.errors) if i not in shown)
+        more = ", ".join(f"{count} x {code}" for code, count in hidden.items())
+        end = [f"and {hidden.total()} more: {more}"] if hidden else []
+        return f"{len(self.errors)} problems:\n" + "\n".join([*numbered, *end])
 
     def report(self) -> str:
         """Return the text for stderr: the one problem's own, or `error: N problems:` and a numbered list."""
         return self.errors[0].report() if len(self.errors) == 1 else f"error: {self}"
+
+
+def shown_problems(errors: Sequence[MkdError], most: int = MOST_SHOWN) -> list[int]:
+    """Return the places of at most `most` problems: the first of every code, then the others, in order."""
+    firsts: dict[str, int] = {}
+    for i, error in enumerate(errors):
+        firsts.setdefault(error.code, i)
+    others = sorted(set(range(len(errors))) - set(firsts.values()))
+    return sorted([*firsts.values(), *others][:most])
 
 
 def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:

@@ -53,6 +53,17 @@ def test_a_list_numbers_its_problems():
     assert ErrorList([ERROR]).report() == ERROR.report() and ErrorList([ERROR]).code == "text-missing"
 
 
+def test_a_long_list_is_cut_and_keeps_one_of_every_code():
+    """435 missing tensors do not hide the one problem that explains them."""
+    missing = [CheckpointError(f"tensor {i} is missing", code="tensor-missing") for i in range(435)]
+    cause = CheckpointError("config.json says 16 experts", code="experts-differ")
+    text = ErrorList([*missing, cause]).report()
+    assert text.startswith("error: 436 problems:\n[1] error[tensor-missing]: tensor 0 is missing\n")
+    assert "\n[436] error[experts-differ]: config.json says 16 experts\n" in text
+    assert text.endswith("\nand 416 more: 416 x tensor-missing")
+    assert len(text.splitlines()) == 22
+
+
 def test_an_error_is_collected():
     def fail():
         raise ERROR

@@ -11,19 +11,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.errors import CheckpointError, ErrorList, MkdError, returns_exit_code
+from mkd.errors import CheckpointError, ErrorList, MkdError, first_line, returns_exit_code
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.notes import plan_notes
 from mkd.plan.verdict import describe
+
+HUB_TIMEOUT_S = 5.0
 
 
 @returns_exit_code
@@ -101,15 +105,23 @@ def find_shape(
 
 
 def fetch_config(flag: str, hub_id: str) -> Path:
-    """Download a model's config.json and return its folder. Raises CheckpointError if there is none."""
-    from huggingface_hub import hf_hub_download
+    """Return the folder of a hub model's config.json, from the hub's cache or downloaded.
 
+    Raises CheckpointError if there is none. The hub is asked once, because its library would try again for
+    more than a minute on a machine without network.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    download = partial(hf_hub_download, hub_id, "config.json")
+    with suppress(OSError, ValueError):  # not in the cache
+        return Path(download(local_files_only=True)).parent
     try:
-        return Path(hf_hub_download(hub_id, "config.json")).parent
-    except (OSError, ValueError) as error:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
+        return Path(download()).parent
+    except Exception as error:  # those of the network are of several libraries
         raise CheckpointError(
             f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            "check the path; a plan needs only a folder with the model's config.json",
+            first_line(error),
+            "check the path and the network; a plan needs only a folder with the model's config.json",
             code="hf-model-not-found",
         ) from error

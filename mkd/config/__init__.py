@@ -12,6 +12,7 @@ In reading order:
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text
     megatron_flags.py    flags of Megatron-LM that mkd does not have
+    other_names.py       names that other trainers give to settings of mkd
     flags.py             the command line
     yaml_file.py         the YAML file
     packaged.py          example configurations and launch scripts that come with mkd

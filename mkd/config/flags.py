@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
+from mkd.config.other_names import hint
 from mkd.errors import MkdError, UsageError
 
 _USAGE = "torchrun --nproc-per-node N -m mkd train [--config FILE.yaml] [--flag value ...]"
@@ -134,8 +134,7 @@ def known_flags() -> list[str]:
 
 
 def _unknown(flag: str, flags: list[str]) -> UsageError:
-    nearest = difflib.get_close_matches(flag, flags, n=1)
-    do = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    do = hint(flag, flags) or "see --help"
     return UsageError(
         f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do, code="flag-unknown"
     )

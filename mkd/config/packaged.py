@@ -44,8 +44,9 @@ def config_path(given: str) -> Path:
     if os.path.exists(path):  # also a pipe; reading a folder fails with the reason
         return path
     examples = {example.stem: example for example in sorted(packaged("configs").glob("*.yaml"))}
-    if path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml") and path.stem in examples:
-        return examples[path.stem]
+    name = path.name.removesuffix(".yaml")  # a name may have a dot of its own: llama3.1_8b_from_70b
+    if path.parent in (Path(), Path("configs")) and name in examples:
+        return examples[name]
     raise UsageError(
         f"--config {given} does not exist",
         "",

@@ -7,7 +7,6 @@ top level, and inside its own section also without the section's name (`ratio`).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import XTOKEN, Option, all_options, section_options, section_type, section_types
+from mkd.config.other_names import hint
 from mkd.errors import MkdError, UsageError
 
 _TAG = "tag:yaml.org,2002:"
@@ -190,8 +190,7 @@ def _unknown(place: str, key: str, section: str) -> UsageError:
     if not section.startswith("teachers"):
         sections = [] if section else ["teachers", *section_types()]
         names += [*sections, *(option.name for option in all_options())]
-    nearest = difflib.get_close_matches(key, names, n=1)
-    do = f"did you mean {nearest[0]}?" if nearest else "see --help for all names"
+    do = hint(key, names, prefix="") or "see --help for all names"
     where = f" in {section}" if section else ""
     return UsageError(
         f"{place}: unknown key {key}{where}", "an unknown setting would be ignored", do, code="key-unknown"

@@ -17,6 +17,7 @@ from mkd import doctor
 from mkd.tested_versions import TESTED, TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
+SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def run_doctor(*argv: str, modules: Path | None = None, **environment: str) -> tuple[int, list[str]]:
@@ -48,6 +49,19 @@ def test_this_environment_can_run(tmp_path):
         and line_of(lines, "disk").split()[2].replace(".", "").isdigit()
     )
     assert "NCCL_DEBUG=WARN" in line_of(lines, "environment") and "hidden" not in "".join(lines)
+
+
+def test_what_a_hint_installs_is_a_distribution_that_mkd_asks_for():
+    """The import name is not always that of the distribution: PIL comes with pillow."""
+    asked_for = re.findall(r"^        +\S*?\"([A-Za-z][\w-]+)", SETUP, re.MULTILINE)
+    asked_for += re.findall(r"[\[ ]\"([A-Za-z][\w-]+)[^\":]*\"[,\]]", SETUP)
+    known = {name.lower().replace("_", "-") for name in asked_for}
+    needed = [doctor._DISTRIBUTIONS.get(name, name) for name in doctor._NEEDED]
+    hinted = {name.lower().replace("_", "-") for name in (*needed, *doctor._EXTRAS)}
+    for source in (ROOT / "mkd").rglob("*.py"):
+        for words in re.findall(r"pip install ([a-z][\w-]*)", source.read_text(encoding="utf-8")):
+            hinted.add(words)
+    assert not hinted - known
 
 
 def test_half_installed_and_unrelated_packages_are_explained(tmp_path):

@@ -6,11 +6,13 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mkd.commands.plan import main
+from tests.reported import reported_codes
 from tests.train.command import flags, make_files, run_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +93,16 @@ def test_short_documents_make_attention_cheaper(models, capsys):
         return float(line.split()[2])
 
     assert step_ms("--document-length", "512") < step_ms() < 0.5 * step_ms("--document-length", "65536")
+
+
+def test_a_hub_model_that_cannot_be_reached_is_one_quick_error(models, capsys, monkeypatch):
+    """The hub's library alone tries again for more than a minute, with lines of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    before = time.monotonic()
+    assert main([*models, "--teacher-hf", "nobody/no-such-model"]) == 66
+    assert time.monotonic() - before < 10
+    message = capsys.readouterr().err
+    assert reported_codes(message) == ["hf-model-not-found"] and len(message.splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from mkd.config import other_names
 from mkd.config.divergence import DIVERGENCES
 from mkd.config.flags import build_parser, known_flags, parse_command_line
+from mkd.config.megatron_flags import unsupported
 
 PUBLIC_CONTRACT = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -83,6 +87,31 @@ def test_unknown_flag_names_the_nearest():
     assert error.code == "flag-unknown" and error.what.startswith("--tensor-parallel-size ")
     assert "--tensor-model-parallel-size?" in error.do
     assert problem("--xyzzy").do == "see --help"
+
+
+@pytest.mark.parametrize(
+    "flag, hint",
+    [
+        ("--learning-rate", "did you mean --lr?"),
+        ("--output-dir", "did you mean --save?"),
+        ("--per_device_train_batch_size", "did you mean --micro-batch-size?"),
+        ("--model_name_or_path", "did you mean --student-hf?"),
+        ("--num-train-epochs", "use --train-iters: "),
+        ("--gradient-accumulation-steps", "use --global-batch-size: "),
+    ],
+)
+def test_names_of_other_trainers_lead_to_ours(flag, hint):
+    """Also where another flag is spelt more alike."""
+    assert problem(flag, "3").do.startswith(hint)
+
+
+def test_hints_name_flags_that_exist_and_names_that_do_not():
+    for name in (*other_names.OURS, *other_names.HINTS):
+        assert f"--{name}" not in known_flags() and unsupported(f"--{name}", "") is None
+    hinted = re.findall("--[a-z0-9-]+", " ".join(other_names.HINTS.values())) + [
+        f"--{name}" for name in other_names.OURS.values()
+    ]
+    assert set(hinted) - set(known_flags()) == {"--nproc-per-node"}
 
 
 def test_no_abbreviations():

@@ -13,6 +13,16 @@ from mkd.errors import ErrorList, UsageError
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
+def test_every_example_is_found_by_its_name(tmp_path, monkeypatch):
+    """A dot in a name (llama3.1_8b_from_70b) is no suffix."""
+    monkeypatch.chdir(tmp_path)
+    examples = sorted(CONFIGS.glob("*.yaml"))
+    assert any("." in example.stem for example in examples)
+    for example in examples:
+        for given in (example.stem, example.name, f"configs/{example.stem}"):
+            assert config_path(given) == example
+
+
 @pytest.mark.parametrize("given", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml"])
 def test_an_example_is_found_by_name_from_any_folder(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -37,12 +37,13 @@ def check_expert_settings(config: Config) -> Iterator[UsageError]:
 
 def check_experts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
     """Check expert parallelism against the experts and the processes of each model."""
+    student = next((model.shape for model in models if model.role == "student"), None)
+    has_experts = student is not None and student.moe is not None
     for model in models:
         if model.shape.moe is None:
             yield from _dense(config, model)
         else:
-            yield from _spread(config, world_size, model, model.shape.moe.num_experts)
-    student = next((model.shape for model in models if model.role == "student"), None)
+            yield from _spread(config, world_size, model, model.shape.moe.num_experts, has_experts)
     if student is not None:
         yield from _settings_of_experts(config.training, student)
 
@@ -74,18 +75,26 @@ def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="expert-parallel-without-experts")
 
 
-def _spread(config: Config, world_size: int, model: PlannedModel, num_experts: int) -> Iterator[UsageError]:
+def _spread(
+    config: Config, world_size: int, model: PlannedModel, num_experts: int, student_has_experts: bool
+) -> Iterator[UsageError]:
     parallel = config.parallel
     size = expert_parallel_size(config, model.shape, model.teacher)
     of_stage, rest = divmod(world_size, parallel.pipeline_model_parallel_size)
     fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and of_stage % n == 0]
-    flag = model.expert_flag.removeprefix("--")
-    use = f"use {model.expert_flag} {' or '.join(map(str, fitting[-3:]))}"
+    inherits = model.teacher is not None and not config.teachers[model.teacher].expert_model_parallel_size
+    given = STUDENT if inherits else model.expert_flag  # name the flag that the user gave
+    flag = given.removeprefix("--")
+    sizes = " or ".join(map(str, fitting[-3:]))
+    use = f"use {given} {sizes}"
+    if inherits:
+        own = f"{model.expert_flag} {sizes}"
+        use = f"{use}, or give the {model.role} its own: {own}" if student_has_experts else f"use {own}"
     if num_experts % size:
         what = f"the {model.role}'s {num_experts} experts are not divisible by {flag} {size}"
         why = "every process holds the same number of experts"
         yield UsageError(what, why, use, code="experts-not-divisible")
-    elif not rest and of_stage % size:
+    elif not rest and of_stage % size and not (inherits and student_has_experts):  # reported of the student
         what = f"{of_stage} processes of a pipeline stage are not divisible by {flag} {size}"
         why = "the tensor, context and data-parallel processes of a stage share its experts"
         yield UsageError(what, why, use, code="expert-parallel-not-divisible")

@@ -58,6 +58,24 @@ def test_models_with_experts(argv, expected):
     assert codes(*argv) == expected
 
 
+def problems_of(*argv, student, world_size=8):
+    config = load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
+    return list(check_experts(config, world_size, tuple(planned_models(config, (student, moe(12))))))
+
+
+def test_a_flag_that_the_teacher_inherits_is_named_as_it_was_given():
+    (of_teacher,) = problems_of(EP, 8, student=moe())
+    assert of_teacher.what == "the teacher's 12 experts are not divisible by expert-model-parallel-size 8"
+    assert of_teacher.do == f"use {EP} 1 or 2 or 4, or give the teacher its own: {TEACHER_EP} 1 or 2 or 4"
+    (of_both,) = problems_of(EP, 4, student=moe(), world_size=6)
+    assert of_both.code == "expert-parallel-not-divisible" and f"use {EP} " in of_both.do
+    _, of_teacher = problems_of(EP, 5, student=DENSE)
+    assert (
+        of_teacher.do == f"use {TEACHER_EP} 1 or 2 or 4"
+        and " expert-model-parallel-size 5" in of_teacher.what
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
