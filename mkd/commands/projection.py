@@ -184,7 +184,8 @@ def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
             record = parse_row(row)
         except DataError as error:
             raise error.located(f"{path}:{number}") from error
-        yield from (m["content"] for m in record.values[0]) if record.kind == "messages" else record.values
+        is_chat = record.kind == "messages"
+        yield from (one["content"] for one in record.values[0].messages) if is_chat else record.values
 
 
 def peak_memory_gib() -> float:

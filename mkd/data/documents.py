@@ -15,6 +15,7 @@ import numpy as np
 from mkd.data.images.conversation import ConversationImages, EncodedImage
 from mkd.data.messages import check_string, json_name, num_characters, pair_of_answers, split_images
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -43,7 +44,7 @@ class RecordKind:
     convert: Callable[..., tuple[Any, ...]] = lambda *values: values
     """Values of the keys -> values of the form.
 
-    They are a text, a list of messages, a prompt and a completion, or a prompt with two answers (pairs.py).
+    They are a text, a conversation, a prompt and a completion, or a prompt with two answers (pairs.py).
     """
     images: str | None = None  # key of the images of messages, if the record has it
 
@@ -134,7 +135,7 @@ def parse_row(row: Row) -> Record:
     images: tuple[Any, ...] = ()
     if kind.form == MESSAGES:
         messages, images = split_images(values[0], fields.get(kind.images) if kind.images else None)
-        values = (messages,)
+        values = (Conversation(messages),)
     if kind.form != TEXT:
         _check_size(kind.form, values)
     return Record(kind.form, values, images)
@@ -368,7 +369,7 @@ _NAMES = {MESSAGES: "a conversation", PAIR: "a pair of answers"}
 
 
 def _check_size(kind: str, values: tuple) -> None:
-    size = sum(len(one) if isinstance(one, str) else num_characters(one) for one in values)
+    size = sum(len(one) if isinstance(one, str) else num_characters(one.messages) for one in values)
     if size > MAX_CHARACTERS:
         raise DataError(
             f"{_NAMES.get(kind, 'a prompt and completion')} of {size} characters, more than {MAX_CHARACTERS}",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 
 IMAGE_PARTS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
 """Type of an image part -> the keys that may hold the image."""
@@ -88,7 +89,7 @@ def check_string(value: Any, name: str) -> None:
 
 
 def pair_of_answers(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return a prompt with two answers: three texts, or three lists of messages for a chat template.
+    """Return a prompt with two answers: three texts, or three conversations.
 
     Raises DataError for other values, an empty prompt, and images.
     """
@@ -109,7 +110,7 @@ def pair_of_answers(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, 
         what, why = "the pair has images", "mkd learns preferences from text only"
         raise DataError(what, why, "remove the record", code="pair-with-images")
     (first, _), (second, _), (third, _) = split
-    return first, second, third
+    return Conversation(first), Conversation(second), Conversation(third)
 
 
 def json_name(value: Any) -> str:

@@ -6,7 +6,7 @@ rejected one. Packs take both or none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from mkd.data.documents import MESSAGES, PAIR, PROMPT_COMPLETION, Document, Reco
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.cutting import whole_records
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # workers that tokenise do not import Megatron
@@ -50,20 +51,21 @@ def _answered(
     if isinstance(prompt, str):
         found = encode_record(Record(PROMPT_COMPLETION, (prompt, answer)), tokenizer, append_eod)
         return replace(found, kind=PAIR)
-    if answer[: len(prompt)] == prompt:
+    begun = answer.messages[: len(prompt.messages)]
+    if begun == prompt.messages:
         what, why = (
             "an answer of the pair begins with the prompt's messages",
             "the model would read them twice",
         )
         do = "leave only the answer's messages in chosen and rejected"
         raise DataError(what, why, do, code="pair-answer-repeats-prompt")
-    found = encode_record(Record(MESSAGES, ([*prompt, *answer],)), tokenizer, append_eod, images)
-    if any(message["role"] == "assistant" for message in prompt):
+    found = encode_record(Record(MESSAGES, (prompt.followed_by(answer),)), tokenizer, append_eod, images)
+    if any(message["role"] == "assistant" for message in prompt.messages):
         found.loss[: _beginning(prompt, found.ids.tolist(), tokenizer)] = 0
     return replace(found, kind=PAIR)
 
 
-def _beginning(prompt: Sequence[Mapping[str, Any]], ids: list[int], tokenizer: Tokenizer) -> int:
+def _beginning(prompt: Conversation, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return how many of the conversation's first tokens are the prompt's."""
     beginning = tokenizer.generation_prompt(prompt)
     if ids[: len(beginning)] != list(beginning):

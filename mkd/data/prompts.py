@@ -118,12 +118,12 @@ def encode_prompt(row: Row, tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str,
         ids = tokenizer.encode(prompt)
         ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
         return np.asarray(ids, dtype=np.int64), others
-    (messages,) = parse_row({"messages": fields["messages"]}).values
-    last = max((i for i, one in enumerate(messages) if one["role"] != "assistant"), default=-1)
+    (conversation,) = parse_row({"messages": fields["messages"]}).values
+    last = max((i for i, one in enumerate(conversation.messages) if one["role"] != "assistant"), default=-1)
     if last < 0:
         what = "all messages are the assistant's"
         raise DataError(what, "there is nothing to answer", "give a user's message", code="prompt-missing")
-    return np.asarray(tokenizer.generation_prompt(messages[: last + 1]), dtype=np.int64), others
+    return np.asarray(tokenizer.generation_prompt(conversation.beginning(last + 1)), dtype=np.int64), others
 
 
 def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:

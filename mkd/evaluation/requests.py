@@ -22,6 +22,7 @@ from mkd.errors import DataError
 from mkd.evaluation.records import Images
 from mkd.evaluation.tasks import Pair
 from mkd.parallel.zigzag import context_parallel_rows
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 
@@ -128,7 +129,7 @@ class _Conversations:
         try:
             if pair.images != self._images:
                 self._images, self._read = pair.images, self._reader.read(pair.images)
-            ids, loss, images = self._reader.encode(messages, pair.images, self._read)
+            ids, loss, images = self._reader.encode(Conversation(messages), pair.images, self._read)
         except DataError as error:
             raise error.located(pair.place) from error
         start = int(np.argmax(loss)) if loss.any() else 0

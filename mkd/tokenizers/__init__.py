@@ -7,5 +7,6 @@ sentencepiece.py    .model files of SentencePiece
 tiktoken.py         rank files of tiktoken
 pieces.py           how vocabularies write bytes
 spans.py            the bytes of a text that each of its tokens spells
+chat_input.py       conversations as records give them, and the settings of a run that reads them
 chat.py             conversations through a chat template, with the places of the answers
 """

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 
-ASSISTANT = "assistant"
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
@@ -37,7 +37,7 @@ class EncodedChat:
     turns: tuple[Turn, ...]  # the assistant's turns
 
 
-def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+def encode_chat(hf: Any, conversation: Conversation) -> tuple[list[int], list[int]]:
     """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
     The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
@@ -45,12 +45,17 @@ def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[in
     end-of-turn token. Raises DataError if the template refuses the conversation, or if its assistant turns
     cannot be found.
     """
-    _, encoding, turns, hidden = _render_turns(hf, messages)
+    _, encoding, turns, hidden = _render_turns(hf, conversation)
     if hidden is None:
         spans = [(start, end) for start, _, end in turns.values()]
         return encoding.ids, _mask_of_spans(encoding.offsets, spans)
     if GENERATION_MARK.search(hf.get_chat_template()):
-        marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+        marked = hf.apply_chat_template(
+            list(conversation.messages),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **_variables(conversation),
+        )
         return encoding.ids, marked["assistant_masks"]
     raise DataError(
         f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
@@ -60,15 +65,13 @@ def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[in
     )
 
 
-def encode_turns(
-    hf: Any, messages: Sequence[Mapping[str, Any]], pieces: Sequence[bytes | None]
-) -> EncodedChat:
+def encode_turns(hf: Any, conversation: Conversation, pieces: Sequence[bytes | None]) -> EncodedChat:
     """Encode the conversation and locate its assistant turns.
 
     `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
     refuses the conversation, or if its assistant turns cannot be found.
     """
-    text, encoding, turns, hidden = _render_turns(hf, messages)
+    text, encoding, turns, hidden = _render_turns(hf, conversation)
     if hidden is not None:
         raise DataError(
             f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
@@ -85,24 +88,22 @@ def encode_turns(
     return EncodedChat(encoded, data, tuple(Turn(message, *place) for message, place in named))
 
 
-def encode_generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_generation_prompt(hf: Any, conversation: Conversation) -> list[int]:
     """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
     backend = hf.backend_tokenizer
-    text = _render(hf, messages, add_generation_prompt=True)
+    text = _render(hf, conversation, add_generation_prompt=True)
     backend.encode_special_tokens = False  # control tokens in the template become control tokens
     return backend.encode(text, add_special_tokens=False).ids
 
 
 def end_of_turn(hf: Any) -> str | None:
     """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
-    messages: Sequence[Mapping[str, Any]] = PROBE
-    if reads_parts_only(hf):
-        messages = with_parts(messages)
+    probe = Conversation(with_parts(PROBE) if reads_parts_only(hf) else PROBE)
     try:
-        text = _render(hf, messages)
+        text = _render(hf, probe)
     except DataError:
         return None
-    span = _turn_span(hf, messages, 1, text)
+    span = _turn_span(hf, probe, 1, text)
     return None if span is None else text[span[1] : span[2]].strip() or None
 
 
@@ -124,30 +125,28 @@ def _like_parts(content: Any) -> Any:
 
 def _rendered_or_empty(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     try:
-        return _render(hf, messages)
+        return _render(hf, Conversation(messages))
     except DataError:
         return ""
 
 
 def _render_turns(
-    hf: Any, messages: Sequence[Mapping[str, Any]]
+    hf: Any, conversation: Conversation
 ) -> tuple[str, Any, dict[int, tuple[int, int, int]], int | None]:
     """Return (rendered text, its encoding, assistant message -> its `_turn_span`, the first hidden turn).
 
     A hidden turn is counted from 1; None: the template hides no turn.
     """
-    text, backend = _render(hf, messages), hf.backend_tokenizer
+    text, backend = _render(hf, conversation), hf.backend_tokenizer
     backend.encode_special_tokens = False  # control tokens in the template become control tokens
     encoding = backend.encode(text, add_special_tokens=False)
-    numbers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    turns = {number: _turn_span(hf, messages, number, text) for number in numbers}
+    numbers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+    turns = {number: _turn_span(hf, conversation, number, text) for number in numbers}
     hidden = next((number + 1 for number, span in turns.items() if span is None), None)
     return text, encoding, {number: span for number, span in turns.items() if span is not None}, hidden
 
 
-def _turn_span(
-    hf: Any, messages: Sequence[Mapping[str, Any]], turn: int, text: str
-) -> tuple[int, int, int] | None:
+def _turn_span(hf: Any, conversation: Conversation, turn: int, text: str) -> tuple[int, int, int] | None:
     """Return (start, end of the content, end) of assistant message `turn`, in characters of `text`.
 
     `text` is the rendered conversation. The end-of-turn token, if there is one, lies between the two ends.
@@ -159,17 +158,18 @@ def _turn_span(
     the generation prompt, where generation starts. If the template has no prompt, or its prompt is longer
     than what it keeps, the start is the place of the placeholder.
     """
-    placeholder = "assistantturn"
+    messages, placeholder = conversation.messages, "assistantturn"
     while placeholder in text:
         placeholder += "0"
     is_text = isinstance(messages[turn]["content"], str)
     content = placeholder if is_text else _like_parts(placeholder)
     replaced = [*messages[:turn], {**messages[turn], "content": content}, *messages[turn + 1 :]]
-    before, found, after = _render(hf, replaced).partition(placeholder)
+    changed = replace(conversation, messages=replaced)
+    before, found, after = _render(hf, changed).partition(placeholder)
     if not found or placeholder in after or not text.endswith(after):
         return None
     end = len(text) - len(after)
-    for prompt in (_generation_prompt(hf, messages[:turn]), before):
+    for prompt in (_generation_prompt(hf, conversation.beginning(turn)), before):
         if prompt is not None and text.startswith(prompt) and len(prompt) <= end:
             return len(prompt), end, end + _end_of_turn_length(hf, after)
     return None
@@ -192,21 +192,27 @@ def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int
     return mask.tolist()
 
 
-def _generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
+def _generation_prompt(hf: Any, conversation: Conversation) -> str | None:
     """Return the prompt for the next turn; None if the template has no prompt, or refuses one here."""
-    if not messages:
+    if not conversation.messages:
         return None
     try:
-        prompt = _render(hf, messages, add_generation_prompt=True)
-        return None if prompt == _render(hf, messages) else prompt
+        prompt = _render(hf, conversation, add_generation_prompt=True)
+        return None if prompt == _render(hf, conversation) else prompt
     except DataError:
         return None
 
 
-def _render(hf: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-    options = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
+def _variables(conversation: Conversation) -> dict[str, Any]:
+    """Return what the template reads apart from the messages."""
+    tools = None if conversation.tools is None else list(conversation.tools)
+    return {"tools": tools, **conversation.template_kwargs}
+
+
+def _render(hf: Any, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+    options = dict(tokenize=False, add_generation_prompt=add_generation_prompt, **_variables(conversation))
     try:
-        return hf.apply_chat_template(list(messages), **options)
+        return hf.apply_chat_template(list(conversation.messages), **options)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the chat template refuses the conversation: {error}",

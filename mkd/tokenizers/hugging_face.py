@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mkd.tokenizers.chat import (
     reads_parts_only,
     with_parts,
 )
+from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.pieces import (
     BYTE_TOKEN,
     METASPACE,
@@ -81,8 +82,9 @@ class HuggingFaceTokenizer(Tokenizer):
     worker would warn.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, chat: ChatSettings | None = None) -> None:
         self._hf = hf
+        self._chat = chat or ChatSettings()
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -106,14 +108,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend.encode_special_tokens = False
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        return encode_chat(self._with_template, self._shaped(messages))
+    def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        return encode_chat(self._with_template, self._shaped(conversation))
 
-    def generation_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return encode_generation_prompt(self._with_template, self._shaped(messages))
+    def generation_prompt(self, conversation: Conversation) -> list[int]:
+        return encode_generation_prompt(self._with_template, self._shaped(conversation))
 
-    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        return encode_turns(self._with_template, self._shaped(messages), self._pieces)
+    def encode_turns(self, conversation: Conversation) -> EncodedChat:
+        return encode_turns(self._with_template, self._shaped(conversation), self._pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -159,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template])
+        return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template, *astuple(self._chat)])
 
     @property
     def _with_template(self) -> Any:
@@ -168,9 +170,11 @@ class HuggingFaceTokenizer(Tokenizer):
             raise no_chat_template()
         return self._hf
 
-    def _shaped(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return the messages with contents in the form that the template reads."""
-        return with_parts(messages) if self._reads_parts_only else messages
+    def _shaped(self, conversation: Conversation) -> Conversation:
+        """Return the conversation as the template reads it: contents in its form, the run's variables."""
+        variables = {**self._chat.template_kwargs, **conversation.template_kwargs}
+        found = replace(conversation, template_kwargs=variables)
+        return replace(found, messages=with_parts(found.messages)) if self._reads_parts_only else found
 
     @cached_property
     def _reads_parts_only(self) -> bool:
@@ -206,7 +210,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
 
-def load_hugging_face(model: str) -> Tokenizer:
+def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer:
     """Load a tokenizer from a folder or a hub id. Raises UsageError if it cannot be loaded."""
     if Path(model).is_dir() and not has_tokenizer(model):
         raise UsageError(
@@ -219,7 +223,7 @@ def load_hugging_face(model: str) -> Tokenizer:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise _not_loadable(model, error) from error
-    return HuggingFaceTokenizer(require_fast(hf, model))
+    return HuggingFaceTokenizer(require_fast(hf, model), chat)
 
 
 def _not_loadable(model: str, error: Exception) -> UsageError:

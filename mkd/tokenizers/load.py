@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from mkd.errors import UsageError
+from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer, load_hugging_face, require_fast
 from mkd.tokenizers.sentencepiece import load_sentencepiece
 from mkd.tokenizers.tiktoken import load_tiktoken
 from mkd.tokenizers.tokenizer import Tokenizer
 
 
-def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
-    """Load the tokenizer of `--tokenizer-type` and `--tokenizer-model`.
+def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings | None = None) -> Tokenizer:
+    """Load the tokenizer of `--tokenizer-type` and `--tokenizer-model`; `chat`: how it reads conversations.
 
     The model is a local folder, a Hugging Face id, a `.model` or a `.tiktoken` file. Code that comes with a
     model is never run. Raises UsageError if the tokenizer cannot be loaded.
     """
-    loaders = {
-        "HuggingFaceTokenizer": load_hugging_face,
+    loaders: Mapping[str, Callable[[str], Tokenizer]] = {
+        "HuggingFaceTokenizer": lambda model: load_hugging_face(model, chat),
         "SentencePieceTokenizer": load_sentencepiece,
         "TiktokenTokenizer": load_tiktoken,
     }
@@ -30,7 +32,9 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
     return loaders[tokenizer_type](tokenizer_model)
 
 
-def open_tokenizer(source: Tokenizer | PreTrainedTokenizerBase | str | Path) -> Tokenizer:
+def open_tokenizer(
+    source: Tokenizer | PreTrainedTokenizerBase | str | Path, chat: ChatSettings | None = None
+) -> Tokenizer:
     """Return the tokenizer `source`, or wrap a fast transformers tokenizer, or load a path or hub id.
 
     The kind of a path is told by its name. Raises UsageError if it cannot be loaded or is not a fast
@@ -39,10 +43,10 @@ def open_tokenizer(source: Tokenizer | PreTrainedTokenizerBase | str | Path) -> 
     if isinstance(source, Tokenizer):
         return source
     if isinstance(source, PreTrainedTokenizerBase):
-        return HuggingFaceTokenizer(require_fast(source, type(source).__name__))
+        return HuggingFaceTokenizer(require_fast(source, type(source).__name__), chat)
     path = Path(source)
     if path.suffix == ".tiktoken":
         return load_tiktoken(str(path))
     if path.is_file() and ".model" in path.name:  # published names end with .model, .model.v1, ...
         return load_sentencepiece(str(path))
-    return load_hugging_face(str(source))
+    return load_hugging_face(str(source), chat)

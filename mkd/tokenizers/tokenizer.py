@@ -13,6 +13,7 @@ import numpy as np
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.spans import EncodedText, locate, utf8
 
 
@@ -54,7 +55,7 @@ class Tokenizer(ABC):
         """Return the bytes [n, 2] of each token according to the library, where they are not the text's."""
         raise NotImplementedError
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         """Return (ids, loss mask) of a conversation.
 
         The mask is 1 on assistant turns and their end-of-turn token, 0 elsewhere. Raises DataError for a
@@ -62,14 +63,14 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
-    def generation_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def generation_prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation up to the beginning of the assistant's next turn.
 
         Raises DataError for a conversation that the chat template refuses.
         """
         raise no_chat_template()
 
-    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
+    def encode_turns(self, conversation: Conversation) -> EncodedChat:
         """Render and encode the conversation, and locate each assistant turn.
 
         Raises DataError for a conversation that the chat template refuses, or whose turns it hides.

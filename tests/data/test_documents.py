@@ -10,6 +10,7 @@ import pytest
 from mkd.data import documents
 from mkd.data.documents import Record, encode_record, parse_row, read_rows
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -159,7 +160,7 @@ def test_prompt_and_completion_have_one_bos_one_eos_and_loss_on_the_completion()
 
 def test_messages_go_through_the_chat_template(tokenizer):
     result = document({"messages": MESSAGES}, tokenizer)
-    ids, loss = tokenizer.apply_chat_template(MESSAGES)
+    ids, loss = tokenizer.apply_chat_template(Conversation(MESSAGES))
     assert (result.ids.tolist(), result.loss.tolist()) == (ids, loss) and 0 < sum(loss) < len(loss)
 
 

@@ -14,6 +14,7 @@ from mkd.data.quarantine import MAX_REPORTED_ERRORS
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import StoreSummary, build_store, cache_key
 from mkd.errors import EXIT_DATA, ErrorList
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -34,7 +35,7 @@ def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
     store = TokenStore(prefix)
     ids, loss = store.document(2)
     assert (ids.tolist(), loss.tolist()) == tuple(
-        map(list, tokenizer.apply_chat_template(MESSAGES["messages"]))
+        map(list, tokenizer.apply_chat_template(Conversation(MESSAGES["messages"])))
     )
     targets = sum(int(store.document(i)[1][1:].sum()) for i in range(4))
     highest = max(int(store.document(i)[0].max()) for i in range(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -56,7 +57,7 @@ def predicted_text(template, messages):
     """Return the parts of the conversation with loss; check that the ids are those of the template."""
     hf = train_hf_tokenizer(template)
     tokenizer = HuggingFaceTokenizer(hf)
-    ids, mask = tokenizer.apply_chat_template(messages)
+    ids, mask = tokenizer.apply_chat_template(Conversation(messages))
     assert (
         ids == hf.apply_chat_template(messages)["input_ids"] and len(ids) == len(mask) and set(mask) <= {0, 1}
     )
@@ -70,7 +71,7 @@ def predicted_text(template, messages):
 
 
 def test_assistant_turns_with_their_end_of_turn_token(tokenizer):
-    ids, mask = tokenizer.apply_chat_template(CHAT)
+    ids, mask = tokenizer.apply_chat_template(Conversation(CHAT))
     text = tokenizer.decode(ids)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhich fox?<|im_end|>")
     predicted = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
@@ -149,8 +150,8 @@ def test_tokenizer_without_template():
 
 
 def test_places_of_turns(tokenizer):
-    chat = tokenizer.encode_turns(CHAT)
-    assert chat.encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT)[0]
+    chat = tokenizer.encode_turns(Conversation(CHAT))
+    assert chat.encoded.ids.tolist() == tokenizer.apply_chat_template(Conversation(CHAT))[0]
     assert chat.data.decode() == tokenizer.decode(chat.encoded.ids.tolist())
     assert [turn.message for turn in chat.turns] == [2, 4]
     assert [chat.data[turn.start : turn.content_end] for turn in chat.turns] == [
@@ -165,5 +166,5 @@ def test_places_of_turns(tokenizer):
 def test_turns_that_cannot_be_placed_are_refused():
     for template in (COUNTS_UNMARKED, COUNTS_MARKED):
         with refused("chat-turn-not-found", DataError) as caught:
-            HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(CHAT)
+            HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(Conversation(CHAT))
         assert caught.value.what.startswith("message 3: ")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mkd.errors import DataError, UsageError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.pieces import byte_characters, split_valid
@@ -138,7 +139,7 @@ def test_rank_files(tmp_path):
     assert copy.fingerprint == tokenizer.fingerprint and copy.encode("the") == [257]
     assert 50256 not in tokenizer.encode("<|endoftext|>")
     with refused("chat-template-missing", DataError):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        tokenizer.apply_chat_template(Conversation([{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.parametrize(

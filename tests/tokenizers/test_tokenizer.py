@@ -10,6 +10,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from mkd.errors import DataError, UsageError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer
 from tests.reported import refused
@@ -74,7 +75,7 @@ def test_sentencepiece(spm_file):
     assert 1 not in ids and 2 not in ids  # neither BOS nor EOS
     assert tokenizer.special_tokens == {"<unk>", "<s>", "</s>"}
     with refused("chat-template-missing", DataError):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        tokenizer.apply_chat_template(Conversation([{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "SentencePieceTokenizer"])

@@ -106,8 +106,8 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     """
     student, teacher = pair.student, pair.teacher
     if record.kind == MESSAGES:
-        messages = record.values[0]
-        aligned = align_chat(student, teacher, messages, reasoning=pair.reasoning, mode=pair.alignment)
+        conversation = record.values[0]
+        aligned = align_chat(student, teacher, conversation, reasoning=pair.reasoning, mode=pair.alignment)
         return _with_images(aligned, record, pair)
     if record.kind == PROMPT_COMPLETION:
         aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
@@ -127,7 +127,7 @@ def _with_images(aligned: AlignedText, record: Record, pair: Pair) -> AlignedTex
             "use two vision-language models, or remove the records with images",
             code="images-for-text-model",
         )
-    messages, read = record.values[0], pair.student_images.read(record.images)
+    messages, read = record.values[0].messages, pair.student_images.read(record.images)
     ours = pair.student_images.place(messages, np.asarray(aligned.student_ids, np.int32), read)
     theirs = pair.teacher_images.place(messages, np.asarray(aligned.teacher_ids, np.int32), read)
     chunks = np.concatenate([ours.moved(aligned.chunks[:, :2]), theirs.moved(aligned.chunks[:, 2:])], axis=1)

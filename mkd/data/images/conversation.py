@@ -16,6 +16,7 @@ from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageP
 from mkd.data.messages import joined_texts, texts_of
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -70,18 +71,19 @@ class ConversationImages:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Conversation,
         images: Sequence[str | Mapping[str, Any]],
         read: Sequence[ReadImage] | None = None,  # result of `read(images)`; None: they are read now
     ) -> tuple[np.ndarray, np.ndarray, tuple[EncodedImage, ...]]:
         """Return (ids int32, loss uint8, images) of a conversation; both [n] with the images expanded.
 
-        `messages` and `images` as `messages.split_images` returns them. Every image is decoded once, so that
+        Messages and `images` as `messages.split_images` returns them. Every image is decoded once, so that
         a bad one is found here and not in training. Image and structure tokens have no loss. Raises DataError
         for an image that cannot be read, and for a text that spells a control token of images.
         """
-        ids, loss = self.processor.tokenizer.apply_chat_template(messages)
-        placed = self.place(messages, np.asarray(ids, np.int32), self.read(images) if read is None else read)
+        ids, loss = self.processor.tokenizer.apply_chat_template(conversation)
+        found = self.read(images) if read is None else read
+        placed = self.place(conversation.messages, np.asarray(ids, np.int32), found)
         new_loss = np.repeat(np.asarray(loss, np.uint8), placed.repeats)
         for image in placed.images:
             new_loss[image.first : image.first + image.tokens] = 0

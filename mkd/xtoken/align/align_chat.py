@@ -8,6 +8,7 @@ import numpy as np
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat, Turn
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.spans import EncodedText
 from mkd.xtoken.align.align_text import AlignedText, TokenizerSource, aligner
@@ -18,7 +19,7 @@ THINK, END_OF_THINK = "<think>", "</think>"
 def align_chat(
     student: TokenizerSource,
     teacher: TokenizerSource,
-    messages: Sequence[Mapping],
+    conversation: Conversation | Sequence[Mapping],  # or the messages of one
     *,
     reasoning: bool = True,
     mode: str = "byte_offset",
@@ -33,11 +34,13 @@ def align_chat(
     Raises DataError for a conversation that a template refuses, or whose answers it hides or rewrites, and
     for a tokenizer without chat template; UsageError as `align`.
     """
-    sides = [open_tokenizer(source).encode_turns(messages) for source in (student, teacher)]
+    if not isinstance(conversation, Conversation):
+        conversation = Conversation(conversation)
+    sides = [open_tokenizer(source).encode_turns(conversation) for source in (student, teacher)]
     chunks = [np.empty((0, 4), dtype=np.int64)]
     for turns in zip(sides[0].turns, sides[1].turns, strict=True):
         both = list(zip(sides, turns, strict=True))
-        for part, starts in _common_parts(messages, both, reasoning):
+        for part, starts in _common_parts(conversation.messages, both, reasoning):
             tokens = (_within(side, start, part) for side, start in zip(sides, starts, strict=True))
             chunks.append(aligner(mode, part)(*tokens))
         closing = [_closing_token(side.encoded, turn) for side, turn in both]

@@ -14,6 +14,7 @@ from mkd.data.aligned.aligned_documents import (
     align_record,
 )
 from mkd.data.documents import Record, encode_record
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.data.pairs import STUDENT, TEACHER, chat_tokenizer, texts
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -59,7 +60,7 @@ def _joined(parts):
         (Record("text", (TEXT,)), (STUDENT, TEACHER)),
         (Record("text", ("",)), (STUDENT, TEACHER)),
         (Record("prompt-completion", (JAPANESE, TEXT)), (STUDENT, TEACHER)),
-        (Record("messages", (MESSAGES,)), CHAT),
+        (Record("messages", (Conversation(MESSAGES),)), CHAT),
     ],
     ids=["text", "empty", "completion", "chat"],
 )

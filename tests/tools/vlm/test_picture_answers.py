@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from mkd.data.images.conversation import image_reader
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.load import load_tokenizer
 from tests.tools.vlm.small_pictures import make_tiny, write_pictures
 from tools.vlm.emoji_pictures import QUESTIONS, STYLES, conversation, read_pixels
@@ -96,7 +97,7 @@ def test_mkd_reads_the_tokens_that_the_exam_asks_with(tiny, pictures, exam):
     for question in QUESTIONS:
         turns = conversation(f"{STYLES[1]}/{named[0].file}", named[0], question)["messages"]
         image = turns[0]["content"][0].pop("image")
-        ids, loss, (found,) = reader.encode(turns, [image])
+        ids, loss, (found,) = reader.encode(Conversation(turns), [image])
         prompt, tokenizer = prompt_ids(tiny, question.text, found.tokens - 3)
         answer = tokenizer(f" {getattr(named[0], question.key)}{END}", add_special_tokens=False)["input_ids"]
         assert ids.tolist()[: len(prompt) + len(answer)] == prompt + answer

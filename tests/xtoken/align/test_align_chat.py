@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import align_chat, align_completion
 from tests.reported import refused
@@ -61,8 +62,8 @@ def texts(aligned, student, teacher):
 def test_answers_and_their_ends_under_different_templates():
     student, teacher = with_template(CHATML), with_template(INSTRUCTION, vocab_size=300)
     aligned = align_chat(student, teacher, CHAT)
-    assert aligned.student_ids.tolist() == student.apply_chat_template(CHAT)[0]
-    assert aligned.teacher_ids.tolist() == teacher.apply_chat_template(CHAT)[0]
+    assert aligned.student_ids.tolist() == student.apply_chat_template(Conversation(CHAT))[0]
+    assert aligned.teacher_ids.tolist() == teacher.apply_chat_template(Conversation(CHAT))[0]
     pairs = texts(aligned, student, teacher)
     assert [one for one, _ in pairs] == ["The quick brown fox.", "<|im_end|>", "Lazy \u4f60.", "<|im_end|>"]
     assert [other.strip() for _, other in pairs] == [
@@ -89,7 +90,7 @@ def test_only_tokens_with_loss_are_aligned():
     student, teacher = with_template(CHATML), with_template(DROPS_REASONING)
     aligned = align_chat(student, teacher, CHAT)
     for tokenizer, starts, ends in ((student, 0, 1), (teacher, 2, 3)):
-        _, mask = tokenizer.apply_chat_template(CHAT)
+        _, mask = tokenizer.apply_chat_template(Conversation(CHAT))
         covered = np.zeros(len(mask), dtype=int)
         for chunk in aligned.chunks.tolist():
             covered[chunk[starts] : chunk[ends]] += 1
@@ -100,7 +101,7 @@ def test_identical_sides_pair_every_answer_token_with_itself():
     student = with_template(CHATML)
     chunks = align_chat(student, student, CHAT).chunks
     assert np.array_equal(chunks[:, :2], chunks[:, 2:]) and (chunks[:, 1] - chunks[:, 0] == 1).all()
-    assert len(chunks) == sum(student.apply_chat_template(CHAT)[1])
+    assert len(chunks) == sum(student.apply_chat_template(Conversation(CHAT))[1])
 
 
 @pytest.mark.parametrize(
