@@ -28,7 +28,7 @@ from mkd.errors import DataError, UsageError, returns_exit_code
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
     from mkd.data.batch import Pack
     from mkd.data.dataset import BlendedDataset
-    from mkd.data.documents import Record
+    from mkd.data.records.kinds import Record
     from mkd.tokenizers.tokenizer import Tokenizer
     from mkd.xtoken import AlignedText
 
@@ -124,7 +124,8 @@ def aligned_records(
 
     Raises MkdError that names file and row.
     """
-    from mkd.data.documents import parse_row, read_rows
+    from mkd.data.records.parsing import parse_row
+    from mkd.data.records.rows import read_rows
 
     for number, row in islice(read_rows(args.input), args.limit):
         try:

@@ -175,8 +175,9 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
 
 def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
     """Yield the texts of a file's records: every message, prompt and completion is one."""
-    from mkd.data.documents import parse_row, read_rows
     from mkd.data.encoding import join_texts
+    from mkd.data.records.parsing import parse_row
+    from mkd.data.records.rows import read_rows
 
     rows = read_rows(path, keep_blank=characters_per_sample is not None)
     for number, row in rows if characters_per_sample is None else join_texts(rows, characters_per_sample):

@@ -1,8 +1,8 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
 sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
-messages.py             conversations checked, and their images separated from their text
-documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
+records/                which keys of a record are read, and the texts, conversations and pairs they become
+documents.py            the document (ids and loss mask) that each record becomes
 pairs.py                preference pairs, each as two documents
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import MAX_CHARACTERS, Row, parse_row, read_rows
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
 from mkd.data.pairs import encode_documents
 from mkd.data.quarantine import BadRecord
+from mkd.data.records.parsing import MAX_CHARACTERS, parse_row
+from mkd.data.records.rows import Row, read_rows
 from mkd.data.workers import iterating, outlive_signals
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer

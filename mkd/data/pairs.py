@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkd.data.documents import MESSAGES, PAIR, PROMPT_COMPLETION, Document, Record, encode_record
+from mkd.data.documents import Document, encode_record
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.cutting import whole_records
+from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer

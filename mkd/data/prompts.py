@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mkd.data.documents import Row, parse_row, raw_fields, read_rows
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord
+from mkd.data.records.parsing import parse_row
+from mkd.data.records.rows import Row, raw_fields, read_rows
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 

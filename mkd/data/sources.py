@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.data.documents import RAW_SUFFIXES
+from mkd.data.records.rows import RAW_SUFFIXES
 from mkd.data.store import StoreFiles
 from mkd.errors import DataError, UsageError
 

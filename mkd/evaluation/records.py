@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mkd.data.messages import split_images
+from mkd.data.records.messages import split_images
 from mkd.errors import DataError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

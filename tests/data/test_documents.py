@@ -7,8 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from mkd.data import documents
-from mkd.data.documents import Record, encode_record, parse_row, read_rows
+from mkd.data.documents import encode_record
+from mkd.data.records import kinds, parsing
+from mkd.data.records.kinds import Record
+from mkd.data.records.parsing import parse_row
+from mkd.data.records.rows import read_rows
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -175,8 +178,8 @@ def test_a_kind_of_record_may_convert_any_number_of_keys(monkeypatch):
     def join(instruction, given, output):
         return f"{instruction}\n{given}\n", output
 
-    kind = documents.RecordKind(("instruction", "input", "output"), documents.PROMPT_COMPLETION, join)
-    monkeypatch.setattr(documents, "KINDS", {**documents.KINDS, "instruction": kind})
+    kind = kinds.RecordKind(("instruction", "input", "output"), kinds.PROMPT_COMPLETION, join)
+    monkeypatch.setattr(parsing, "KINDS", {**kinds.KINDS, "instruction": kind})
     record = parse_row(b'{"instruction": "Add.", "input": "1 2", "output": "3"}')
     assert record == Record("prompt-completion", ("Add.\n1 2\n", "3"))
     with pytest.raises(DataError, match="input"):

@@ -9,10 +9,13 @@ import numpy as np
 
 from mkd.data.aligned.aligned_ids import Pair, align_ids
 from mkd.data.aligned.teacher_store import chunk_marks
-from mkd.data.documents import MESSAGES, PROMPT_COMPLETION, Record, Row, encode_record, parse_row, require_eos
+from mkd.data.documents import encode_record, require_eos
 from mkd.data.encoding import each_row
 from mkd.data.images.conversation import EncodedImage
 from mkd.data.images.image_table import image_records
+from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
+from mkd.data.records.parsing import parse_row
+from mkd.data.records.rows import Row
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError
 from mkd.xtoken.align.align_chat import align_chat, align_completion

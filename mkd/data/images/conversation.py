@@ -13,7 +13,7 @@ import numpy as np
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
-from mkd.data.messages import joined_texts, texts_of
+from mkd.data.records.messages import joined_texts, texts_of
 from mkd.errors import DataError, UsageError
 from mkd.parallel.image_row import Grid
 from mkd.tokenizers.chat_input import Conversation

@@ -13,7 +13,8 @@ from mkd.data.aligned.aligned_documents import (
     align_ids,
     align_record,
 )
-from mkd.data.documents import Record, encode_record
+from mkd.data.documents import encode_record
+from mkd.data.records.kinds import Record
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.data.pairs import STUDENT, TEACHER, chat_tokenizer, texts
