@@ -52,6 +52,7 @@ invariance: $(READY)  ## print how far losses and gradients of every parallel la
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.invariance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.moe_invariance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.vision_invariance
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.without_teacher
 
 lint: $(READY)  ## ruff and the import contracts
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ Importing torch and Megatron takes seconds.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import inspect
@@ -126,6 +127,7 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
             os.environ["NCCL_HOSTID"] = str(index)  # NCCL refuses two ranks of one host on one GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    poison_freed_memory()
     import torch
 
     from mkd.platform import detect
@@ -145,6 +147,17 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
             pipe.send(answer)
         except BrokenPipeError:
             os._exit(0)
+
+
+def poison_freed_memory() -> None:
+    """Make every byte of memory 0xff once it is freed, a NaN in fp32 and bf16. Needs glibc.
+
+    What is read after it was freed, as a message that is still being sent, is then NaN and no old value.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        perturb, mmap_threshold, largest = -6, -3, 32 << 20  # of malloc.h; pages of a mapping are not filled
+        assert mallopt(perturb, 0xFF) and mallopt(mmap_threshold, largest), "glibc refuses the settings"
 
 
 def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: str):

@@ -125,6 +125,12 @@ def test_config_and_plan_start_without_torch():
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
 
 
+def test_one_communicator_sends_all_messages_of_a_schedule():
+    """Megatron's own frees messages that are still being sent."""
+    named = [path for path in (ROOT / "mkd").rglob("*.py") if "P2PCommunicator" in read(path)]
+    assert [name(path) for path in named] == ["mkd/parallel/pipeline.py"]
+
+
 def test_tests_mirror_the_package():
     """Check that tests/X/.../test_*.py belongs to mkd/X/... or a top-level folder; names are unique."""
     tests = [

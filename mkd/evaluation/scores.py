@@ -9,7 +9,6 @@ from itertools import islice
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from mkd.data.images.pack_images import RowImages
@@ -22,6 +21,7 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 
 
@@ -111,7 +111,7 @@ def log_likelihoods(
     NonFiniteError on every rank for predictions that are not finite.
     """
     context = batches.context
-    communicator = P2PCommunicator(context.pp_group, models[0].config)
+    communicator = PipelineCommunicator(context.pp_group, models[0].config)
     schedule = PipelineSchedule(context, communicator, batches.micro_batch_size * batches.seq_length)
     were_training = [model.training for model in models]
     stages = [stage.eval() for stage in join_stages(models)]

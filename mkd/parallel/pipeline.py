@@ -1,10 +1,13 @@
-"""Send pipeline messages: the student's activation carries the teachers' hidden states.
+"""Send pipeline messages, which outlive the schedule's own references and carry the teachers' hidden states.
 
 Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
 method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor. A stage
 attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
 takes them off. While the teachers run ahead as a pipeline of their own, there are none
-(`mkd/train/teacher_prefetch.py`).
+(`mkd/train/teacher_prefetch.py`), and none without a teacher.
+
+Every run uses this communicator, with teachers or without. The schedules free an output as soon as it is
+posted; Megatron's own communicator then sends memory that may already hold something else.
 
 Elements sent per micro-batch and hop, each divided over cp, and over tp with sequence parallelism:
 
@@ -54,20 +57,21 @@ class _Transfer:
         self.requests, self.tensors = [], ()
 
 
-class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
-    """Megatron's communicator, whose forward messages also carry a teacher_hidden for each teacher."""
+class PipelineCommunicator(p2p_communication.P2PCommunicator):
+    """Megatron's communicator, which keeps messages until they are sent.
+
+    Its forward messages also carry a teacher_hidden for each teacher, in the dtype of the pipeline.
+    """
 
     def __init__(
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
         # One shape for each teacher: [t / cp (/ tp if sequence parallel), 1, h], t its own number of tokens.
-        teacher_hidden_shapes: Sequence[tuple[int, ...]],
-        teacher_hidden_dtype: torch.dtype,
+        teacher_hidden_shapes: Sequence[tuple[int, ...]] = (),
     ):
         super().__init__(pp_group, config)
         self.teacher_hidden_shapes = tuple(teacher_hidden_shapes)
-        self.teacher_hidden_dtype = teacher_hidden_dtype
         self.while_waiting: Callable[[], None] | None = None
         """Called between posting a receive and waiting for it. If set, there are no teacher_hiddens."""
         self._sending: list[_Transfer] = []
@@ -88,7 +92,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         carried = () if self.while_waiting else self.teacher_hidden_shapes
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
         teacher_hiddens_in = [
-            self._empty(shape, self.teacher_hidden_dtype).requires_grad_(False)
+            self._empty(shape, self.config.pipeline_dtype).requires_grad_(False)
             for shape in carried
             if recv_prev
         ]

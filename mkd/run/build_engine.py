@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
@@ -23,7 +22,7 @@ from mkd.models.stage import DistillationStage
 from mkd.models.te_fp8_recipes import fp8_recipe
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import TeacherHiddenCommunicator
+from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.forecast import PlannedPrefetch
@@ -176,7 +175,7 @@ def build_schedule(
     context: ParallelContext,
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
 ) -> PipelineSchedule:
-    """Return the schedule and its communicator, which carries the teachers' hidden states along.
+    """Return the schedule and its communicator, which carries the teachers' hidden states, if there are any.
 
     It runs the teachers ahead, as far as --teacher-prefetch says. Collective.
     """
@@ -185,11 +184,8 @@ def build_schedule(
     lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
     packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=True)
     shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
-    if not shapes:
-        communicator = P2PCommunicator(context.pp_group, student_config)
-        return PipelineSchedule(context, communicator, packs * seq_length)
-    communicator = TeacherHiddenCommunicator(context.pp_group, student_config, shapes, options.dtype)
-    prefetch, planned = None, agreed_prefetch(plan, context)
+    communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
+    planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None
     if planned is not None:
         links = StateLinks.build(context, shapes, options.dtype)
         prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, links, context)

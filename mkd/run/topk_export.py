@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from mkd.checkpoint.hf.hf_reader import resolve_hf
@@ -39,6 +38,7 @@ from mkd.operations.phases import Phases
 from mkd.operations.shared_build import SharedBuild
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
@@ -247,7 +247,7 @@ class _Exporter:
         """Build the teacher with its weights."""
         models, training = plan.teacher.build(context), plan.config.training
         stages = [stage.eval() for stage in join_stages(models)]
-        communicator = P2PCommunicator(context.pp_group, models[0].config)
+        communicator = PipelineCommunicator(context.pp_group, models[0].config)
         tokens = training.micro_batch_size * training.seq_length
         schedule = PipelineSchedule(context, communicator, tokens)
         layout = BatchLayout(

@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.train.stage_inputs import stage_inputs, student_input
 from mkd.train.teacher_prefetch import TeacherPrefetch
 
@@ -40,7 +40,7 @@ class PipelineSchedule:
     """1F1B, interleaved 1F1B or plain accumulation, by layout; the same for training and evaluation."""
 
     context: ParallelContext
-    communicator: P2PCommunicator
+    communicator: PipelineCommunicator
     tokens_per_microbatch: int
     prefetch: TeacherPrefetch | None = None  # runs the teachers in training; None: the stages do
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import TeacherHiddenCommunicator
+from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.prefetch import PrefetchPlan
 from mkd.plan.prefetch_replay import RankGaps
@@ -36,7 +36,7 @@ class TeacherPrefetch:
         self,
         plan: PrefetchPlan,
         stage: DistillationStage,
-        communicator: TeacherHiddenCommunicator,  # of the student
+        communicator: PipelineCommunicator,  # of the student
         links: StateLinks,
         context: ParallelContext,
     ):
