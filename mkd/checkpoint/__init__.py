@@ -1,6 +1,7 @@
 """Checkpoints: Megatron's, of a run, and Hugging Face's, of a model.
 
 distributed.py        what a run saves and loads: `save_checkpoint`, `load_checkpoint`
+finite.py             weights that are NaN or infinite are refused while they are loaded
 optimizer_state.py    the optimizer's part, whichever Adam reads and writes it
 saving.py             the order of a save, in which the pointer always names a complete checkpoint
 shards.py             the tensors: which rank writes which, the files and their index

@@ -14,6 +14,7 @@ A checkpoint never contains the teacher.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from mkd.checkpoint.finite import first_not_finite
 from mkd.checkpoint.folders import Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import (
@@ -42,11 +44,13 @@ from mkd.checkpoint.optimizer_state import (
 from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError, first_line
+from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 
 # State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"
 LAYERS = "decoder.layers."  # prefix of the names of layers in a model part
+LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
 
 
@@ -113,7 +117,8 @@ def load_checkpoint(
 
     Compare the files with the manifest first, unless `is_verified`. Restore random states if layout and kind
     of device equal those of the save; otherwise the generators keep their seed. Raises CheckpointError for
-    files that differ from the manifest or belong to another model, and for an optimizer of another kind.
+    files that differ from the manifest or belong to another model, for tensors that are not finite, and for
+    an optimizer of another kind.
     """
     if not is_verified:
         verify(folder, context, note)
@@ -126,6 +131,7 @@ def load_checkpoint(
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
     loaded = _read_sharded(folder, wanted, context)
+    agree(_not_finite(folder, state.models, loaded))
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
@@ -154,8 +160,10 @@ def load_layer_by_layer(
     first, because Megatron cannot read a part of a tensor of which nobody reads the rest.
     """
     verify(folder, context, note)
-    _read_weights(folder, [(model, "") for model in models], context, wants=lambda name: LAYERS not in name)
+    whole = [(model, "") for model in models]
+    problems = [_read_weights(folder, whole, context, wants=lambda name: LAYERS not in name)]
     if context.world_size == 1:
+        agree(problems[0])
         _load_through_host(folder, models, context, layer_memory)
         return
     layers = [
@@ -169,9 +177,10 @@ def load_layer_by_layer(
         if number < len(layers):
             model, prefix, layer = layers[number]
             with layer_memory(layer):
-                _read_weights(folder, [(model, prefix)], context)
+                problems.append(_read_weights(folder, [(model, prefix)], context))
         else:
             _read_weights(folder, [], context)
+    agree(next(filter(None, problems), None))
 
 
 def _load_through_host(
@@ -189,6 +198,7 @@ def _load_through_host(
             entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="cpu")
         wanted = {name: sharded[name] for name in names}
         loaded = _read_sharded(folder, wanted, context, validate_access_integrity=False)
+        agree(_not_finite(folder, [model], {"model0": loaded}))
         for index, layer in enumerate(model.decoder.layers):
             prefix = f"{LAYERS}{index}."
             with layer_memory(layer):
@@ -201,8 +211,11 @@ def _read_weights(
     parts: Sequence[tuple[MegatronModule, str]],
     context: ParallelContext,
     wants: Callable[[str], bool] = lambda name: True,
-) -> None:
-    """Read the tensors of each model whose names start with a prefix and that `wants` accepts."""
+) -> CheckpointError | None:
+    """Read the tensors of each model whose names start with a prefix and that `wants` accepts.
+
+    Collective. Return the error for a tensor of this rank that is not finite.
+    """
     wanted = {}
     for index, (model, prefix) in enumerate(parts):
         sharded = model.sharded_state_dict(metadata=_content_metadata(context))
@@ -212,6 +225,22 @@ def _read_weights(
     loaded = _read_sharded(folder, wanted, context, validate_access_integrity=False)
     for index, (model, _) in enumerate(parts):
         model.load_state_dict(loaded.get(f"model{index}", {}), strict=False)  # it may have nothing to read
+    return _not_finite(folder, [model for model, _ in parts], loaded)
+
+
+def _not_finite(
+    folder: Path, models: Sequence[MegatronModule], loaded: Mapping[str, Any]
+) -> CheckpointError | None:
+    """Return the error for a loaded tensor that is not finite, with its layer's number in the whole model."""
+    named = {key: value for key, value in loaded.items() if key == "optimizer"}
+    for index, model in enumerate(models):
+
+        def in_model(match: re.Match[str], first: int = model.first_layer) -> str:
+            return f"{LAYERS}{first + int(match[1])}."
+
+        weights = loaded.get(f"model{index}", {})
+        named |= {LOCAL_LAYER.sub(in_model, name): tensor for name, tensor in weights.items()}
+    return first_not_finite(str(folder), named)
 
 
 def _read_sharded(

@@ -9,7 +9,8 @@ import torch
 from mkd.checkpoint.distributed import TrainingState, save_checkpoint
 from mkd.checkpoint.folders import POINTER, TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
 from mkd.convert.models import DTYPES, build_context, load_from_hf
 from mkd.errors import CheckpointError
 from mkd.families.weight_rules import KEPT_IN_FP32

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-from mkd.errors import UsageError
+from mkd.errors import MkdError, UsageError, collect_error
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
+from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -46,11 +48,14 @@ def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext)
 def load_from_hf(
     folder: Path, shape: ModelShape, dtype: torch.dtype, context: ParallelContext
 ) -> LanguageModel:
-    """Load this rank's part of the model in `folder`, reading only its slices."""
+    """Load this rank's part of the model in `folder`, reading only its slices. Collective.
+
+    If one rank finds a tensor that cannot be used, all raise its error.
+    """
     model = build_model(shape, dtype, context)
-    ranks = dict(tp_rank=context.tp_rank, tp_size=context.tp_size)
-    experts = context.experts(shape.num_experts)
-    load_hf_weights(
-        model, shape, HFCheckpoint(folder), first_layer=model.first_layer, experts=experts, **ranks
-    )
+    place = dict(first_layer=model.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
+    place |= dict(experts=context.experts(shape.num_experts))
+    problems: list[MkdError] = []
+    collect_error(problems, partial(load_hf_weights, model, shape, HFCheckpoint(folder), **place))
+    agree(problems[0] if problems else None)
     return model

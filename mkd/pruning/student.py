@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
 from mkd.data.batch import PackedBatch
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.operations.disk import Written, disk_problems

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_names import exists, hf_tensor_shapes
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import DTYPE_NAMES, export_plan, stored_dtype
 from mkd.checkpoint.hf.hf_writer import prepare_folder, write_folder
 from mkd.errors import UsageError

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
 from mkd.config.schema import TeacherConfig
+from mkd.errors import MkdError, collect_error
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
 from mkd.models.fp8_weights import Fp8Weights, LayerMemory
 from mkd.models.language_model import LanguageModel
@@ -21,6 +22,7 @@ from mkd.models.residency import layer_parameters, stream_from_host, stream_from
 from mkd.models.stage import DistillationStage
 from mkd.models.te_fp8_recipes import fp8_recipe
 from mkd.models.transformer_config import ModelOptions
+from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
@@ -238,18 +240,24 @@ def load_weights(
     context: ParallelContext,
     memory: LayerMemory | None = None,  # gives the decoder layers memory; None: they have it
 ) -> None:
-    """Fill this rank's parts of one model. Each rank reads only its slices."""
+    """Fill this rank's parts of one model. Each rank reads only its slices. Collective.
+
+    If one rank finds a tensor that cannot be used, all raise its error.
+    """
     if source.load is not None:
         if memory is None:
             load_checkpoint(source.load, TrainingState(parts), context)
         else:
             load_layer_by_layer(source.load, parts, context, memory)
         return
+    problems: list[MkdError] = []
     for part in parts:
         place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
         experts = context.experts(source.shape.num_experts)
         of_layer = None if memory is None else partial(_loading, memory, part)
-        load_hf_weights(part, source.shape, source.hf, experts=experts, layer_memory=of_layer, **place)
+        place |= dict(experts=experts, layer_memory=of_layer)
+        collect_error(problems, partial(load_hf_weights, part, source.shape, source.hf, **place))
+    agree(problems[0] if problems else None)
 
 
 def _loading(memory: LayerMemory, part: LanguageModel, layer: int) -> AbstractContextManager[None]:

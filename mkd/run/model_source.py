@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
 from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError
 from mkd.plan.model_shape import ModelShape

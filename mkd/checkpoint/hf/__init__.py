@@ -3,7 +3,8 @@
 hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
 hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
 hf_tower.py                      names of models with images, and their towers
-hf_reader.py                     checks a folder and reads the slices of a rank
+hf_check.py                      compares a folder's tensors with its config.json
+hf_reader.py                     opens a folder and reads the slices of a rank
 hf_assets.py                     configuration, tokenizer and templates beside the weights
 hf_shards.py                     the layout of the written files
 hf_writer.py                     collects tensors from all ranks and writes them

@@ -16,10 +16,12 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from mkd.checkpoint.finite import is_finite, not_finite
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, extra_layers, layer_of, raise_all
 from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames, load_tower
-from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
+from mkd.errors import CheckpointError, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
@@ -28,10 +30,6 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
-CHECK_CONFIG = "check config.json against the weights"
-FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
-DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
 
 def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
@@ -98,12 +96,16 @@ class HFCheckpoint:
     def read(self, tensor: str, cut: Cut) -> Tensor:
         """Return a part of a tensor, on the CPU.
 
-        It has the dtype on disk; FP8 values become fp32, MXFP4 values bf16.
+        It has the dtype on disk; FP8 values become fp32, MXFP4 values bf16. Raises `CheckpointError` if it
+        is not finite.
         """
         stored = self.names.on_disk(tensor)
-        if stored in self._quantised:
-            return self._quantised[stored].read(self._read_stored, cut)
-        return self._read_stored(stored, cut)
+        quantised = self._quantised.get(stored)
+        part = quantised.read(self._read_stored, cut) if quantised else self._read_stored(stored, cut)
+        if not is_finite(part):
+            names = quantised.stored if quantised else (stored,)
+            raise not_finite(self.directory / self._stored[names[0]].file, " with ".join(names), part)
+        return part
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
         part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
@@ -127,7 +129,7 @@ class HFCheckpoint:
         if not entries:
             raise CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
         unsafe = [one for one in entries if not (isinstance(one[1], str) and SAFE_NAME.fullmatch(one[1]))]
-        _raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
+        raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
         return weight_map
 
     def _no_weights(self) -> CheckpointError:
@@ -149,7 +151,7 @@ class HFCheckpoint:
     def _open_files(self, names: list[str]) -> dict[str, safe_open]:
         problems: list[MkdError] = []
         files = {name: collect_error(problems, partial(self._open, name)) for name in names}
-        _raise_all(problems)
+        raise_all(problems)
         return files
 
     def _open(self, name: str) -> safe_open:
@@ -172,65 +174,12 @@ class HFCheckpoint:
             if tensor not in stored[file]:
                 what, do = f"{self.directory / file} has no tensor {tensor}", "download both again"
                 problems.append(CheckpointError(what, why, do, code="hf-tensor-not-in-shard"))
-        _raise_all(problems)
+        raise_all(problems)
         headers = {}
         for tensor, file in weight_map.items():
             data = self._files[file].get_slice(tensor)
             headers[tensor] = TensorHeader(file, tuple(data.get_shape()), data.get_dtype())
         return headers
-
-
-def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
-    """Compare names, shapes and dtypes on disk with `shape`, from headers only.
-
-    Raises `ErrorList` with every problem. `tensor_prefix` precedes every name on disk; tensors without it are
-    ignored.
-    """
-    expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
-    found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
-    allowed = {}
-    if shape.tie_word_embeddings:
-        allowed = {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]}
-    where, problems = checkpoint.directory, []
-    for name in expected.keys() - found.keys():
-        what, why, do = (
-            f"{where}: tensor {name} is missing",
-            "config.json calls for it",
-            "download the model again",
-        )
-        problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
-    why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
-    left_out = extra_layers(shape)
-    for name in found.keys() - expected.keys() - allowed.keys():
-        is_left_out = layer_of(name.removeprefix(tensor_prefix)) in left_out
-        if not is_left_out and not DERIVED_TENSOR.fullmatch(name):
-            what = f"{where}: tensor {name} is not expected"
-            problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
-    for name, full in (expected | allowed).items():
-        problems += _header_problems(where, name, full, found.get(name))
-    _raise_all(sorted(problems, key=str))
-
-
-def extra_layers(shape: ModelShape) -> range:
-    """Return the indices of a checkpoint's layers for multi-token prediction, which mkd leaves out."""
-    given = (shape.hf_config.get(name) for name in EXTRA_LAYERS)
-    count = next((number for number in given if type(number) is int and number > 0), 0)
-    return range(shape.num_layers, shape.num_layers + count)
-
-
-def _header_problems(
-    where: Path, name: str, full: tuple[int, ...], header: TensorHeader | None
-) -> Iterator[CheckpointError]:
-    if header is None:
-        return
-    if header.shape != full:
-        what = f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}"
-        yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-shape")
-    if header.dtype not in FLOAT_DTYPES:
-        what = f"{where}: tensor {name} is stored as {header.dtype}"
-        why = f"mkd reads {', '.join(sorted(FLOAT_DTYPES))}, and quantised weights that config.json describes"
-        do = "use the original checkpoint of this model"
-        yield CheckpointError(what, why, do, code="hf-tensor-dtype")
 
 
 @torch.no_grad()
@@ -251,7 +200,8 @@ def load_hf_weights(
 
     Padded vocabulary rows and attention groups become zero. The headers are checked before any weight is
     read. Raises `CheckpointError` for a parameter without a source, for a tensor of its layers without a
-    parameter, and for a tied model whose stored head differs from its embedding.
+    parameter, for a tied model whose stored head differs from its embedding, and for values that are NaN or
+    infinite.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     stored = {layer_of(name.removeprefix(tensor_prefix)) for name in checkpoint.headers}
@@ -331,7 +281,7 @@ def map_part(
             what = f"parameter {name} {list(own)} has no source in a {shape.family} checkpoint"
             do = "build the model from the checkpoint's own config.json"
             problems.append(CheckpointError(what, why, do, code="hf-parameter-without-source"))
-    _raise_all(problems)
+    raise_all(problems)
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     for tensor in hf_tensor_shapes(shape):
@@ -339,14 +289,8 @@ def map_part(
         if layer_of(tensor) in layers and tensor not in covered and not is_elsewhere:
             what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
             problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
-    _raise_all(problems)
+    raise_all(problems)
     return maps
-
-
-def layer_of(tensor: str) -> int | None:
-    """Return the layer index in a Hugging Face tensor name; None outside the layers."""
-    match = re.match(r"model\.layers\.(\d+)\.", tensor)
-    return None if match is None else int(match.group(1))
 
 
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
@@ -356,11 +300,3 @@ def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
         "do not use this checkpoint unless you know who made it",
         code="hf-shard-outside-folder",
     )
-
-
-def _raise_all(problems: Sequence[MkdError]) -> None:
-    """Raise one problem as itself and several as an `ErrorList`."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise ErrorList(problems)

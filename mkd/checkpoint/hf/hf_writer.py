@@ -20,15 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_check import EXTRA_LAYERS
 from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import (
-    EXTRA_LAYERS,
-    INDEX_FILE,
-    SINGLE_FILE,
-    contained_file,
-    map_part,
-    stored_tensors,
-)
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part, stored_tensors
 from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, MkdError

@@ -80,7 +80,7 @@ def test_mxfp4_is_exact_and_transposed(tmp_path):
 
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(0, 255, (3, 64, 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 253, (3, 64, 2), dtype=torch.uint8, generator=generator)
     tensors = {"mlp.down_proj_blocks": blocks, "mlp.down_proj_scales": scales}
     checkpoint = HFCheckpoint(save(tmp_path / "m", MXFP4, tensors))
     expected = _convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)

@@ -1,0 +1,89 @@
+"""Compare the tensors of a Hugging Face folder with its config.json, from headers only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_quantised import TensorHeader
+from mkd.errors import CheckpointError, ErrorList, MkdError
+from mkd.families.weight_rules import EMBEDDING, LM_HEAD
+from mkd.plan.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+
+CHECK_CONFIG = "check config.json against the weights"
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
+DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
+
+
+def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
+    """Compare names, shapes and dtypes on disk with `shape`, from headers only.
+
+    Raises `ErrorList` with every problem. `tensor_prefix` precedes every name on disk; tensors without it are
+    ignored.
+    """
+    expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
+    found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
+    allowed = {}
+    if shape.tie_word_embeddings:
+        allowed = {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]}
+    where, problems = checkpoint.directory, []
+    for name in expected.keys() - found.keys():
+        what, why, do = (
+            f"{where}: tensor {name} is missing",
+            "config.json calls for it",
+            "download the model again",
+        )
+        problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
+    why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
+    left_out = extra_layers(shape)
+    for name in found.keys() - expected.keys() - allowed.keys():
+        is_left_out = layer_of(name.removeprefix(tensor_prefix)) in left_out
+        if not is_left_out and not DERIVED_TENSOR.fullmatch(name):
+            what = f"{where}: tensor {name} is not expected"
+            problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
+    for name, full in (expected | allowed).items():
+        problems += _header_problems(where, name, full, found.get(name))
+    raise_all(sorted(problems, key=str))
+
+
+def extra_layers(shape: ModelShape) -> range:
+    """Return the indices of a checkpoint's layers for multi-token prediction, which mkd leaves out."""
+    given = (shape.hf_config.get(name) for name in EXTRA_LAYERS)
+    count = next((number for number in given if type(number) is int and number > 0), 0)
+    return range(shape.num_layers, shape.num_layers + count)
+
+
+def _header_problems(
+    where: Path, name: str, full: tuple[int, ...], header: TensorHeader | None
+) -> Iterator[CheckpointError]:
+    if header is None:
+        return
+    if header.shape != full:
+        what = f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}"
+        yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-shape")
+    if header.dtype not in FLOAT_DTYPES:
+        what = f"{where}: tensor {name} is stored as {header.dtype}"
+        why = f"mkd reads {', '.join(sorted(FLOAT_DTYPES))}, and quantised weights that config.json describes"
+        do = "use the original checkpoint of this model"
+        yield CheckpointError(what, why, do, code="hf-tensor-dtype")
+
+
+def layer_of(tensor: str) -> int | None:
+    """Return the layer index in a Hugging Face tensor name; None outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", tensor)
+    return None if match is None else int(match.group(1))
+
+
+def raise_all(problems: Sequence[MkdError]) -> None:
+    """Raise one problem as itself and several as an `ErrorList`."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ErrorList(problems)
