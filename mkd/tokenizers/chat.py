@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
+from mkd.tokenizers.chat_template import ChatTemplate
+from mkd.tokenizers.chat_turns import Place, TurnSearch
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
-
-PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Turn:
     message: int  # number of the message in the conversation
     start: int  # end of the generation prompt
     content_end: int  # end of the content
-    end: int  # end of the end-of-turn token; content_end if there is none
+    end: int  # end of the tokens that close the turn; content_end if there are none
 
 
 @dataclass(frozen=True)
@@ -37,186 +34,169 @@ class EncodedChat:
     turns: tuple[Turn, ...]  # the assistant's turns
 
 
-def encode_chat(hf: Any, conversation: Conversation) -> tuple[list[int], list[int]]:
+def encode_chat(hf: Any, template: ChatTemplate, conversation: Conversation) -> tuple[list[int], list[int]]:
     """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
-    The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
-    character of an assistant turn. A turn reaches from the end of its generation prompt through its
-    end-of-turn token. Raises DataError if the template refuses the conversation, or if its assistant turns
-    cannot be found.
+    The ids are exactly those of `hf.apply_chat_template`. The mask is 1 on every token that holds a character
+    with loss. Marks of the template decide which ones, if the settings allow it and it marks something here.
+    Otherwise they are those from the end of a generation prompt through the tokens that close the turn.
+    Flags and settings choose among the turns. Raises DataError if the template refuses the conversation or
+    drops a part of it that matters, or if its turns cannot be found for certain.
     """
-    _, encoding, turns, hidden = _render_turns(hf, conversation)
-    if hidden is None:
-        spans = [(start, end) for start, _, end in turns.values()]
-        return encoding.ids, _mask_of_spans(encoding.offsets, spans)
-    if GENERATION_MARK.search(hf.get_chat_template()):
-        marked = hf.apply_chat_template(
-            list(conversation.messages),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **_variables(conversation),
-        )
-        return encoding.ids, marked["assistant_masks"]
-    raise DataError(
-        f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
-        "the chat template rewrites assistant turns, and has no {% generation %} marks around them",
-        "add {% generation %} marks to the template, or write the record as prompt and completion",
-        code="chat-turn-not-found",
-    )
+    text = template.render(conversation)
+    _check_tools(template, conversation, text)
+    trained = trained_messages(conversation, template.settings.loss)
+    encoding = _encode(hf, text)
+    search = TurnSearch(template, conversation, text)
+    spans = _marked(template, conversation, search, trained)
+    if spans is None:
+        turns = search.turns()
+        spans = [(turns[number].start, turns[number].end) for number in sorted(trained)]
+    return encoding.ids, _mask_of_spans(encoding.offsets, spans)
 
 
-def encode_turns(hf: Any, conversation: Conversation, pieces: Sequence[bytes | None]) -> EncodedChat:
-    """Encode the conversation and locate its assistant turns.
+def encode_turns(
+    hf: Any, template: ChatTemplate, conversation: Conversation, pieces: Sequence[bytes | None]
+) -> EncodedChat:
+    """Encode the conversation and locate its assistant turns that have loss. Marks are ignored.
 
     `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
-    refuses the conversation, or if its assistant turns cannot be found.
+    refuses the conversation or drops a part of it that matters, or if its turns cannot be found for certain.
     """
-    text, encoding, turns, hidden = _render_turns(hf, conversation)
-    if hidden is not None:
-        raise DataError(
-            f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
-            "the chat template rewrites assistant turns, so that the tokens of an answer are not known",
-            "use a template that keeps them, or write the record as prompt and completion",
-            code="chat-turn-not-found",
-        )
+    text = template.render(conversation)
+    _check_tools(template, conversation, text)
+    encoding = _encode(hf, text)
+    turns = TurnSearch(template, conversation, text).turns()
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
     encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
-    pairs = [pair for start, end, last in turns.values() for pair in ((start, end), (end, last))]
+    named = {
+        number: turns[number] for number in sorted(trained_messages(conversation, template.settings.loss))
+    }
+    pairs = [
+        (a, b)
+        for one in named.values()
+        for a, b in ((one.start, one.content_end), (one.content_end, one.end))
+    ]
     places = byte_offsets(text, pairs).reshape(-1, 4)[:, [0, 1, 3]].tolist()
-    named = zip(turns, places, strict=True)
-    return EncodedChat(encoded, data, tuple(Turn(message, *place) for message, place in named))
+    return EncodedChat(encoded, data, tuple(Turn(n, *place) for n, place in zip(named, places, strict=True)))
 
 
-def encode_generation_prompt(hf: Any, conversation: Conversation) -> list[int]:
+def encode_generation_prompt(hf: Any, template: ChatTemplate, conversation: Conversation) -> list[int]:
     """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
+    text = template.render(conversation, add_generation_prompt=True)
+    _check_tools(template, conversation, text, add_generation_prompt=True)
+    ids: list[int] = _encode(hf, text).ids
+    return ids
+
+
+def trained_messages(conversation: Conversation, rule: str) -> set[int]:
+    """Return the numbers of the messages with loss under the rule of --chat-loss and the record's flags.
+
+    Raises DataError for a flag of loss on a message that is not the assistant's.
+    """
+    messages = conversation.messages
+    flags = conversation.loss or [None] * len(messages)
+    first = 0
+    if rule == "last":
+        first = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=-1) + 1
+    found = set()
+    for number, (message, flag) in enumerate(zip(messages, flags, strict=True)):
+        if message["role"] != ASSISTANT:
+            if flag:
+                raise _loss_on_other_role(number, message["role"])
+        elif flag or (flag is None and number >= first):
+            found.add(number)
+    return found
+
+
+def _marked(
+    template: ChatTemplate, conversation: Conversation, search: TurnSearch, trained: set[int]
+) -> list[Place] | None:
+    """Return the marked places in the messages with loss; None if marks do not decide."""
+    rule = template.settings.loss
+    marks = []
+    if rule != "turns" and template.has_marks(conversation):
+        marks = template.marks(conversation)
+    elif rule == "marks":
+        raise _without_marks()
+    if not marks and rule != "marks":
+        return None
+    if trained == set(search.numbers):
+        return marks
+    of_message = {}
+    for number, texts in search.own_texts.items():
+        places = [one.place for one in texts if one.place is not None]
+        of_message[number] = {
+            n for n, (a, b) in enumerate(marks) for start, end in places if a <= end and start <= b
+        }
+    owners = [[number for number, owned in of_message.items() if n in owned] for n in range(len(marks))]
+    for number, owned in of_message.items():
+        if not owned and number in trained:
+            raise _mark_not_placed(number)
+    if any(len(one) != 1 for one in owners):
+        raise _mark_not_placed(search.numbers[0])
+    return [mark for mark, (owner,) in zip(marks, owners, strict=True) if owner in trained]
+
+
+def _encode(hf: Any, text: str) -> Any:
     backend = hf.backend_tokenizer
-    text = _render(hf, conversation, add_generation_prompt=True)
     backend.encode_special_tokens = False  # control tokens in the template become control tokens
-    return backend.encode(text, add_special_tokens=False).ids
+    return backend.encode(text, add_special_tokens=False)
 
 
-def end_of_turn(hf: Any) -> str | None:
-    """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
-    probe = Conversation(with_parts(PROBE) if reads_parts_only(hf) else PROBE)
-    try:
-        text = _render(hf, probe)
-    except DataError:
-        return None
-    span = _turn_span(hf, probe, 1, text)
-    return None if span is None else text[span[1] : span[2]].strip() or None
-
-
-def reads_parts_only(hf: Any) -> bool:
-    """Return True if the template drops contents that are texts, as those of vision-language models may."""
-    if PROBE[0]["content"] in _rendered_or_empty(hf, PROBE):
-        return False
-    return PROBE[0]["content"] in _rendered_or_empty(hf, with_parts(PROBE))
-
-
-def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with every content as a list of parts."""
-    return [{**message, "content": _like_parts(message["content"])} for message in messages]
-
-
-def _like_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _rendered_or_empty(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    try:
-        return _render(hf, Conversation(messages))
-    except DataError:
-        return ""
-
-
-def _render_turns(
-    hf: Any, conversation: Conversation
-) -> tuple[str, Any, dict[int, tuple[int, int, int]], int | None]:
-    """Return (rendered text, its encoding, assistant message -> its `_turn_span`, the first hidden turn).
-
-    A hidden turn is counted from 1; None: the template hides no turn.
-    """
-    text, backend = _render(hf, conversation), hf.backend_tokenizer
-    backend.encode_special_tokens = False  # control tokens in the template become control tokens
-    encoding = backend.encode(text, add_special_tokens=False)
-    numbers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
-    turns = {number: _turn_span(hf, conversation, number, text) for number in numbers}
-    hidden = next((number + 1 for number, span in turns.items() if span is None), None)
-    return text, encoding, {number: span for number, span in turns.items() if span is not None}, hidden
-
-
-def _turn_span(hf: Any, conversation: Conversation, turn: int, text: str) -> tuple[int, int, int] | None:
-    """Return (start, end of the content, end) of assistant message `turn`, in characters of `text`.
-
-    `text` is the rendered conversation. The end-of-turn token, if there is one, lies between the two ends.
-    Return None if the template hides the turn.
-
-    The conversation is rendered again with a placeholder as the content of this one turn. The text after the
-    placeholder must be the tail of `text`; this gives the end of the turn. It does so whatever the template
-    does to earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of
-    the generation prompt, where generation starts. If the template has no prompt, or its prompt is longer
-    than what it keeps, the start is the place of the placeholder.
-    """
-    messages, placeholder = conversation.messages, "assistantturn"
-    while placeholder in text:
-        placeholder += "0"
-    is_text = isinstance(messages[turn]["content"], str)
-    content = placeholder if is_text else _like_parts(placeholder)
-    replaced = [*messages[:turn], {**messages[turn], "content": content}, *messages[turn + 1 :]]
-    changed = replace(conversation, messages=replaced)
-    before, found, after = _render(hf, changed).partition(placeholder)
-    if not found or placeholder in after or not text.endswith(after):
-        return None
-    end = len(text) - len(after)
-    for prompt in (_generation_prompt(hf, conversation.beginning(turn)), before):
-        if prompt is not None and text.startswith(prompt) and len(prompt) <= end:
-            return len(prompt), end, end + _end_of_turn_length(hf, after)
-    return None
-
-
-def _end_of_turn_length(hf: Any, after: str) -> int:
-    """Count characters from the end of the content through the control token that closes it, if any."""
-    blank = len(after) - len(after.lstrip())
-    tokens = (token.content for token in hf.added_tokens_decoder.values())
-    closing = max((token for token in tokens if after.startswith(token, blank)), key=len, default=None)
-    return 0 if closing is None else blank + len(closing)
-
-
-def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
+def _mask_of_spans(offsets: Iterable[Place], spans: Iterable[Place]) -> list[int]:
     """Return 1 for tokens between the first and the last that touch a span (offsets may exclude blanks)."""
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
         mask[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end, side="left")] = 1
-    return mask.tolist()
+    found: list[int] = mask.tolist()
+    return found
 
 
-def _generation_prompt(hf: Any, conversation: Conversation) -> str | None:
-    """Return the prompt for the next turn; None if the template has no prompt, or refuses one here."""
-    if not conversation.messages:
-        return None
+def _check_tools(
+    template: ChatTemplate, conversation: Conversation, text: str, add_generation_prompt: bool = False
+) -> None:
+    """Raise DataError if the template does not write the tools of the record."""
+    if not conversation.tools:
+        return
+    bare = Conversation(conversation.messages, None, conversation.template_kwargs)
     try:
-        prompt = _render(hf, conversation, add_generation_prompt=True)
-        return None if prompt == _render(hf, conversation) else prompt
+        is_dropped = template.render(bare, add_generation_prompt) == text
     except DataError:
-        return None
-
-
-def _variables(conversation: Conversation) -> dict[str, Any]:
-    """Return what the template reads apart from the messages."""
-    tools = None if conversation.tools is None else list(conversation.tools)
-    return {"tools": tools, **conversation.template_kwargs}
-
-
-def _render(hf: Any, conversation: Conversation, add_generation_prompt: bool = False) -> str:
-    options = dict(tokenize=False, add_generation_prompt=add_generation_prompt, **_variables(conversation))
-    try:
-        return hf.apply_chat_template(list(conversation.messages), **options)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        return  # it takes no calls without tools
+    if is_dropped:
         raise DataError(
-            f"the chat template refuses the conversation: {error}",
-            "it cannot become tokens in the way the model was trained on",
-            "check the roles and their order against the template of the model",
-            code="chat-template-refuses",
-        ) from error
+            "the chat template does not write the record's tools",
+            "the model would learn to call functions that it is not told about",
+            "use a chat template that writes tools, or write them into the system message",
+            code="chat-tools-not-rendered",
+        )
+
+
+def _loss_on_other_role(number: int, role: str) -> DataError:
+    return DataError(
+        f"message {number + 1} of role {role!r} is flagged to have loss",
+        "only the assistant's messages are what the model writes",
+        "leave the flag out, or write the text as prompt and completion",
+        code="chat-loss-of-other-role",
+    )
+
+
+def _without_marks() -> DataError:
+    return DataError(
+        "the chat template has no {% generation %} marks",
+        "--chat-loss marks takes the loss from them alone",
+        "add marks to the template, or use --chat-loss turns",
+        code="chat-template-without-marks",
+    )
+
+
+def _mark_not_placed(number: int) -> DataError:
+    return DataError(
+        f"message {number + 1}: it is not known which {{% generation %}} marks are its own",
+        "flags of loss and --chat-loss last choose among the marks by their messages",
+        "use --chat-loss turns, or remove the flags",
+        code="chat-mark-not-placed",
+    )

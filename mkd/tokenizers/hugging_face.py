@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,10 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer
 
 from mkd.errors import UsageError
-from mkd.tokenizers.chat import (
-    EncodedChat,
-    encode_chat,
-    encode_generation_prompt,
-    encode_turns,
-    end_of_turn,
-    reads_parts_only,
-    with_parts,
-)
+from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_generation_prompt, encode_turns
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
+from mkd.tokenizers.chat_template import ChatTemplate
+from mkd.tokenizers.chat_turns import closing_token
 from mkd.tokenizers.pieces import (
     BYTE_TOKEN,
     METASPACE,
@@ -109,13 +103,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        return encode_chat(self._with_template, self._shaped(conversation))
+        return encode_chat(self._hf, self._template, conversation)
 
     def generation_prompt(self, conversation: Conversation) -> list[int]:
-        return encode_generation_prompt(self._with_template, self._shaped(conversation))
+        return encode_generation_prompt(self._hf, self._template, conversation)
 
     def encode_turns(self, conversation: Conversation) -> EncodedChat:
-        return encode_turns(self._with_template, self._shaped(conversation), self._pieces)
+        return encode_turns(self._hf, self._template, conversation, self._pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -141,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = {"bos": hf.bos_token_id, "eos": hf.eos_token_id, "pad": hf.pad_token_id}
         unknown_token = getattr(self._backend.model, "unk_token", None)
         unknown = None if unknown_token is None else self.vocabulary.get(unknown_token)
-        closing = end_of_turn(hf) if hf.chat_template else None
+        closing = closing_token(self._template) if self.has_chat_template else None
         ids |= {
             # byte-level BPE never emits UNK, and may name any other token for it
             "unk": None if unknown in ids.values() else unknown,
@@ -163,22 +157,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template, *astuple(self._chat)])
 
-    @property
-    def _with_template(self) -> Any:
-        """The transformers tokenizer. Raises DataError when it has no chat template."""
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """The chat template. Raises DataError when the tokenizer has none."""
         if not self.has_chat_template:
             raise no_chat_template()
-        return self._hf
-
-    def _shaped(self, conversation: Conversation) -> Conversation:
-        """Return the conversation as the template reads it: contents in its form, the run's variables."""
-        variables = {**self._chat.template_kwargs, **conversation.template_kwargs}
-        found = replace(conversation, template_kwargs=variables)
-        return replace(found, messages=with_parts(found.messages)) if self._reads_parts_only else found
-
-    @cached_property
-    def _reads_parts_only(self) -> bool:
-        return reads_parts_only(self._with_template)
+        return ChatTemplate(self._hf, self._chat)
 
     @cached_property
     def _style(self) -> _Style:

@@ -1,0 +1,165 @@
+"""A tokenizer's chat template: conversations to text, and the parts of the text that it marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mkd.errors import DataError
+from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation
+
+PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message's reasoning
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+DATE_CALL = re.compile(r"""strftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The chat template of a fast transformers tokenizer, with the settings of a run."""
+
+    def __init__(self, hf: Any, settings: ChatSettings) -> None:
+        self._hf, self.settings = hf, settings
+
+    @cached_property
+    def controls(self) -> tuple[str, ...]:
+        """Strings of the added tokens, longest first."""
+        strings = {token.content for token in self._hf.added_tokens_decoder.values()}
+        return tuple(sorted(strings, key=lambda one: (-len(one), one)))
+
+    @cached_property
+    def stops(self) -> frozenset[str]:
+        """Strings of the tokens that end a completion, as far as the tokenizer names them."""
+        ids = {self._hf.eos_token_id, *self._listed_stops()} - {None}
+        strings = (token for i, token in self._hf.added_tokens_decoder.items() if i in ids)
+        return frozenset(token.content for token in strings)
+
+    @cached_property
+    def reads_parts_only(self) -> bool:
+        """True if the template drops contents that are texts, as those of vision-language models may."""
+        question = PROBE[0]["content"]
+        if question in self._rendered_or_empty(PROBE):
+            return False
+        return question in self._rendered_or_empty(with_parts(PROBE))
+
+    def has_marks(self, conversation: Conversation) -> bool:
+        """Return True if the template has {% generation %} marks."""
+        return GENERATION_MARK.search(self.source(conversation)) is not None
+
+    def writes_date(self, conversation: Conversation) -> bool:
+        """Return True if the template may write the date of the day on which it is rendered."""
+        return "strftime_now" in self._hf.get_chat_template(tools=conversation.tools)
+
+    def source(self, conversation: Conversation) -> str:
+        """Return the text of the template for the conversation, with the date of the run in it."""
+        source = self._hf.get_chat_template(tools=conversation.tools)
+        return with_date(source, self.settings.date)
+
+    def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """Return the text of the conversation. Raises DataError if the template refuses it."""
+        try:
+            return self._hf.apply_chat_template(
+                self._shaped(conversation.messages),
+                chat_template=self.source(conversation),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables(conversation),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise _refuses(error) from error
+
+    def prompt(self, conversation: Conversation) -> str | None:
+        """Return the text up to the next turn's beginning; None if the template has no prompt, or refuses."""
+        if not conversation.messages:
+            return None
+        try:
+            prompt = self.render(conversation, add_generation_prompt=True)
+            return None if prompt == self.render(conversation) else prompt
+        except DataError:
+            return None
+
+    def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Return the places of the template's {% generation %} blocks in the rendered text, in characters."""
+        try:
+            _, (found,) = render_jinja_template(
+                conversations=[self._shaped(conversation.messages)],
+                chat_template=self.source(conversation),
+                return_assistant_tokens_mask=True,
+                **{**self._hf.special_tokens_map, **self._variables(conversation)},
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise _refuses(error) from error
+        return [(start, end) for start, end in found if start < end]
+
+    def _listed_stops(self) -> Sequence[Any]:
+        """Return `eos_token_id` of the generation_config.json beside the tokenizer, if it is there."""
+        path = Path(self._hf.name_or_path or "") / "generation_config.json"
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            return ()  # whoever generates with it says what is wrong
+        return listed if isinstance(listed, list) else [listed]
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        """Return what the template reads apart from the messages."""
+        tools = None if conversation.tools is None else [dict(one) for one in conversation.tools]
+        return {"tools": tools, **self.settings.template_kwargs, **conversation.template_kwargs}
+
+    def _shaped(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages in the form that the template reads."""
+        if self.reads_parts_only:
+            messages = with_parts(messages)
+        return [_with_reasoning({k: v for k, v in one.items() if v is not None}) for one in messages]
+
+    def _rendered_or_empty(self, messages: Sequence[Message]) -> str:
+        try:
+            return str(self._hf.apply_chat_template(list(messages), tokenize=False))
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return ""
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with every content that is a text as a list of parts."""
+    return [
+        {**one, "content": text_part(one["content"])} if isinstance(one.get("content"), str) else one
+        for one in messages
+    ]
+
+
+def text_part(text: str) -> list[dict[str, str]]:
+    """Return a content that is a list of one text."""
+    return [{"type": "text", "text": text}]
+
+
+def with_date(source: str, date: str | None) -> str:
+    """Return the text of a template with `date`, if given, in place of its calls for the present date."""
+    if date is None:
+        return source
+    day = datetime.fromisoformat(date)
+    return DATE_CALL.sub(lambda call: '"' + day.strftime(call[1][1:-1]).replace('"', "") + '"', source)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its reasoning under the keys that templates read, as transformers 5.23 does."""
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _refuses(error: Exception) -> DataError:
+    return DataError(
+        f"the chat template refuses the conversation: {error}",
+        "it cannot become tokens in the way the model was trained on",
+        "check the roles and their order against the template of the model",
+        code="chat-template-refuses",
+    )
