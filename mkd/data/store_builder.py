@@ -24,7 +24,7 @@ from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
 F = TypeVar("F", bound=StoreFiles)
-RECORDS_VERSION = 3  # raise it when the same records become other tokens
+RECORDS_VERSION = 4  # raise it when the same records become other tokens
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message's reasoning
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-DATE_CALL = re.compile(r"""strftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
+DATE = "strftime_now"  # the function of transformers that gives templates the present date
+DATE_CALL = re.compile(DATE + r"""\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
 
 Message = Mapping[str, Any]
 
@@ -51,13 +52,23 @@ class ChatTemplate:
             return False
         return question in self._rendered_or_empty(with_parts(PROBE))
 
+    @cached_property
+    def writes_date(self) -> bool:
+        """True if a template of the tokenizer may write the date of the day on which it is rendered."""
+        found = self._hf.chat_template
+        return any(DATE in one for one in (found.values() if isinstance(found, dict) else [found]))
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """All that decides the ids and losses besides tokenizer and template; empty at the defaults."""
+        settings = self.settings
+        date = settings.date if self.writes_date else None
+        found = [settings.loss, dict(settings.template_kwargs), date]
+        return [] if found == ["auto", {}, None] else found
+
     def has_marks(self, conversation: Conversation) -> bool:
         """Return True if the template has {% generation %} marks."""
         return GENERATION_MARK.search(self.source(conversation)) is not None
-
-    def writes_date(self, conversation: Conversation) -> bool:
-        """Return True if the template may write the date of the day on which it is rendered."""
-        return "strftime_now" in self._hf.get_chat_template(tools=conversation.tools)
 
     def source(self, conversation: Conversation) -> str:
         """Return the text of the template for the conversation, with the date of the run in it."""

@@ -92,10 +92,9 @@ class TurnSearch:
         What follows an answer is the end of the turn, and its beginning is that of the generation prompt.
         If the template has no prompt, or none that begins the text, it is where the answer stands.
         """
-        rendered = [self._answered(number, word) for word in self._words]
-        if None in rendered:
+        first, second = (self._answered(number, word) for word in self._words)
+        if first is None or second is None:
             return None
-        first, second = rendered
         before_word, _, after = first.partition(self._words[0])
         tail = common(self._text, after, from_end=True)
         content_end = len(self._text) - tail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template, *astuple(self._chat)])
+        found = [self._backend.to_str(), self.eos_id, self._hf.chat_template]
+        if self.has_chat_template:
+            found += self._template.fingerprint  # empty with the settings of older versions
+        return sha256_of(found)
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
+from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
+from tests.tokenizers.chat_templates import MARKED, ROUNDS, TOOLS
+from tests.tokenizers.test_chat_turns import CHATML_ROUNDS
 from tests.tokenizers.trained import train_hf_tokenizer
 
 CHAT = [
@@ -53,14 +55,14 @@ COUNTS_MARKED = (
 )
 
 
-def predicted_text(template, messages):
+def predicted_text(template, messages, chat=None, conversation=None):
     """Return the parts of the conversation with loss; check that the ids are those of the template."""
     hf = train_hf_tokenizer(template)
-    tokenizer = HuggingFaceTokenizer(hf)
-    ids, mask = tokenizer.apply_chat_template(Conversation(messages))
-    assert (
-        ids == hf.apply_chat_template(messages)["input_ids"] and len(ids) == len(mask) and set(mask) <= {0, 1}
-    )
+    tokenizer = HuggingFaceTokenizer(hf, chat)
+    conversation = conversation or Conversation(messages)
+    ids, mask = tokenizer.apply_chat_template(conversation)
+    assert ids == hf.apply_chat_template(messages, tools=conversation.tools)["input_ids"]
+    assert len(ids) == len(mask) and set(mask) <= {0, 1}
     parts, previous = [], 0
     for token, predicted in zip(ids, mask, strict=True):
         if predicted:
@@ -168,3 +170,41 @@ def test_turns_that_cannot_be_placed_are_refused():
         with refused("chat-turn-not-found", DataError) as caught:
             HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(Conversation(CHAT))
         assert caught.value.what.startswith("message 3: ")
+
+
+THOUGHT = "<think></think>"  # the marks of MARKED hold it, and the line behind a turn
+MARKED_ROUNDS = [f"{THOUGHT}{part}\n" for part in CHATML_ROUNDS]
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "expected"),
+    [
+        ("auto", (), MARKED_ROUNDS),
+        ("marks", (), MARKED_ROUNDS),
+        ("turns", (), CHATML_ROUNDS),
+        ("last", (), MARKED_ROUNDS[3:]),
+        ("auto", (None, False, *[None] * 6), MARKED_ROUNDS[1:]),
+        ("last", (*[None] * 5, True, None, None), MARKED_ROUNDS[2:]),
+    ],
+)
+def test_marks_decide_which_characters_have_loss(rule, flags, expected):
+    conversation = Conversation(ROUNDS, TOOLS, loss=flags)
+    assert predicted_text(MARKED, ROUNDS, ChatSettings(rule), conversation) == expected
+
+
+def test_a_template_that_marks_nothing_of_a_record_falls_back_to_turns():
+    marks_thought = MARKED.replace("'<think></think>' + ", "").replace(
+        "{% generation %}", "{% generation %}{{ m['reasoning_content'] or '' }}{% endgeneration %}"
+    )
+    nothing = marks_thought.replace("{{ '<|im_end|>\n' }}{% endgeneration %}", "{{ '<|im_end|>\n' }}")
+    assert predicted_text(nothing, CHAT) == ["The quick brown fox.<|im_end|>", "Lazy.<|im_end|>"]
+    assert predicted_text(nothing, CHAT, ChatSettings("marks")) == []
+
+
+def test_marks_that_are_missing_or_of_unknown_messages_are_refused():
+    with refused("chat-template-without-marks", DataError):
+        predicted_text(EOS_AT_THE_END, CHAT, ChatSettings("marks"))
+    all_in_one = "{% generation %}" + EOS_AT_THE_END + "{% endgeneration %}"
+    assert len(predicted_text(all_in_one, CHAT)) == 1
+    with refused("chat-mark-not-placed", DataError):
+        predicted_text(all_in_one, CHAT, ChatSettings("last"))

@@ -31,7 +31,8 @@ def chatml_with(content):
 
 DROPS_REASONING = chatml_with("m['content'].split('</think>')[-1].strip()")
 OTHER_TAGS = chatml_with("m['content'].replace('<think>', '[[').replace('</think>', ']]')")
-REPEATS = chatml_with("m['content'] + ' ' + m['content'][1:]")
+READS_PARTS = chatml_with("(m['content'] if m['content'] is string else m['content'][0]['text'])")
+SHOUTS = chatml_with("m['content'] | upper")
 CHAT = [
     {"role": "user", "content": "Which fox?"},
     {"role": "assistant", "content": "The quick brown fox."},
@@ -143,10 +144,10 @@ def test_what_cannot_be_aligned_is_refused(spm_file):
     with refused("chat-template-missing", DataError):
         align_chat(student, spm_file, CHAT)
     with refused("chat-turn-not-found", DataError):
-        align_chat(student, with_template(REPEATS), CHAT)
+        align_chat(student, with_template(SHOUTS), CHAT)
     content = [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
     with refused("record-message-not-text", DataError):
-        align_chat(student, student, content)
+        align_chat(*[with_template(READS_PARTS)] * 2, content)
 
 
 def test_completion():
