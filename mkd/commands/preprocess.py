@@ -180,3 +180,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         + (f", {summary.images} images, {summary.images / seconds:.1f} images/s" if summary.images else "")
         + (f"; {summary.bad_records} bad records skipped" if summary.bad_records else "")
     )
+    for line in summary.note_lines():
+        print(line)

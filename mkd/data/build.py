@@ -21,6 +21,7 @@ from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
 from mkd.data.pairs import require_pairs, require_pairs_fit
 from mkd.data.quarantine import collect, require_few
+from mkd.data.records.file_notes import log_notes
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
@@ -231,6 +232,7 @@ class _Preparation:
         """
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore(prefix)
+        log_notes(store.meta, path if is_raw(path) else None)
         store.check_layout(self.known, self.progress)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
         require_pairs(store.meta.get("kinds", ()), self.pairs, f"{flag} {path}")

@@ -6,19 +6,23 @@ character packing); huge ones are cut.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from mkd.data.documents import Document
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
 from mkd.data.pairs import encode_documents
 from mkd.data.quarantine import BadRecord
+from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
+from mkd.data.records.kinds import TEXT, Record
 from mkd.data.records.parsing import MAX_CHARACTERS, parse_row
 from mkd.data.records.rows import Row, read_rows
 from mkd.data.workers import iterating, outlive_signals
@@ -41,30 +45,46 @@ class EncodedBatch:
     errors: list[MkdError]  # a BadRecord for each bad row, or the error of an unreadable file
     images: np.ndarray  # [images] of IMAGE, with documents and sources counted from those of the batch
     image_sources: bytes
+    path: str = ""  # the file; "" if it cannot be read
+    ignored: IgnoredKeys = field(default_factory=IgnoredKeys)
+
+
+class FileBatch(NamedTuple):
+    """Consecutive rows of a file."""
+
+    path: str
+    rows: list[tuple[int, Row]]
+    left_out: Counter[str] = Counter()  # keys beside the texts that were joined or cut to these rows
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of files in batches: (path, [(number, row), ...]), or the error that stopped reading a file."""
+    """Rows of files in batches, or the error that stopped reading a file."""
 
     paths: Sequence[str]
     characters_per_sample: int | None = None  # see `join_texts`; default: every record is a document
 
-    def __iter__(self) -> Iterator[tuple[str, list[tuple[int, Row]]] | MkdError]:
+    def __iter__(self) -> Iterator[FileBatch | MkdError]:
         for path in self.paths:
             rows = read_rows(path, keep_blank=self.characters_per_sample is not None)
+            left_out = Counter[str]()
             if self.characters_per_sample is not None:
-                rows = join_texts(rows, self.characters_per_sample)
-            rows = cut_texts(rows)
+                rows = join_texts(rows, self.characters_per_sample, left_out)
+            rows = cut_texts(rows, left_out)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
-                    yield path, batch
+                    yield FileBatch(path, batch, left_out.copy())
+                    left_out.clear()
             except MkdError as error:
                 yield error
 
 
-def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> Iterator[tuple[int, Row]]:
+def join_texts(
+    rows: Iterable[tuple[int, Row]], characters_per_sample: int, left_out: Counter[str] | None = None
+) -> Iterator[tuple[int, Row]]:
     """Join consecutive text records with a newline until they have `characters_per_sample` characters.
+
+    The other keys of the joined records are counted in `left_out`.
 
     A joined record gets the number of its first row. Other kinds of records, and malformed ones, pass
     unchanged and end the sample before them. The last sample of a file may be shorter. Blank samples are
@@ -72,7 +92,7 @@ def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> I
     """
     texts, first, size = [], 0, 0
     for number, row in rows:
-        text = _text(row)
+        text = _text(row, left_out)
         if text is not None:
             first = first if texts else number
             texts.append(text)
@@ -85,14 +105,18 @@ def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> I
     yield from _sample(first, texts)
 
 
-def cut_texts(rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+def cut_texts(
+    rows: Iterable[tuple[int, Row]], left_out: Counter[str] | None = None
+) -> Iterator[tuple[int, Row]]:
     """Yield the rows, with each text of more than MAX_CHARACTERS cut into several rows.
+
+    The other keys of a record that is cut are counted in `left_out`.
 
     A cut is made after the last line end in the second half of what fits, else before the last blank there,
     else anywhere.
     """
     for number, row in rows:
-        text = _text(row) if _size(row) > MAX_CHARACTERS else None
+        text = _text(row, left_out) if _size(row) > MAX_CHARACTERS else None
         if text is None:
             yield number, row
             continue
@@ -121,12 +145,16 @@ def _cut(text: str, start: int) -> int:
     return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
 
 
-def _text(row: Row) -> str | None:
+def _text(row: Row, left_out: Counter[str] | None) -> str | None:
     try:
         record = parse_row(row)
     except DataError:
         return None  # the encoder reports what is wrong with it
-    return record.values[0] if record.kind == "text" else None
+    if record.kind != TEXT:
+        return None
+    if left_out is not None:
+        left_out.update(record.ignored)
+    return record.values[0]
 
 
 def _sample(first: int, texts: list[str]) -> Iterator[tuple[int, Row]]:
@@ -214,11 +242,12 @@ class _Encoder:
     append_eod: bool
     images: ConversationImages | None
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedBatch:
-        encoded, errors = each_row(
-            rows, lambda row: encode_documents(parse_row(row), self.tokenizer, self.append_eod, self.images)
-        )
-        documents = [document for of_record in encoded for document in of_record]
+    def __call__(self, batch: FileBatch | MkdError) -> EncodedBatch:
+        encoded, errors = each_row(batch, self._encode)
+        ignored = ignored_keys([record for record, _ in encoded], self.tokenizer)
+        if isinstance(batch, FileBatch):
+            ignored.records += batch.left_out
+        documents = [document for _, of_record in encoded for document in of_record]
         images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
@@ -228,26 +257,30 @@ class _Encoder:
             errors=errors,
             images=images,
             image_sources=image_sources,
+            path=batch.path if isinstance(batch, FileBatch) else "",
+            ignored=ignored,
         )
 
+    def _encode(self, row: Row) -> tuple[Record, list[Document]]:
+        record = parse_row(row)
+        return record, encode_documents(record, self.tokenizer, self.append_eod, self.images)
 
-def each_row(
-    rows: tuple[str, list[tuple[int, Row]]] | MkdError, encode: Callable[[Row], object]
-) -> tuple[list, list[MkdError]]:
-    """Return (`encode(row)` for every good row of a batch of FileRows, a BadRecord for every other row).
+
+def each_row(batch: FileBatch | MkdError, encode: Callable[[Row], object]) -> tuple[list, list[MkdError]]:
+    """Return (`encode(row)` for every good row of a batch, a BadRecord for every other row).
 
     If the batch is the error of a file, return no rows and that error. Equal consecutive rows, such as the
     parts of a long text without any word, are encoded once.
     """
-    if isinstance(rows, MkdError):
-        return [], [rows]
-    path, encoded, errors, before = rows[0], [], [], None
-    for number, row in rows[1]:
+    if isinstance(batch, MkdError):
+        return [], [batch]
+    encoded, errors, before = [], [], None
+    for number, row in batch.rows:
         try:
             encoded.append(encoded[-1] if row == before else encode(row))
             before = row
         except DataError as error:
-            errors.append(BadRecord.from_row(path, number, row, error))
+            errors.append(BadRecord.from_row(batch.path, number, row, error))
     return encoded, errors
 
 

@@ -10,6 +10,7 @@ from mkd.data.batch import Pack
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.image_table import patches_of
 from mkd.data.images.pack_images import PackImages
+from mkd.data.records.file_notes import note_lines
 from mkd.tokenizers.tokenizer import Tokenizer
 
 WITH_LOSS, WITHOUT_LOSS, RESET = "\033[32m", "\033[90m", "\033[0m"
@@ -43,8 +44,12 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
 
 
 def summarise(dataset: BlendedDataset) -> Iterator[str]:
-    """Yield lines: sizes of every corpus, proportions of loss tokens and used positions, document lengths."""
+    """Yield lines: sizes of every corpus, what is ignored of it, proportions, document lengths.
+
+    Proportions are those of loss tokens and of used positions.
+    """
     yield from dataset.describe()
+    yield from dict.fromkeys(line for member in dataset.members for line in note_lines(member.store.meta))
     lengths = document_lengths(dataset)
     tokens = sum(member.num_tokens for member in dataset.members)
     loss_tokens = sum(member.num_loss_tokens for member in dataset.members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,20 @@ from typing import Any
 import numpy as np
 
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord
-from mkd.data.records.parsing import parse_row
+from mkd.data.records.conversations import MESSAGE_KEYS, ConversationReader
+from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
+from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
+from mkd.data.records.parsing import check_size
+from mkd.data.records.refused_keys import refuse_in_prompt
 from mkd.data.records.rows import Row, raw_fields, read_rows
+from mkd.data.records.values import check_string
 from mkd.errors import DataError, ErrorList
+from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
-KEYS = ("prompt", "messages")
+LOG = logging.getLogger("mkd")
+KEYS = ("prompt", "messages", "conversations")
+RECORDS_PER_TRIAL = 64  # of which a few show whether the chat template reads a key of messages
 
 
 @dataclass(frozen=True)
@@ -69,23 +78,27 @@ def read_prompts(
     prompts: list[Prompt] = []
     bad: list[BadRecord] = []
     for path in paths:
+        parsed = []
         for number, row in read_rows(path, whole=True):
             try:
-                ids, fields = encode_prompt(row, tokenizer)
+                prompt, fields = parse_prompt(row)
+                ids = encode_prompt(prompt, tokenizer)
                 _check_ids(ids, longest, vocab_size)
             except DataError as error:
                 bad.append(BadRecord.from_row(path, number, row, error))
                 continue
+            parsed.append((prompt, fields))
             theirs = {}
             for name, own in teachers.items():
                 try:
-                    theirs[name], _ = encode_prompt(row, own)
+                    theirs[name] = encode_prompt(prompt, own)
                 except DataError as error:
                     bad.append(BadRecord.from_row(path, number, row, error).for_teacher(name))
                     break
             else:
-                is_chat = raw_fields(row).get("prompt") is None
+                is_chat = isinstance(prompt, Conversation)
                 prompts.append(Prompt(ids, path, number, fields, is_chat, theirs))
+        _log_ignored(path, parsed, tokenizer, with_fields)
     if len(bad) > max_bad_records:
         raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
     if not prompts:
@@ -100,31 +113,67 @@ def read_prompts(
     return PromptSet(prompts, len(bad), "sha256:" + digest.hexdigest())
 
 
-def encode_prompt(row: Row, tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return (tokens int64 [p], the other fields) of a raw record with a prompt or messages.
+def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
+    """Return (text or conversation to complete, the other fields) of a raw record.
 
-    A prompt gets the tokenizer's BOS if its configuration adds one, and no EOS. Messages become the chat
-    template's ids up to the beginning of the next assistant turn; assistant messages at the end are left out.
-    Raises DataError.
+    Messages, also as `prompt` or `conversations`, may have `system`, `tools` and `chat_template_kwargs`
+    beside them. Assistant messages at the end are left out. Raises DataError.
     """
     fields = raw_fields(row)
     given = [key for key in KEYS if fields.get(key) is not None]
     if len(given) != 1:
-        what = f"the record has {' and '.join(given) or 'neither of'} {'' if given else ' and '.join(KEYS)}"
+        what = f"the record has {' and '.join(given) or 'none of ' + ', '.join(KEYS)}"
         why = "one of them is the text to complete"
-        raise DataError(what.strip(), why, "keep exactly one of them", code="prompt-missing")
-    others = {key: value for key, value in fields.items() if key not in given}
-    if given == ["prompt"]:
-        (prompt, _) = parse_row({"prompt": fields["prompt"], "completion": ""}).values
-        ids = tokenizer.encode(prompt)
-        ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
-        return np.asarray(ids, dtype=np.int64), others
-    (conversation,) = parse_row({"messages": fields["messages"]}).values
-    last = max((i for i, one in enumerate(conversation.messages) if one["role"] != "assistant"), default=-1)
+        raise DataError(what, why, "keep exactly one of them", code="prompt-missing")
+    (key,) = given
+    others = {name: value for name, value in fields.items() if name != key}
+    refuse_in_prompt(fields, key)
+    if key == "prompt" and not isinstance(fields[key], list):
+        check_string(fields[key], key)
+        check_size(PROMPT_COMPLETION, (fields[key],))
+        return fields[key], others
+    reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
+    conversation, images = reader.of_messages(fields[key])
+    check_size(MESSAGES, (conversation,))
+    if images:
+        what, why = "the prompt has images", "completions are sampled from text only"
+        raise DataError(what, why, "remove the record", code="prompt-with-images")
+    last = max((i for i, one in enumerate(conversation.messages) if one["role"] != ASSISTANT), default=-1)
     if last < 0:
         what = "all messages are the assistant's"
         raise DataError(what, "there is nothing to answer", "give a user's message", code="prompt-missing")
-    return np.asarray(tokenizer.generation_prompt(conversation.beginning(last + 1)), dtype=np.int64), others
+    return conversation.beginning(last + 1), others
+
+
+def encode_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens int64 [p] of a prompt.
+
+    A text gets the tokenizer's BOS if its configuration adds one, and no EOS. A conversation becomes the chat
+    template's ids up to the beginning of the next assistant turn. Raises DataError.
+    """
+    if isinstance(prompt, Conversation):
+        return np.asarray(tokenizer.generation_prompt(prompt), dtype=np.int64)
+    ids = tokenizer.encode(prompt)
+    return np.asarray(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids, dtype=np.int64)
+
+
+def _log_ignored(
+    path: str,
+    parsed: Sequence[tuple[str | Conversation, Mapping[str, Any]]],
+    tokenizer: Tokenizer,
+    all_used: bool,
+) -> None:
+    """Say which keys of a file's records nothing reads. A reward function gets all of them (`all_used`)."""
+    found = IgnoredKeys()
+    for first in range(0, len(parsed), RECORDS_PER_TRIAL):
+        records = []
+        for prompt, others in parsed[first : first + RECORDS_PER_TRIAL]:
+            read = others if all_used else MESSAGE_KEYS if isinstance(prompt, Conversation) else ()
+            ignored = tuple(key for key, value in others.items() if value is not None and key not in read)
+            records.append(Record(MESSAGES, (prompt,), ignored=ignored))
+        found.add(ignored_keys(records, tokenizer))
+    if str(found):
+        LOG.info(f"{path}: {found}")
 
 
 def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
@@ -148,8 +197,9 @@ def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Ite
     refused = None
     for place, (number, row) in enumerate(read_rows(path, whole=True)):
         try:
+            prompt, _ = parse_prompt(row)
             for tokenizer in tokenizers:
-                encode_prompt(row, tokenizer)
+                encode_prompt(prompt, tokenizer)
             return
         except DataError as error:
             refused = refused or error.located(f"--prompt-data-path {path}:{number}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import ImageTableWriter
 from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import Quarantine, first_of
+from mkd.data.records.file_notes import file_notes
+from mkd.data.records.ignored_keys import IgnoredKeys
 from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, content_hashes
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -39,11 +42,16 @@ class StoreSummary:
     kinds: tuple[str, ...] = ()  # kinds of the records
     images: int = 0
     image_patches: int = 0
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # file -> what every start says of it
 
     def described(self) -> dict[str, Any]:
         """Return the numbers for the description of the corpus; those of images only if there are some."""
-        numbers = asdict(self)
+        numbers = {key: value for key, value in asdict(self).items() if key != "notes" or value}
         return numbers if self.images else {k: v for k, v in numbers.items() if not k.startswith("image")}
+
+    def note_lines(self) -> list[str]:
+        """Return the notes, each with its file."""
+        return [f"{path}: {note}" for path, notes in self.notes.items() for note in notes]
 
 
 def build_store(
@@ -79,7 +87,7 @@ def build_store(
         with closing(
             encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress, images)
         ) as batches:
-            summary = _write_tokens(batches, partial, tokenizer.vocab_size, max_bad_records)
+            summary = _write_tokens(batches, partial, tokenizer, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
@@ -124,13 +132,14 @@ def cache_key(
 
 
 def _write_tokens(
-    batches: Iterable[EncodedBatch], files: StoreFiles, vocab_size: int, max_bad_records: int
+    batches: Iterable[EncodedBatch], files: StoreFiles, tokenizer: Tokenizer, max_bad_records: int
 ) -> StoreSummary:
     """Write .bin, .idx and, unless it is all ones, the loss mask."""
-    builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
+    builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
     images = ImageTableWriter(files.images, files.image_sources)
+    ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     with builder.data_file, files.loss_mask.open("wb") as mask_file:
         for batch in batches:
             quarantine.add(batch.errors)
@@ -141,6 +150,7 @@ def _write_tokens(
                 builder.add_document(batch.ids[start:stop], [int(stop - start)])
             mask_file.write(batch.loss.tobytes())
             images.append(batch.images, batch.image_sources, documents)
+            ignored[batch.path].add(batch.ignored)
             documents += len(stops)
             tokens += batch.ids.size
             kinds |= batch.kinds
@@ -154,7 +164,9 @@ def _write_tokens(
     if not unpredicted:
         files.loss_mask.unlink()
     counts = documents, tokens, loss_tokens, max_token_id, quarantine.count
-    return StoreSummary(*counts, tuple(sorted(kinds)), images.count, images.patches)
+    notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
+    notes = {path: said for path, said in notes.items() if said}
+    return StoreSummary(*counts, tuple(sorted(kinds)), images.count, images.patches, notes)
 
 
 @contextmanager

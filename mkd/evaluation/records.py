@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mkd.data.records.messages import split_images
+from mkd.data.records.messages import read_messages
 from mkd.errors import DataError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -18,7 +18,7 @@ COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), (
 """The keys of mkd, HumanEval and MBPP."""
 
 Images = tuple[str | Mapping[str, Any], ...]
-"""Images of a record as `messages.split_images` returns them: paths, data URIs or structs."""
+"""Images of a record as `messages.read_messages` returns them: paths, data URIs or structs."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _images(record: Mapping[str, Any]) -> Images:
         return ()
     parts = [{"type": "image"} for _ in images] if isinstance(images, list) else []
     content = [*parts, {"type": "text", "text": ""}]
-    return split_images([{"role": "user", "content": content}], images)[1]
+    return read_messages([{"role": "user", "content": content}], images)[1]
 
 
 def _is_text(value) -> bool:

@@ -105,6 +105,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         return encode_chat(self._hf, self._template, conversation)
 
+    def render(self, conversation: Conversation) -> str:
+        return self._template.render(conversation)
+
     def generation_prompt(self, conversation: Conversation) -> list[int]:
         return encode_generation_prompt(self._hf, self._template, conversation)
 

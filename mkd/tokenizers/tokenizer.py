@@ -63,6 +63,10 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation. Raises DataError for one that the chat template refuses."""
+        raise no_chat_template()
+
     def generation_prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation up to the beginning of the assistant's next turn.
 

@@ -97,7 +97,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         (b'{"text": null}', "text is null"),
         (b'{"prompt": "a", "completion": null}', "completion is null"),
         (b'{"text": 3}', "text is a number"),
-        (b'{"prompt": "a", "completion": ["b"]}', "completion is a list"),
+        (b'{"prompt": "a", "completion": ["b"]}', "prompt is a string, completion is a list"),
         (b'{"text": "a", "messages": []}', "the record is text and messages at once"),
         (b'{"messages": []}', "messages is an empty list"),
         (b'{"messages": "hi"}', "messages is a string"),
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         ),
         (
             b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}',
-            "message 1 has tool_calls",
+            "message 1: tool_calls, number 1 is a number",
         ),
         (rb'{"text": "a\ud800b"}', "text has half of a surrogate pair at character 2"),
     ],

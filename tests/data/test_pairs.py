@@ -50,7 +50,7 @@ def test_texts_and_conversations_become_two_documents_with_loss_on_the_answer():
         (dict(prompt=[], chosen=said("a"), rejected=said("b")), "pair-prompt-empty"),
         (dict(prompt=ASK, chosen=ASK + said("a"), rejected=said("b")), "pair-answer-repeats-prompt"),
         (dict(prompt="p", chosen="same", rejected="same"), "pair-without-difference"),
-        (dict(prompt="p", chosen=said("a"), rejected="b"), "pair-of-two-forms"),
+        (dict(prompt="p", chosen=said("a"), rejected="b"), "record-of-two-forms"),
         (dict(prompt="p", chosen=3, rejected="b"), "record-field-not-text"),
         (dict(prompt="p", chosen=None, rejected="b"), "record-field-null"),
         (

@@ -17,14 +17,15 @@ SUBJECTS = ("rivers", "prime numbers", "bread", "the moon", "Python lists")
 def chat_prompts(folder) -> list:
     import numpy as np
 
-    from mkd.data.prompts import encode_prompt
+    from mkd.data.prompts import encode_prompt, parse_prompt
     from mkd.rollout.rollouts import Request
     from mkd.tokenizers.load import open_tokenizer
 
     tokenizer, found = open_tokenizer(str(folder)), []
     for number in range(NUM_PROMPTS):
         text = f"Write {number + 2} short sentences about {SUBJECTS[number % 5]}."
-        ids, _ = encode_prompt({"messages": [{"role": "user", "content": text}]}, tokenizer)
+        prompt, _ = parse_prompt({"messages": [{"role": "user", "content": text}]})
+        ids = encode_prompt(prompt, tokenizer)
         found.append(Request(number, 0, np.asarray(ids)))
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 from mkd.data.aligned.aligned_ids import Pair, align_ids
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.documents import encode_record, require_eos
-from mkd.data.encoding import each_row
+from mkd.data.encoding import FileBatch, each_row
 from mkd.data.images.conversation import EncodedImage
 from mkd.data.images.image_table import image_records
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
@@ -55,14 +55,15 @@ class RowAligner:
 
     pair: Pair
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedBatch:
-        if isinstance(rows, MkdError):
-            return _batch([], [rows])
+    def __call__(self, batch: FileBatch | MkdError) -> AlignedBatch:
+        if isinstance(batch, MkdError):
+            return _batch([], [batch])
         documents, refused, errors = [], [], []
-        for row in rows[1]:
-            aligned, wrong = each_row((rows[0], [row]), self._align)
+        for row in batch.rows:
+            one = FileBatch(batch.path, [row])
+            aligned, wrong = each_row(one, self._align)
             if wrong:  # refused by the student, whose corpus skips it too, or by the teacher alone
-                aligned, _ = each_row((rows[0], [row]), self._without_teacher)
+                aligned, _ = each_row(one, self._without_teacher)
                 refused += [len(documents)] * len(aligned)
                 errors += wrong * len(aligned)
             documents += aligned

@@ -77,7 +77,7 @@ class ConversationImages:
     ) -> tuple[np.ndarray, np.ndarray, tuple[EncodedImage, ...]]:
         """Return (ids int32, loss uint8, images) of a conversation; both [n] with the images expanded.
 
-        Messages and `images` as `messages.split_images` returns them. Every image is decoded once, so that
+        Messages and `images` as `messages.read_messages` returns them. Every image is decoded once, so that
         a bad one is found here and not in training. Image and structure tokens have no loss. Raises DataError
         for an image that cannot be read, and for a text that spells a control token of images.
         """

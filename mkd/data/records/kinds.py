@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
-from mkd.data.records.messages import pair_of_answers
+from mkd.data.records.conversations import CONVERSATION_KEYS, MESSAGE_KEYS, PROMPTED_KEYS
+from mkd.data.records.format_hints import format_hint
 from mkd.errors import DataError
 
 TEXT, MESSAGES, PROMPT_COMPLETION, PAIR = "text", "messages", "prompt-completion", "pair"
@@ -21,18 +21,16 @@ class RecordKind:
     keys: tuple[str, ...]
     form: str
     convert: Callable[..., tuple[Any, ...]] = lambda *values: values
-    """Values of the keys -> values of the form.
-
-    They are a text, a conversation, a prompt and a completion, or a prompt with two answers (pairs.py).
-    """
-    images: str | None = None  # key of the images of messages, if the record has it
+    """Values of the keys -> values of the form: a text, messages, a prompt and a completion, or a pair."""
+    optional: tuple[str, ...] = ()  # keys that are read too, if all values are messages
 
 
 KINDS: Mapping[str, RecordKind] = {
     "text": RecordKind(("text",), TEXT),
-    "messages": RecordKind(("messages",), MESSAGES, images="images"),
-    "pair": RecordKind(("prompt", "chosen", "rejected"), PAIR, pair_of_answers),
-    "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION),
+    "messages": RecordKind(("messages",), MESSAGES, optional=MESSAGE_KEYS),
+    "conversations": RecordKind(("conversations",), MESSAGES, optional=MESSAGE_KEYS),
+    "pair": RecordKind(("prompt", "chosen", "rejected"), PAIR, optional=CONVERSATION_KEYS),
+    "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION, optional=PROMPTED_KEYS),
 }
 """To add a kind of record, name its keys here, and convert their values into those of a form."""
 
@@ -42,20 +40,26 @@ FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
 
 @dataclass(frozen=True)
 class Record:
-    """One valid record: its form and the form's values."""
+    """One valid record: its form and the form's values.
+
+    They are a text, a Conversation, a prompt and a completion as texts, or a prompt with two answers, which
+    are texts or Conversations.
+    """
 
     kind: str  # TEXT, MESSAGES, PROMPT_COMPLETION or PAIR
     values: tuple[Any, ...]
     images: tuple[Any, ...] = ()  # of messages, in the order of their places; see messages.py
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys with a value that nothing reads
 
 
 def unknown_keys(keys: str, found: Iterable[str], where: str = "") -> DataError:
     """Return the error for keys of a record, or columns of a table, that do not make a document."""
-    shown = ", ".join(islice(map(repr, found), 8)) or "none"
+    found = list(found)
+    shown = ", ".join(map(repr, found[:8])) or "none"
     why = f"a record has the keys {FORMS}"
     return DataError(
         f"{where}no known {keys} (found: {shown})",
         why,
-        f"rename the {keys} of the file",
+        format_hint(found, is_table=keys == "columns") or f"rename the {keys} of the file",
         code="record-without-known-keys",
     )

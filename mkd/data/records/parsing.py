@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mkd.data.records.conversations import ConversationReader
+from mkd.data.records.format_hints import format_hint
 from mkd.data.records.kinds import FORMS, KINDS, MESSAGES, PAIR, TEXT, Record, unknown_keys
-from mkd.data.records.messages import check_string, num_characters, split_images
+from mkd.data.records.messages import num_characters
+from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
+from mkd.data.records.values import check_string
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
 
 MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
 
@@ -25,25 +28,37 @@ def parse_row(row: Row) -> Record:
     if len(named) != 1:
         raise _wrong_keys(fields, named)
     kind = KINDS[named[0]]
-    if kind.images is None and fields.get("images"):
+    given = [from_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
+    is_chat = kind.form == MESSAGES or any(isinstance(value, list) for value in given) and kind.optional
+    keys = kind.keys + (kind.optional if is_chat else ())
+    _check_images(fields, keys)
+    refuse_unsupported(fields, keys, is_text=kind.form == TEXT)
+    reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
+    form, images = kind.form, ()
+    if kind.form == PAIR:
+        values = reader.of_pair(*kind.convert(*given))
+    elif is_chat:
+        read = reader.of_messages if kind.form == MESSAGES else reader.of_completion
+        conversation, images = read(*kind.convert(*given))
+        form, values = MESSAGES, (conversation,)
+    else:
+        for key, value in zip(kind.keys, given, strict=True):
+            check_string(value, key)
+        values = kind.convert(*given)
+    if form != TEXT:
+        check_size(form, values)
+    ignored = tuple(key for key, value in fields.items() if value is not None and key not in keys)
+    return Record(form, values, images, ignored)
+
+
+def _check_images(fields: Mapping[str, Any], keys: Sequence[str]) -> None:
+    if fields.get("images") and "images" not in keys:
         raise DataError(
-            f"the record has images beside {' and '.join(kind.keys)}",
+            f"the record has images beside {' and '.join(keys)}",
             "only a conversation says where an image stands",
             'give {"messages": ...} with image parts, or remove images',
             code="record-images-without-messages",
         )
-    given = [from_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
-    if kind.form not in (MESSAGES, PAIR):  # these check their values
-        for key, value in zip(kind.keys, given, strict=True):
-            check_string(value, key)
-    values = kind.convert(*given)
-    images: tuple[Any, ...] = ()
-    if kind.form == MESSAGES:
-        messages, images = split_images(values[0], fields.get(kind.images) if kind.images else None)
-        values = (Conversation(messages),)
-    if kind.form != TEXT:
-        _check_size(kind.form, values)
-    return Record(kind.form, values, images)
 
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
@@ -70,7 +85,7 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
         return DataError(
             f"the record has {given}, but no {' and '.join(missing)}",
             f"a record has the keys {FORMS}",
-            "add what is missing, or remove the record",
+            format_hint(fields) or "add what is missing, or remove the record",
             code="record-incomplete",
         )
     return unknown_keys("keys", fields)
@@ -79,7 +94,8 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
 _NAMES = {MESSAGES: "a conversation", PAIR: "a pair of answers"}
 
 
-def _check_size(kind: str, values: tuple) -> None:
+def check_size(kind: str, values: tuple[Any, ...]) -> None:
+    """Raise DataError if texts or conversations have too many characters."""
     size = sum(len(one) if isinstance(one, str) else num_characters(one.messages) for one in values)
     if size > MAX_CHARACTERS:
         raise DataError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from mkd.data.records.kinds import KINDS, unknown_keys
-from mkd.data.records.messages import json_name
+from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
+from mkd.data.records.refused_keys import REFUSED_KEYS
+from mkd.data.records.values import json_name
 from mkd.errors import DataError
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -119,6 +122,38 @@ def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
         ) from error
 
 
+def unread_columns(path: str | Path) -> Counter[str]:
+    """Return the columns of a table that `read_rows` leaves out, with how many rows have a value there.
+
+    Of nested columns of a parquet file, rows without a value are counted too. Other files have no columns.
+    """
+    path, counts = Path(path), Counter[str]()
+    if path.suffix not in ARROW_SUFFIXES:
+        return counts
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            left_out = set(file.schema_arrow.names) - set(_known_columns(file.schema_arrow.names, path))
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            counts.update({name: sum(_num_values(group, name) for group in groups) for name in left_out})
+    else:
+        with pa.memory_map(str(path)) as source:
+            for batch in _arrow_batches(pa, source):
+                known = _known_columns(batch.schema.names, path)
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    counts[name] += (name not in known) * (len(column) - column.null_count)
+    return +counts
+
+
+def _num_values(group: Any, name: str) -> int:
+    """Return the rows of a parquet row group that have a value in a column."""
+    chunks = (group.column(i) for i in range(group.num_columns))
+    statistics = next((chunk.statistics for chunk in chunks if chunk.path_in_schema == name), None)
+    return group.num_rows - (statistics.null_count or 0 if statistics is not None else 0)
+
+
 def _arrow_batches(pa, source) -> Iterator:
     """Yield the record batches of an IPC file, or of an IPC stream, which Hugging Face datasets writes."""
     try:
@@ -147,7 +182,9 @@ def _batch_rows(batch) -> Iterator[Row]:
 
 def _known_columns(names: list[str], path: Path) -> list[str]:
     complete = [kind for kind in KINDS.values() if set(kind.keys) <= set(names)]
-    wanted = {key for kind in KINDS.values() for key in kind.keys} | {kind.images for kind in complete}
+    wanted = {key for kind in KINDS.values() for key in kind.keys}
+    wanted |= {key for kind in complete for key in kind.optional}
+    wanted |= set() if all(kind.form == TEXT for kind in complete) else set(REFUSED_KEYS)
     known = [name for name in names if name in wanted]
     if not complete:
         raise unknown_keys("columns", names, f"{path} has ")

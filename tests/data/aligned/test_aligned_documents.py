@@ -14,6 +14,7 @@ from mkd.data.aligned.aligned_documents import (
     align_record,
 )
 from mkd.data.documents import encode_record
+from mkd.data.encoding import FileBatch
 from mkd.data.records.kinds import Record
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -138,7 +139,7 @@ def test_tokens_of_half_a_character_are_left_out():
 
 def test_the_teachers_side_of_a_row_that_it_refuses_is_empty():
     rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, {"text": "dog"})]
-    chunk = RowAligner(pair_of(CHAT[0], TEACHER))(("a.jsonl", rows))
+    chunk = RowAligner(pair_of(CHAT[0], TEACHER))(FileBatch("a.jsonl", rows))
     assert len(chunk.student_lengths) == 3 and chunk.student_lengths.sum() == len(chunk.student_ids) == len(
         chunk.student_marks
     )
@@ -151,7 +152,7 @@ def test_the_teachers_side_of_a_row_that_it_refuses_is_empty():
 
 def test_rows_that_the_student_refuses_are_in_neither_corpus():
     rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, b"{")]
-    chunk = RowAligner(pair_of(TEACHER, CHAT[0]))(("a.jsonl", rows))
+    chunk = RowAligner(pair_of(TEACHER, CHAT[0]))(FileBatch("a.jsonl", rows))
     assert (
         len(chunk.student_lengths) == len(chunk.teacher_lengths) == 1
         and not chunk.refused.size

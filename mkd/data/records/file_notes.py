@@ -1,0 +1,72 @@
+"""Notes about a file of records: keys and columns that nothing reads, texts that look like conversations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from mkd.data.records.ignored_keys import IgnoredKeys
+from mkd.data.records.kinds import TEXT
+from mkd.data.records.parsing import parse_row
+from mkd.data.records.rows import TEXT_SUFFIX, read_rows, unread_columns
+from mkd.errors import DataError
+from mkd.tokenizers.tokenizer import Tokenizer
+
+LOG = logging.getLogger("mkd")
+LOOKED_AT = 100  # records of a file
+
+
+def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer) -> list[str]:
+    """Return what every start of a run says about the file, of whose records `keys` were ignored."""
+    found = IgnoredKeys(keys.records + unread_columns(path), keys.messages, keys.read)
+    notes = (str(found), _control_tokens(path, tokenizer))
+    return [note for note in notes if note]
+
+
+def note_lines(meta: Mapping[str, Any], path: str | None = None) -> list[str]:
+    """Return the notes in the description of a corpus, each after the name of its file.
+
+    A corpus of one file, found in the cache by its content, is called `path`.
+    """
+    notes = meta.get("notes", {})
+    names = {one: path if path and len(meta["sources"]) == 1 else one for one in notes}
+    return [f"{names[one]}: {note}" for one, said in notes.items() for note in said]
+
+
+def log_notes(meta: Mapping[str, Any], path: str | None = None) -> None:
+    """Say the notes of a corpus at the start of a run."""
+    for line in note_lines(meta, path):
+        LOG.info(line)
+
+
+def _control_tokens(path: str, tokenizer: Tokenizer) -> str:
+    """Return a note if most of the first texts begin with a control token, as rendered conversations do."""
+    if path.endswith(TEXT_SUFFIX):
+        return ""
+    texts = list(_texts(path))
+    controls = [token for token in tokenizer.special_tokens if _is_split(token, tokenizer)]
+    begun = [token for text in texts for token in controls if text.startswith(token)]
+    if 2 * len(begun) <= len(texts):
+        return ""
+    return (
+        f"{len(begun)} of the first {len(texts)} texts begin with a control token, such as {begun[0]}, and "
+        "in a text it is read as plain letters: give conversations as `messages`, which the chat template "
+        "renders"
+    )
+
+
+def _is_split(token: str, tokenizer: Tokenizer) -> bool:
+    """Return True if a text that spells the control token does not become it."""
+    return tokenizer.encode_continuation(token) != [tokenizer.vocabulary[token]]
+
+
+def _texts(path: str) -> Iterator[str]:
+    for _, row in islice(read_rows(path), LOOKED_AT):
+        try:
+            record = parse_row(row)
+        except DataError:
+            continue
+        if record.kind == TEXT:
+            yield record.values[0].lstrip()
