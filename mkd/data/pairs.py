@@ -17,7 +17,6 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.cutting import whole_records
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # workers that tokenise do not import Megatron
@@ -52,8 +51,7 @@ def _answered(
     if isinstance(prompt, str):
         found = encode_record(Record(PROMPT_COMPLETION, (prompt, answer)), tokenizer, append_eod)
         return replace(found, kind=PAIR)
-    begun = answer.messages[: len(prompt.messages)]
-    if begun == prompt.messages:
+    if answer.messages[: len(prompt.messages)] == prompt.messages:
         what, why = (
             "an answer of the pair begins with the prompt's messages",
             "the model would read them twice",
@@ -61,22 +59,7 @@ def _answered(
         do = "leave only the answer's messages in chosen and rejected"
         raise DataError(what, why, do, code="pair-answer-repeats-prompt")
     found = encode_record(Record(MESSAGES, (prompt.followed_by(answer),)), tokenizer, append_eod, images)
-    if any(message["role"] == "assistant" for message in prompt.messages):
-        found.loss[: _beginning(prompt, found.ids.tolist(), tokenizer)] = 0
     return replace(found, kind=PAIR)
-
-
-def _beginning(prompt: Conversation, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return how many of the conversation's first tokens are the prompt's."""
-    beginning = tokenizer.generation_prompt(prompt)
-    if ids[: len(beginning)] != list(beginning):
-        raise DataError(
-            "the chat template writes the earlier turns differently once there is an answer",
-            "so the tokens of the answer cannot be told from those of the prompt",
-            "use a template that keeps earlier turns, or prompts without assistant turns",
-            code="pair-prompt-rewritten",
-        )
-    return len(beginning)
 
 
 def require_pairs(kinds: Collection[str], wanted: bool | None, name: str) -> None:

@@ -8,5 +8,6 @@ tiktoken.py         rank files of tiktoken
 pieces.py           how vocabularies write bytes
 spans.py            the bytes of a text that each of its tokens spells
 chat_input.py       conversations as records give them, and the settings of a run that reads them
+call_arguments.py   arguments of tool calls in the form that a chat template reads
 chat.py             conversations through a chat template, with the places of the answers
 """

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mkd.errors import DataError
+from mkd.tokenizers.call_arguments import argument_form, with_arguments
 from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation
 
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
@@ -129,7 +130,12 @@ class ChatTemplate:
         """Return the messages in the form that the template reads."""
         if self.reads_parts_only:
             messages = with_parts(messages)
-        return [_with_reasoning({k: v for k, v in one.items() if v is not None}) for one in messages]
+        present = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        return [_with_reasoning(dict(with_arguments(one, self._arguments))) for one in present]
+
+    @cached_property
+    def _arguments(self) -> str:
+        return argument_form(self._rendered_or_empty)
 
     def _rendered_or_empty(self, messages: Sequence[Message]) -> str:
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mkd.data.encoding import RECORDS_PER_BATCH, WORKER_BYTES, encode_files, useful_workers
+from mkd.data.records.ignored_keys import IgnoredKeys
 
 
 def joined(chunks):
@@ -18,12 +19,15 @@ def joined(chunks):
     arrays = [
         np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "loss", "lengths")
     ]
-    return arrays, [str(error) for chunk in chunks for error in chunk.errors]
+    ignored = IgnoredKeys()
+    for chunk in chunks:
+        ignored.add(chunk.ignored)
+    return arrays, [str(ignored), *(str(error) for chunk in chunks for error in chunk.errors)]
 
 
 def test_order_and_errors_do_not_depend_on_workers(tokenizer, write_jsonl):
     first = write_jsonl(
-        "a.jsonl", *({"text": f"fox {i} " * (i % 7)} for i in range(3 * RECORDS_PER_BATCH + 5))
+        "a.jsonl", *({"text": f"fox {i} " * (i % 7), "id": i} for i in range(3 * RECORDS_PER_BATCH + 5))
     )
     second = write_jsonl("b.jsonl", *({"prompt": f"{i}", "completion": "dog"} for i in range(9)), b"{")
     alone, errors = joined(encode_files([first, second], tokenizer, True))
@@ -31,7 +35,8 @@ def test_order_and_errors_do_not_depend_on_workers(tokenizer, write_jsonl):
     shared, shared_errors = joined(encode_files([first, second], tokenizer, True, workers=2))
     assert all(np.array_equal(a, b) for a, b in zip(alone, shared, strict=True))
     assert len(alone[2]) == 3 * RECORDS_PER_BATCH + 14
-    assert errors == shared_errors and errors[0].startswith(f"{second}:10: not valid JSON")
+    assert errors == shared_errors and errors[0] == f"ignored keys: id ({3 * RECORDS_PER_BATCH + 5})"
+    assert errors[1].startswith(f"{second}:10: not valid JSON")
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -87,7 +92,7 @@ def test_an_unreadable_file_is_an_error_of_its_own(tokenizer, write_jsonl, tmp_p
     good = write_jsonl("a.jsonl", {"text": "one"})
     (tmp_path / "b.parquet").write_bytes(b"junk")
     arrays, errors = joined(encode_files([str(tmp_path / "b.parquet"), good], tokenizer, True))
-    assert len(arrays[2]) == 1 and len(errors) == 1 and "b.parquet is not a valid parquet file" in errors[0]
+    assert len(arrays[2]) == 1 and len(errors) == 2 and "b.parquet is not a valid parquet file" in errors[1]
 
 
 def test_short_texts_are_joined(tokenizer, write_jsonl, tmp_path):

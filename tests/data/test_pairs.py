@@ -79,12 +79,15 @@ def test_an_empty_answer_has_only_its_end():
         encode({"prompt": "p", "chosen": "", "rejected": "b"}, append_eod=False)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    with refused("pair-prompt-rewritten"):
-        encode(
-            {"prompt": EARLIER, "chosen": said("a"), "rejected": said("b")},
-            DROPS_REASONING.replace("{{ answer }}", "{{ loop.length }}{{ answer }}"),
-        )
+def test_a_template_may_rewrite_earlier_turns():
+    template = DROPS_REASONING.replace("{{ answer }}", "{{ loop.length }}{{ answer }}")
+    pair = {"prompt": EARLIER, "chosen": said("a"), "rejected": said("b")}
+    hf, found = encode(pair, template)
+    for document, answer in zip(found, "ab", strict=True):
+        whole = hf.apply_chat_template([*EARLIER, *said(answer)])["input_ids"]
+        assert document.ids.tolist() == whole
+        trained = hf.decode(document.ids[document.loss == 1])
+        assert trained.count(answer) == 1 and "Any" not in trained
 
 
 def test_pairs_of_a_table_are_read(tmp_path):
