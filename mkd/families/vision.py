@@ -27,6 +27,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+WITH_KNOWN_TEXT = ("gemma3",)  # those of REFUSED whose text model mkd runs
+
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
 laplace leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
@@ -160,7 +162,9 @@ def refuse_known(model_type: object, source: str) -> None:
     why = REFUSED.get(model_type) if isinstance(model_type, str) else None
     if why is not None:
         what = f"{source}: model_type {model_type!r} is not supported"
-        do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}, or the text model saved on its own"
+        do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}"
+        if model_type in WITH_KNOWN_TEXT:
+            do += ", or its text model saved on its own"
         raise UsageError(what, why, do, code="vision-model-not-supported")
 
 

@@ -21,6 +21,8 @@ from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
 AGAIN = "download or write it again"
+ADAPTER_FILE = "adapter_config.json"  # of PEFT
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class ModelShape:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if (Path(directory) / ADAPTER_FILE).is_file():
+                raise adapter_error(directory, f"{ADAPTER_FILE} is there, and no config.json") from None
             why = "a Hugging Face model folder holds config.json beside its .safetensors files"
             do = "pass the folder that save_pretrained() or a hub download made"
             raise CheckpointError(f"{path} does not exist", why, do, code="model-config-not-found") from None
@@ -148,10 +152,13 @@ class ModelShape:
         if family is None:
             what = f"{source}: model_type {model_type!r} is not supported"
             why = f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)"
-            is_nested = "text_config" in config
+            nested = config.get("text_config")
+            text = str(nested.get("model_type")) if isinstance(nested, Mapping) else None
             do = "use a model of one of these families" + (
-                "; of a multimodal model, its text model saved on its own" if is_nested else ""
+                f"; this one's text model, saved on its own, is {text}" if text in FAMILIES else ""
             )
+            if model_type in DELTA_NETS:
+                why = f"most of its layers are gated delta nets, which mkd does not have; {why}"
             raise UsageError(what, why, do, code="model-type-not-supported")
         try:
             return cls._read(family, given, hf_config=dict(config))
@@ -246,3 +253,14 @@ def _layer_facts(layer: LayerShape) -> dict[str, Any]:
 
 def _brief(value: Any) -> str:
     return textwrap.shorten(str(value), 40, placeholder=" ...")
+
+
+def adapter_error(folder: str | Path, why: str) -> CheckpointError:
+    """Return the error for a folder that PEFT has saved."""
+    return CheckpointError(
+        f"{folder} is an adapter, not a model",
+        why,
+        "merge it, save the tokenizer beside it, and name that folder: peft.AutoPeftModelForCausalLM"
+        ".from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER)",
+        code="hf-adapter",
+    )

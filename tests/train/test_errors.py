@@ -110,20 +110,20 @@ def test_several_problems_at_once(files, ranks):
 
 
 def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
-    """A teacher with two wrong tensors and a wrong batch are three problems, not a list in a list."""
+    """A teacher with two wrong sizes and a wrong batch are three problems, not a list in a list."""
     folder = shutil.copytree(files / "teacher", files / "wrong sizes")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400, "intermediate_size": 112}))
     argv = flags(files, "one", "--global-batch-size", 3, "--micro-batch-size", 2, teacher_hf="wrong sizes")
     assert_refused(
         ranks,
         argv,
         USAGE,
         "3 problems:",
-        "[1] error[hf-tensor-shape]: ",
-        "lm_head.weight",
-        "[2] error[hf-tensor-shape]: ",
-        "model.embed_tokens.weight",
+        "[1] error[hf-config-of-other-weights]: ",
+        "(intermediate_size)",
+        "[2] error[hf-config-of-other-weights]: ",
+        "(vocab_size)",
         "[3] error[batch-not-divisible]: ",
     )
 

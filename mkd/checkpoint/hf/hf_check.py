@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mkd.checkpoint.hf.hf_causes import FLOAT_DTYPES, common_causes
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.errors import CheckpointError, ErrorList, MkdError
@@ -17,23 +18,19 @@ if TYPE_CHECKING:
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 
 CHECK_CONFIG = "check config.json against the weights"
-FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
 
-def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
+def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
     """Compare names, shapes and dtypes on disk with `shape`, from headers only.
 
-    Raises `ErrorList` with every problem. `tensor_prefix` precedes every name on disk; tensors without it are
-    ignored.
+    If one cause explains many differences, raise that alone. Otherwise raise `ErrorList` with every problem.
     """
-    expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
-    found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
-    allowed = {}
-    if shape.tie_word_embeddings:
-        allowed = {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]}
-    where, problems = checkpoint.directory, []
+    expected, found = hf_tensor_shapes(shape), checkpoint.headers
+    allowed = {LM_HEAD: expected[EMBEDDING]} if shape.tie_word_embeddings else {}
+    where, left_out, problems = checkpoint.directory, extra_layers(shape), []
+    raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out))
     for name in expected.keys() - found.keys():
         what, why, do = (
             f"{where}: tensor {name} is missing",
@@ -42,10 +39,8 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
         )
         problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
     why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
-    left_out = extra_layers(shape)
     for name in found.keys() - expected.keys() - allowed.keys():
-        is_left_out = layer_of(name.removeprefix(tensor_prefix)) in left_out
-        if not is_left_out and not DERIVED_TENSOR.fullmatch(name):
+        if layer_of(name) not in left_out and not DERIVED_TENSOR.fullmatch(name):
             what = f"{where}: tensor {name} is not expected"
             problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
     for name, full in (expected | allowed).items():

@@ -23,7 +23,7 @@ from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames, load_tower
 from mkd.errors import CheckpointError, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.model_shape import ADAPTER_FILE, ModelShape, adapter_error
 
 LOG = logging.getLogger("mkd")
 INDEX_FILE = "model.safetensors.index.json"
@@ -133,6 +133,8 @@ class HFCheckpoint:
         return weight_map
 
     def _no_weights(self) -> CheckpointError:
+        if (self.directory / ADAPTER_FILE).is_file():
+            return adapter_error(self.directory, f"{ADAPTER_FILE} is there, and no weights of a model")
         pickles = sorted(path.name for path in self.directory.glob("pytorch_model*.bin"))
         if pickles:
             return CheckpointError(
@@ -192,7 +194,6 @@ def load_hf_weights(
     tp_rank: int,
     tp_size: int,
     experts: range | None = None,  # the model's experts that the part holds; None: all
-    tensor_prefix: str = "",
     # Makes the context in which the part's layer of that index has memory; None: the part has all its memory.
     layer_memory: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
@@ -203,8 +204,8 @@ def load_hf_weights(
     parameter, for a tied model whose stored head differs from its embedding, and for values that are NaN or
     infinite.
     """
-    check_hf_checkpoint(shape, checkpoint, tensor_prefix)
-    stored = {layer_of(name.removeprefix(tensor_prefix)) for name in checkpoint.headers}
+    check_hf_checkpoint(shape, checkpoint)
+    stored = {layer_of(name) for name in checkpoint.headers}
     left_out = [layer for layer in extra_layers(shape) if layer in stored]
     if first_layer == 0 and left_out:
         what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
@@ -217,11 +218,11 @@ def load_hf_weights(
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
             parameter.zero_()
         for piece in pieces:
-            source = _read_piece(checkpoint, tensor_prefix + piece.tensor, piece)
+            source = _read_piece(checkpoint, piece.tensor, piece)
             piece.in_shard(parameter).copy_(piece.of_part(source))
             is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
-            if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
-                _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+            if is_tied and LM_HEAD in checkpoint.headers:
+                _check_tied(checkpoint, source, _read_piece(checkpoint, LM_HEAD, piece))
     load_tower(model_part, checkpoint)
 
 

@@ -1,0 +1,151 @@
+"""Find the one cause of many differences between a folder's tensors and its config.json.
+
+One wrong number in config.json, or a prefix of all names, would otherwise be hundreds of problems.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from mkd.checkpoint.hf.hf_quantised import TensorHeader
+from mkd.errors import CheckpointError
+from mkd.families.weight_rules import EMBEDDING
+from mkd.plan.model_shape import adapter_error
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+MANY = 3  # tensors that must differ in the same way
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+COUNTS = {  # keys of config.json
+    LAYER: ("num_hidden_layers",),
+    EXPERT: ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+WRAPPERS = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "base_model.model": "PEFT",
+    "model": "a module that has the model as `model`",
+}
+RENAME = (
+    "save it with model.save_pretrained(DIR) from the AutoModelForCausalLM itself, or rename the tensors: "
+    "safetensors.torch.save_file({{{rule}: t for n, t in safetensors.torch.load_file(FILE).items()}}, FILE)"
+)
+
+Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
+
+
+def common_causes(
+    place: str,
+    config: Mapping[str, Any],
+    expected: Shapes,
+    headers: Mapping[str, TensorHeader],
+    left_out: range,  # layers of the file that mkd does not read
+) -> list[CheckpointError]:
+    """Return the causes that explain several differences each; [] if there are none."""
+    found = {name: header.shape for name, header in headers.items()}
+    if any(".lora_A." in name for name in found):
+        return [adapter_error(place, "it holds the tensors of a LoRA adapter, beside those that it changes")]
+    prefix = _prefix(place, expected, found)
+    if prefix is not None:
+        return [prefix]
+    stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
+    if sum(stored.values()) >= MANY:
+        return [_quantised(place, stored)]
+    kept = {name: shape for name, shape in found.items() if _number(LAYER, name) not in left_out}
+    causes, numbers = [], set()
+    for pattern, keys in COUNTS.items():
+        wanted, there = _largest(pattern, expected), _largest(pattern, kept)
+        if there and wanted != there and len(expected.keys() ^ kept.keys()) >= MANY:
+            key = next((one for one in keys if one in config), keys[0])
+            thing = "layers" if pattern is LAYER else "experts"
+            what = f"{place}: config.json says {wanted} {thing} ({key}), the weights have {there}"
+            causes.append(_of_another(what))
+            numbers.add((wanted, there))
+    return causes + [*_sizes(place, config, expected, kept, numbers)]
+
+
+def _prefix(place: str, expected: Shapes, found: Shapes) -> CheckpointError | None:
+    """Return the error for names that all have a prefix too much or too little."""
+    rules: Counter[tuple[str, str]] = Counter()
+    for name in found.keys() - expected.keys():
+        starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
+        for cut in (name[:start] for start in starts):
+            rest = name.removeprefix(cut)
+            added = next((one for one in ("", "model.") if one + rest in expected), None)
+            if added is not None:
+                rules[cut, added] += 1
+                break
+    if not rules:
+        return None
+    (cut, added), count = rules.most_common(1)[0]
+    if count < max(MANY, len(expected) // 2):
+        return None
+    name = min(one for one in found if one.startswith(cut) and added + one.removeprefix(cut) in expected)
+    should = added + name.removeprefix(cut)
+    parts = [f"have the prefix {cut!r}"] if cut else []
+    parts += [f"lack the prefix {added!r}"] if added else []
+    why = [f"{WRAPPERS.get(cut.rstrip('.'), 'a wrapper')} adds {cut!r}"] if cut else []
+    why += ["AutoModel saves the model without its head, and without this prefix"] if added else []
+    new_name = f"n.removeprefix({cut!r})" if cut else "n"
+    return CheckpointError(
+        f"{place}: {count} tensor names {' and '.join(parts)}: {name} should be {should}",
+        "; ".join(why),
+        RENAME.format(rule=f"{added!r} + {new_name}" if added else new_name),
+        code="hf-tensor-prefix",
+    )
+
+
+def _quantised(place: str, stored: Counter[str]) -> CheckpointError:
+    """Return the error for tensors of these dtypes, which config.json does not describe."""
+    count, kinds = sum(stored.values()), ", ".join(sorted(stored))
+    return CheckpointError(
+        f"{place}: {count} tensors are stored as {kinds}, and config.json has no quantization_config",
+        "it says how the values were quantised",
+        "download config.json again, or use the original checkpoint of this model",
+        code="hf-quantisation-unknown",
+    )
+
+
+def _sizes(
+    place: str,
+    config: Mapping[str, Any],
+    expected: Shapes,
+    found: Shapes,
+    explained: Collection[tuple[int, int]],  # numbers (in config.json, in the weights) that need no error
+) -> Iterator[CheckpointError]:
+    """Yield an error for each size that differs in the same way in several tensors, or in the embedding."""
+    differing: dict[tuple[int, int], list[str]] = {}
+    for name in expected.keys() & found.keys():
+        pairs = set(zip(expected[name], found[name], strict=False)) if expected[name] != found[name] else ()
+        for wanted, there in pairs:
+            if wanted != there and (wanted, there) not in explained:
+                differing.setdefault((wanted, there), []).append(name)
+    for (wanted, there), names in sorted(differing.items(), key=lambda item: -len(item[1])):
+        keys = sorted(key for key, value in config.items() if type(value) is int and value == wanted)
+        if len(names) >= MANY or EMBEDDING in names:
+            says = f" ({' or '.join(keys)})" if keys else ""
+            what = (
+                f"{place}: {len(names)} of its tensors have {there} where config.json says {wanted}{says}: "
+                f"{min(names)} and others"
+            )
+            yield _of_another(what)
+
+
+def _of_another(what: str) -> CheckpointError:
+    why = "the file and config.json belong to different models, or one of them was edited"
+    do = "copy config.json from the folder that the weights come from, or download both again"
+    return CheckpointError(what, why, do, code="hf-config-of-other-weights")
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.search(name)
+    return None if match is None else int(match[1])
+
+
+def _largest(pattern: re.Pattern[str], names: Shapes) -> int:
+    """Return how many layers or experts the names have."""
+    numbers = [number for number in (_number(pattern, name) for name in names) if number is not None]
+    return max(numbers, default=-1) + 1

@@ -1,0 +1,160 @@
+"""One cause of many differences between weights and config.json is one problem that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.errors import CheckpointError, ErrorList, UsageError
+from mkd.plan.model_shape import ModelShape
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.reported import refused
+from tests.tiny_models import make_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe")
+
+
+def check(folder):
+    check_hf_checkpoint(ModelShape.from_hf_dir(folder), HFCheckpoint(folder))
+
+
+def renamed(source, folder, rename):
+    """Copy the model with other names; a name that becomes None is left out."""
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    named = {rename(name): tensor for name, tensor in all_tensors(source).items()}
+    save_file({name: tensor for name, tensor in named.items() if name}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rename", "says", "new_name"),
+    [
+        (
+            lambda n: n.removeprefix("model.") if n.startswith("model.") else None,
+            "lack the prefix 'model.'",
+            "'model.' + n:",
+        ),
+        (lambda n: "module." + n, "have the prefix 'module.'", "n.removeprefix('module.'):"),
+        (lambda n: "_orig_mod." + n, "have the prefix '_orig_mod.'", "n.removeprefix('_orig_mod.'):"),
+        (
+            lambda n: "module." + n.removeprefix("model."),
+            "have the prefix 'module.' and lack the prefix 'model.'",
+            "'model.' + n.removeprefix('module.'):",
+        ),
+        (
+            lambda n: "base_model.model." + n,
+            "have the prefix 'base_model.model.'",
+            "n.removeprefix('base_model.model.'):",
+        ),
+    ],
+)
+def test_a_prefix_is_one_problem_with_the_new_names(rename, says, new_name, llama, tmp_path):
+    with refused("hf-tensor-prefix", CheckpointError) as caught:
+        check(renamed(llama, tmp_path / "model", rename))
+    assert says in caught.value.what and new_name in caught.value.do
+
+
+def edit(source, folder, **keys):
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "says"),
+    [
+        ("experts", {"num_experts": 4}, ["4 experts (num_experts), the weights have 8"]),
+        ("experts", {"num_experts": 12}, ["12 experts (num_experts), the weights have 8"]),
+        ("llama", {"num_hidden_layers": 2}, ["2 layers (num_hidden_layers), the weights have 4"]),
+        ("llama", {"num_hidden_layers": 6}, ["6 layers (num_hidden_layers), the weights have 4"]),
+        ("llama", {"hidden_size": 56}, ["have 48 where config.json says 56 (hidden_size)"]),
+        ("llama", {"intermediate_size": 128}, ["have 96 where config.json says 128 (intermediate_size)"]),
+        (
+            "llama",
+            {"intermediate_size": 128, "num_hidden_layers": 5},
+            ["5 layers (num_hidden_layers), the weights have 4", "where config.json says 128"],
+        ),
+        ("llama", {"vocab_size": 300}, ["have 307 where config.json says 300 (vocab_size)"]),
+    ],
+)
+def test_a_number_of_config_json_is_one_problem(model, keys, says, tmp_path, request):
+    folder = edit(request.getfixturevalue(model), tmp_path / "model", **keys)
+    with pytest.raises((CheckpointError, ErrorList)) as caught:
+        check(folder)
+    found = getattr(caught.value, "errors", [caught.value])
+    assert caught.value.exit_code == 66 and len(found) == len(says)
+    for error, text in zip(found, says, strict=True):
+        assert error.code == "hf-config-of-other-weights" and text in error.what, error.what
+
+
+def test_weights_that_are_quantised_without_a_word(llama, tmp_path):
+    """A folder of FP8 weights whose config.json comes from the original model."""
+    shutil.copytree(llama, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {n: t.to(torch.float8_e4m3fn) if t.dim() == 2 else t for n, t in all_tensors(llama).items()}
+    scales = {f"{n}_scale_inv": torch.ones(1, 1) for n, t in tensors.items() if t.dim() == 2}
+    save_file(tensors | scales, tmp_path / "model" / "model.safetensors")
+    with refused("hf-quantisation-unknown", CheckpointError) as caught:
+        check(tmp_path / "model")
+    assert "30 tensors are stored as F8_E4M3" in caught.value.what
+
+
+def test_single_differences_stay_problems_of_their_own(llama, tmp_path):
+    gone = ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
+    folder = renamed(llama, tmp_path / "model", lambda n: None if n in gone else n)
+    with pytest.raises(ErrorList) as caught:
+        check(folder)
+    assert caught.value.codes == ["hf-tensor-missing"] * 2
+
+
+def test_an_adapter_is_to_be_merged(llama, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    with refused("hf-adapter", CheckpointError) as caught:
+        ModelShape.from_hf_dir(folder)
+    assert "merge_and_unload" in caught.value.do
+    shutil.copy(llama / "config.json", folder)
+    with refused("hf-adapter", CheckpointError):
+        HFCheckpoint(folder)
+    beside = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    unmerged = renamed(llama, tmp_path / "m", lambda n: beside if n == "model.norm.weight" else n)
+    with refused("hf-adapter", CheckpointError):
+        check(unmerged)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("qwen3_5", "qwen3_5_text"),
+        ("qwen3_5_text", None),
+        ("qwen3_next", None),
+        ("qwen2_vl", "qwen2_vl_text"),
+    ],
+)
+def test_no_hint_names_a_model_that_is_refused_too(model_type, text):
+    config = {"model_type": model_type} | ({"text_config": {"model_type": text}} if text else {})
+    with pytest.raises(UsageError) as caught:
+        ModelShape.from_hf_config(config)
+    assert "text model" not in caught.value.do
+    if "qwen3" in model_type:
+        assert "gated delta nets" in caught.value.why
+    nested = {"model_type": "new_vl", "text_config": {"model_type": "llama"}}
+    with pytest.raises(UsageError) as caught:
+        ModelShape.from_hf_config(nested)
+    assert "text model, saved on its own, is llama" in caught.value.do
