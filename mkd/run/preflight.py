@@ -29,9 +29,9 @@ from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
-from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.tokenizers.tokenizer_files import has_tokenizer
 
 LOOKED_AT = 16  # records read of each raw file; more if --max-bad-records is larger
 CORPUS_SUFFIXES = (".bin", ".idx")

@@ -2,6 +2,8 @@
 
 tokenizer.py        the interface
 load.py             the tokenizer that a flag or a path names
+tokenizer_files.py  a folder's tokenizer, as its own files say and not as transformers rebuilds it
+kimi.py             Kimi's and Moonlight's rank files
 hugging_face.py     tokenizer.json of Hugging Face
 sentencepiece.py    .model files of SentencePiece
 tiktoken.py         rank files of tiktoken

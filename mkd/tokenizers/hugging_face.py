@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from mkd.errors import UsageError
 from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_generation_prompt, encode_turns
@@ -28,13 +28,7 @@ from mkd.tokenizers.pieces import (
 )
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 from mkd.tokenizers.tokenizer import Tokenizer, no_chat_template, sha256_of
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Return True if a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
-    return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+from mkd.tokenizers.tokenizer_files import TOKENIZER_FILES, has_tokenizer, open_hf
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,9 @@ def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer
             code="tokenizer-missing",
         )
     try:
-        hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        hf = open_hf(model)
+    except UsageError:  # of Kimi's files
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception
         raise _not_loadable(model, error) from error
     return HuggingFaceTokenizer(require_fast(hf, model), chat)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mkd.errors import DataError, UsageError
+from mkd.tokenizers.kimi import RANKS_FILE
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ENDOFTEXT = "<|endoftext|>"
@@ -115,6 +116,10 @@ def load_tiktoken(model: str) -> Tokenizer:
     """Load the tokenizer of a rank file, told by its name. Raises UsageError if it cannot be loaded."""
     name = Path(model).name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
+        if name == RANKS_FILE:
+            why = "Kimi's and Moonlight's ranks need the settings in tokenizer_config.json beside them"
+            do = f"name the folder, with --tokenizer-type HuggingFaceTokenizer: {Path(model).parent}"
+            raise UsageError(f"{model} is not all of a tokenizer", why, do, code="tiktoken-encoding-unknown")
         raise UsageError(
             f"--tokenizer-model {model}: the encoding {name} is not known",
             "a rank file does not say how text is split into words",

@@ -13,11 +13,12 @@ SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (
     *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_ASSET, "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "tiktoken.model"),
 )
+TOKENIZER_CODE = "tokenization_*.py"  # that tokenizer_config.json names; mkd never runs it
 TEMPLATE_FOLDER = "additional_chat_templates"  # where a tokenizer keeps several templates
 TEMPLATES = "*.jinja"
-TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
+TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, TOKENIZER_CODE, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 
 class SavesFiles(Protocol):
@@ -67,6 +68,7 @@ class HFAssets:
             found[SENTENCEPIECE_ASSET] = self.tokenizer
         elif self.tokenizer is not None:
             found |= {name: self.tokenizer / name for name in TOKENIZER_ASSETS}
+            found |= {path.name: path for path in self.tokenizer.glob(TOKENIZER_CODE)}
             templates = (self.tokenizer / TEMPLATE_FOLDER).glob(TEMPLATES)
             found |= {f"{TEMPLATE_FOLDER}/{path.name}": path for path in templates}
         return {name: path for name, path in found.items() if path.exists()}

@@ -104,7 +104,7 @@ class HFCheckpoint:
         part = quantised.read(self._read_stored, cut) if quantised else self._read_stored(stored, cut)
         if not is_finite(part):
             names = quantised.stored if quantised else (stored,)
-            raise not_finite(self.directory / self._stored[names[0]].file, " with ".join(names), part)
+            raise not_finite(str(self.directory / self._stored[names[0]].file), " with ".join(names), part)
         return part
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:

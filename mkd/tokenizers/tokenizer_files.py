@@ -1,0 +1,129 @@
+"""Open the transformers tokenizer of a folder so that it gives the ids of the folder's own files.
+
+transformers rebuilds some tokenizers from the vocabulary alone, by the class that it chooses for a folder. A
+tokenizer.json with another pre-tokenizer then silently gives other ids. People train and serve with
+tokenizer.json, so that file decides here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
+from transformers.utils import cached_file
+
+from mkd.tokenizers.kimi import RANKS_FILE, is_kimi, load_kimi
+
+LOG = logging.getLogger("mkd")
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer.model", "vocab.json", "vocab.txt", RANKS_FILE)
+PARTS = ("normalizer", "pre_tokenizer", "decoder")
+SHOWN = 80  # characters of an example
+OWN_TOKENS = 3000  # tokens of the vocabulary that are compared, each as a text
+TEXTS = (
+    "The quick brown fox didn't jump over 12345 lazy dogs in 2024; DON'T ask why.",
+    "  two  leading blanks, trailing blanks   \n\n\tand tabs\r\n  lines \n",
+    "def f(x_1, *args):\n    return {'a': x_1 ** 2, \"b\": [0.5, -3e-8]}  # HelloWorld snake_case\n",
+    "caf\u00e9 cafe\u0301 \ufb01ne \u2019quoted\u2019 \u4f60\u597d\u4e16\u754c \u65e5\u672c\u8a9e\u306e ",
+    "\ud55c\uad6d\uc5b4 \u0e01\u0e33\u0e25\u0e31\u0e07 \u0627\u0644\u0639 \u0661\u0662 \U0001f600",
+    "https://example.com/a?b=c&d=%20e #tag @name (parentheses) <html> a\u00a0b \u3000c",
+)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return True if a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
+    return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+
+
+def open_hf(model: str) -> Any:
+    """Return the tokenizer of a folder or a hub id, which gives the ids of its tokenizer.json.
+
+    Raises UsageError for a folder of Kimi that cannot be read, and whatever transformers raises.
+    """
+    if is_kimi(model):
+        return load_kimi(model)
+    hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    if not hf.is_fast or type(hf) is PreTrainedTokenizerFast:  # the latter is read from the file
+        return hf
+    path = tokenizer_json(model)
+    example = None if path is None else first_difference(hf, path)
+    if path is None or example is None:
+        return hf
+    note_once(
+        f"note: {path} is used as it is. transformers {__version__} replaces its "
+        f"{' and '.join(replaced_parts(hf, path))} ({type(hf).__name__}), and would {example}"
+    )
+    own = PreTrainedTokenizerFast.from_pretrained(model)
+    own.chat_template = hf.chat_template
+    return own
+
+
+@cache
+def note_once(text: str) -> None:
+    """Log `text`, the first time only: a run opens its tokenizers more than once."""
+    LOG.warning(text)
+
+
+def tokenizer_json(model: str) -> str | None:
+    """Return the path of the model's tokenizer.json, or None if it has none."""
+    if Path(model).is_dir():
+        path = Path(model) / TOKENIZER_JSON
+        return str(path) if path.is_file() else None
+    missing = dict.fromkeys(
+        (f"_raise_exceptions_for_{of}" for of in ("missing_entries", "connection_errors", "gated_repo")),
+        False,
+    )
+    return cached_file(model, TOKENIZER_JSON, **missing)
+
+
+def first_difference(hf: Any, path: str) -> str | None:
+    """Return an example of text that `hf` encodes or decodes in another way than its tokenizer.json.
+
+    Compare behaviour, because settings that are written in another way may do the same.
+    """
+    own, loaded = Backend.from_file(path), hf.backend_tokenizer
+    own.no_truncation()
+    own.no_padding()
+    loaded.no_truncation()
+    loaded.no_padding()
+    for text in _probes(own):
+        for whole in (True, False):
+            here, there = (one.encode(text, add_special_tokens=whole).ids for one in (own, loaded))
+            if here != there:
+                return (
+                    f"encode text as {_example(loaded, there, here)} instead of {_example(own, here, there)}"
+                )
+        texts = [one.decode(here, skip_special_tokens=False) for one in (own, loaded)]
+        if texts[0] != texts[1]:
+            return f"decode ids as {texts[1][:SHOWN]!r} instead of {texts[0][:SHOWN]!r}"
+    return None
+
+
+def _probes(own: Backend) -> Iterator[str]:
+    """Yield texts that tell one tokenizer from another: any text, control tokens in it, and own tokens."""
+    yield from TEXTS
+    added = [token.content for token in own.get_added_tokens_decoder().values()]
+    yield from (f"a{token} b{token}\n{token}c" for token in added[:64])
+    size = own.get_vocab_size(with_added_tokens=False)
+    texts = (own.decode([i], skip_special_tokens=False) for i in range(0, size, size // OWN_TOKENS + 1))
+    yield from islice((text for text in texts if len(text) > 1), OWN_TOKENS)
+
+
+def replaced_parts(hf: Any, path: str) -> list[str]:
+    """Return the names of the parts of tokenizer.json that `hf` has otherwise."""
+    here = json.loads(Backend.from_file(path).to_str())
+    there = json.loads(hf.backend_tokenizer.to_str())
+    return [name for name in PARTS if here[name] != there[name]] or ["post_processor or model"]
+
+
+def _example(backend: Backend, ids: list[int], others: list[int]) -> str:
+    """Return the tokens of `ids` from the first one on that differs from `others`."""
+    start = next((i for i, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), 0)
+    return str([backend.decode([i], skip_special_tokens=False) for i in ids[start : start + 6]])[:SHOWN]
