@@ -178,7 +178,14 @@ class LanguageModel(LanguageModule):
         packed_seq_params: PackedDocuments,
         layer_inputs: Tensor | None = None,  # handed to every layer as Megatron's `context`
     ) -> Tensor:
-        """Run the layers."""
+        """Run the layers.
+
+        A hidden state gets the strides of a new tensor first. Otherwise `torch.matmul` turns the product of a
+        frozen model, [t, 1, h] x [h, n], into t products of vectors: slower, and with other bits than the
+        same product of a model that is trained.
+        """
+        if hidden is not None:
+            hidden = hidden.flatten().view(hidden.shape)
         if self.router_record is not None and self.training:
             packed_seq_params.documents_of_tokens = token_documents(
                 packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel

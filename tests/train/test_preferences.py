@@ -34,6 +34,13 @@ SLOW_CASES = (
     Case("PP2, reference ahead", 2, (*PP2, "--teacher-prefetch", 2)),
     Case("DP2, reference over 2 peers", 2, ("--teacher-residency", "peers", "--teacher-peers", 2)),
 )
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(one, id=one.name) for one in CASES),
+        *(pytest.param(one, id=one.name, marks=SLOW) for one in SLOW_CASES),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +79,7 @@ def test_loss_and_every_gradient_equal_transformers(single, files):
     assert error <= 1e-5, where
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(one, id=one.name) for one in CASES),
-        *(pytest.param(one, id=one.name, marks=SLOW) for one in SLOW_CASES),
-    ],
-)
+@EVERY_LAYOUT
 def test_layout_packing_and_order_change_nothing(case, single, files, ranks):
     results = ranks.run(one_step, case.ranks, argv(files, "layout", *case.flags), files / "layout")
     assert all(found["sums"] == results[0]["sums"] for found in results)
@@ -88,7 +89,7 @@ def test_layout_packing_and_order_change_nothing(case, single, files, ranks):
 
 
 @pytest.mark.parametrize(
-    "case", [Case("one process"), pytest.param(Case("PP2 CP2", 4, (*PP2, *CP2, *ALONE)), marks=SLOW)]
+    "case", [Case("TP2", 2, TP2), pytest.param(Case("PP2 CP2", 4, (*PP2, *CP2, *ALONE)), marks=SLOW)]
 )
 def test_the_initial_student_is_the_reference_and_resuming_is_bitwise(case, files, ranks):
     """The first loss is ln 2, training lowers it, and a resumed run has the same reference."""
@@ -112,6 +113,14 @@ def test_the_initial_student_is_the_reference_and_resuming_is_bitwise(case, file
         assert line["dpo/margin"] == 0 and line["dpo/accuracy"] == 0
     assert steps[-1]["loss"] < 0.6 and valid[-1]["dpo/accuracy"] > 0.9
     assert all(line["ce_loss"] is None and line["kd_loss"] is None for line in lines)
+
+
+@EVERY_LAYOUT
+def test_equal_weights_give_equal_bits_with_and_without_gradients(case, files, ranks):
+    """Otherwise a margin of rounding errors would count as an answer that is preferred."""
+    arguments = argv(files, f"equal {case.name}", *case.flags, reference=None)
+    for found in ranks.run(one_step, case.ranks, arguments, files / "equal"):
+        assert found["sums"]["dpo/margin"] == found["sums"]["dpo/accuracy"] == 0
 
 
 def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
