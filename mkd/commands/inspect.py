@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.flags import FlagParser, whole_number
+from mkd.config.run_files import OVERLONG_CONVERSATIONS
 from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
@@ -69,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
     add("--pack", default="bfd", choices=PACKINGS, help="same as in training (default: bfd)")
     add("--overlong", default="split", choices=OVERLONG, help="same as in training (default: split)")
+    add("--overlong-conversations", choices=OVERLONG_CONVERSATIONS, help="same as in training")
     add(
         "--split",
         default="1",
@@ -196,6 +198,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             vocab_size=tokenizer.vocab_size,
             pack=args.pack,
             overlong=args.overlong,
+            overlong_conversations=args.overlong_conversations,
             split=args.split,
             characters_per_sample=args.characters_per_sample,
             append_eod=args.append_eod,
@@ -249,7 +252,8 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
         raise UsageError(
             f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
             "settings that differ from the run's make different packs",
-            "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
+            "give --seq-length, --pack, --overlong, --overlong-conversations, --split and --append-eod as "
+            "the run had them",
             code="sample-beyond-packs",
         )
     return args.samples

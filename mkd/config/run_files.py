@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mkd.config.field import option
 
+OVERLONG_CONVERSATIONS = ("drop", "truncate", "truncate-left", "split")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -49,6 +51,14 @@ class DataConfig:
         "treatment of documents longer than --seq-length: split into pieces, truncate, or drop",
         choices=("split", "truncate", "drop"),
     )
+    overlong_conversations: str | None = option(
+        None,
+        "treatment of conversations, and of prompts with a completion, that are longer than --seq-length: "
+        "drop, truncate (keep the beginning), truncate-left (keep the last turns that fit whole, else the "
+        "end of the last question and its answer) or split, which trains answers without their question "
+        "(default: drop; truncate with --overlong truncate)",
+        choices=OVERLONG_CONVERSATIONS,
+    )
     max_bad_records: int = option(
         0,
         "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. They "
@@ -90,6 +100,11 @@ class DataConfig:
         (), "completions whose likelihood evaluations measure: .jsonl files with prompt and completion"
     )
     eval_num_fewshot: int = option(0, "solved questions shown before each multiple-choice question")
+
+
+def rule_for_conversations(overlong: str, given: str | None) -> str:
+    """Return the treatment of long conversations: `given`, else as --overlong, but never split."""
+    return given or {"split": "drop"}.get(overlong, overlong)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
@@ -18,11 +19,20 @@ from mkd.data.encoding import useful_workers
 from mkd.data.images.conversation import ConversationImages, require_image_processor
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile
+from mkd.data.packing.kept_documents import left_out_records
 from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
 from mkd.data.pairs import require_pairs, require_pairs_fit
-from mkd.data.quarantine import collect, require_few
+from mkd.data.quarantine import collect, list_left_out, require_few
 from mkd.data.records.file_notes import log_notes
-from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
+from mkd.data.sources import (
+    Blend,
+    find_prefix,
+    is_raw,
+    parse_blend,
+    require_file,
+    require_text,
+    require_vocabulary,
+)
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.data.teacher_input import SharedTokens
@@ -43,6 +53,7 @@ def open_datasets(
     vocab_size: int,  # token ids that every model of the run knows
     pack: str = "bfd",
     overlong: str = "split",
+    overlong_conversations: str | None = None,  # default: see `rule_for_conversations`
     append_eod: bool = True,
     cache_dir: str,  # folder for the tokens of raw files; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
@@ -72,19 +83,21 @@ def open_datasets(
     valid = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
     held_out = (valid, 0.0, 1.0) if valid else (train, train_end, valid_end)
     parts = ((train, 0.0, 1.0 if valid else train_end), held_out)
+    rule = rule_for_conversations(overlong, overlong_conversations)
+    packing = PackSettings(seq_length, pack, overlong, document_multiple, overlong_conversations=rule)
     preparation = _Preparation(
         *(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample),
         *(teachers, max_bad_records, quarantine, progress, images, pairs),
-        packing=PackSettings(seq_length, pack, overlong, document_multiple, max_patches=max_patches_per_pack),
+        packing=replace(packing, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
     )
     prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
     if not prepared[0]:
-        raise DataError(
+        what, do = (
             f"--split {split} leaves no document for training",
-            do="give training a larger part, or more documents",
-            code="split-leaves-no-training",
+            "give training a larger part, or more documents",
         )
+        raise DataError(what, do=do, code="split-leaves-no-training")
     is_weighted = [blend.weights is not None for blend, *_ in parts]
     known = dict(vocab_size=vocab_size, pad_id=tokenizer.pad_id, images=images)
     train_data, valid_data = _open(prepared, is_weighted, teachers, known)
@@ -175,6 +188,11 @@ class _Preparation:
             room = packing.seq_length, packing.document_multiple
             require_pairs_fit(store, *room, packing.overlong, documents)
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
+        if not store.has_loss_mask:  # no conversation, so the rule for them changes nothing
+            packing = replace(packing, overlong_conversations=None)
+        if self.quarantine is not None:
+            records = left_out_records(store, packing, self.progress)
+            list_left_out(records, Path(self.quarantine))
         if is_small(store, packing):
             return _Member(
                 store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
@@ -273,7 +291,8 @@ class _Preparation:
         try:
             store = TokenStore(prefix)
             store.check_content(self.known, self.progress)
-            return store.meta.get("cache_key") == key
+            has_places = StoreFiles(prefix).places.exists() or not store.has_loss_mask
+            return store.meta.get("cache_key") == key and has_places  # earlier versions wrote no places
         except DataError:
             return False
 
@@ -287,44 +306,6 @@ def _documents_between(store: TokenStore, begin: float, end: float) -> tuple[int
     together = store.documents_per_record
     first, last = (together * round(border * (len(store) // together)) for border in (begin, end))
     return first, last
-
-
-def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:
-    """Raise DataError if the corpus, called `name`, is known to come from another tokenizer."""
-    known = store.meta.get("vocabulary_fingerprint", tokenizer.vocabulary_fingerprint)
-    if known != tokenizer.vocabulary_fingerprint:
-        raise DataError(
-            f"{name} was tokenised with another tokenizer",
-            f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
-            "tokenise the raw files with this run's tokenizer: `mkd preprocess`",
-            code="corpus-of-another-tokenizer",
-        )
-
-
-def require_text(store: TokenStore, name: str) -> None:
-    """Raise DataError if the corpus, called `name`, holds conversations.
-
-    No cross-tokenizer teacher can read them from tokens: they are in the student's chat template.
-    """
-    if "messages" in store.meta.get("kinds", ()):
-        raise DataError(
-            f"{name} is a tokenised corpus of conversations, and a teacher has another tokenizer",
-            "the conversations are in the student's chat template, "
-            "and this teacher was trained on another one",
-            "name the raw file of the conversations instead: each model then reads them in its own template",
-            code="corpus-of-conversations-for-teacher",
-        )
-
-
-def require_file(path: str, flag: str) -> None:
-    """Raise DataError if `path` is not a file."""
-    if not Path(path).is_file():
-        raise DataError(
-            f"{flag} {path}: nothing found",
-            "looked for a file of this name",
-            "check the path",
-            code="data-path-not-found",
-        )
 
 
 def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.pack_images import PackImages
 from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing.cutting import Pieces, padded_lengths
+from mkd.data.packing.kept_documents import Dropped
 from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
 from mkd.data.store import TokenStore, first_out_of_range
 
@@ -43,6 +44,8 @@ class PackedDataset:
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
         self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images
         self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
+        self.overlong_conversations = packing.overlong_conversations
+        self._has_own_rule = packing.overlong_conversations not in (None, packing.overlong)
         self.first_document, last = packing.document_range(store)
         self.num_documents, self._num_left_out = last - self.first_document, len(packing.left_out)
         self.num_tokens, self.num_loss_tokens = self.index.num_tokens, self.index.num_loss_tokens
@@ -73,6 +76,13 @@ class PackedDataset:
             teacher_inputs=tuple(side.pack(student) for side in self.teachers),
             images=None if images is None else PackImages.of_parts(images, parts),
         )
+
+    @property
+    def rule_of_conversations(self) -> str | None:
+        """Rule that long conversations followed; None without any, or if all documents follow it."""
+        found = self.index.dropped or Dropped()
+        is_used = found.conversations + found.cut_conversations > 0
+        return self.overlong_conversations if is_used and self._has_own_rule else None
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         """Return {prefix of the corpus: numbers of its documents that have a part in pack `index`}."""
@@ -112,12 +122,26 @@ class PackedDataset:
         ]
 
     def _describe_missing(self) -> str:
-        """Count bad records, documents of this data set that a teacher refuses, and those without room."""
+        """Count bad records, documents that a teacher refuses, those without room, and conversations cut."""
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
         dropped = "dropped documents not counted, by an earlier version"
         dropped = dropped if self.index.dropped is None else str(self.index.dropped)
         counts = [f"{bad} bad records skipped" if bad else "", dropped]
-        return "".join(f", {count}" for count in counts if count)
+        return "".join(f", {count}" for count in (*counts, *self._describe_conversations()) if count)
+
+    def _describe_conversations(self) -> Iterator[str]:
+        """Yield what became of conversations that are longer than a pack."""
+        found, rule = self.index.dropped or Dropped(), self.overlong_conversations
+        flag, long = "--overlong-conversations", "conversations longer than --seq-length"
+        if found.conversations:
+            lost = found.conversation_loss_tokens
+            share = lost / (lost + self.num_loss_tokens)
+            yield f"{found.conversations} {long} left out with {share:.3f} of the loss tokens ({flag} {rule})"
+        if found.cut_conversations:
+            how = {"truncate": "cut at the end", "truncate-left": "cut at the beginning"}.get(
+                rule or "", rule
+            )
+            yield f"{found.cut_conversations} {long} {how} ({flag} {rule})"
 
     def _describe_teachers(self) -> list[str]:
         """Summarise evenly spaced packs, or all packs if there are few."""
@@ -166,9 +190,9 @@ def _pair_numbers(starts: np.ndarray, lengths: np.ndarray, seq_length: int) -> d
 
 
 def later_orders(dataset: BlendedDataset) -> dict[str, str]:
-    """Return name -> value of what decides the order of a large data set's packs, for its fingerprint.
+    """Return name -> value of what decides the packs and their order, for a data set's fingerprint.
 
-    It is empty for data sets that all versions of this program order alike.
+    It is empty for data sets that all versions of this program pack and order alike.
     """
     epochs = [len(dataset)] if dataset.weights is None else [len(member) for member in dataset.members]
     found = {}
@@ -176,6 +200,9 @@ def later_orders(dataset: BlendedDataset) -> dict[str, str]:
         found["packing"] = f"windows of {WINDOW_PIECES} pieces"
     if max(epochs) > STORED_PACKS:
         found["permutation"] = "computed"
+    for rule in (member.rule_of_conversations for member in dataset.members):
+        if rule is not None:
+            found["overlong_conversations"] = rule
     return found
 
 

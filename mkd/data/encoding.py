@@ -45,6 +45,7 @@ class EncodedBatch:
     errors: list[MkdError]  # a BadRecord for each bad row, or the error of an unreadable file
     images: np.ndarray  # [images] of IMAGE, with documents and sources counted from those of the batch
     image_sources: bytes
+    lines: np.ndarray  # [documents] int64, line or row of each document's record
     path: str = ""  # the file; "" if it cannot be read
     ignored: IgnoredKeys = field(default_factory=IgnoredKeys)
 
@@ -244,10 +245,11 @@ class _Encoder:
 
     def __call__(self, batch: FileBatch | MkdError) -> EncodedBatch:
         encoded, errors = each_row(batch, self._encode)
-        ignored = ignored_keys([record for record, _ in encoded], self.tokenizer)
+        ignored = ignored_keys([record for _, (record, _) in encoded], self.tokenizer)
         if isinstance(batch, FileBatch):
             ignored.records += batch.left_out
-        documents = [document for _, of_record in encoded for document in of_record]
+        documents = [document for _, (_, of_record) in encoded for document in of_record]
+        lines = [line for line, (_, of_record) in encoded for _ in of_record]
         images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
@@ -257,6 +259,7 @@ class _Encoder:
             errors=errors,
             images=images,
             image_sources=image_sources,
+            lines=np.array(lines, dtype=np.int64),
             path=batch.path if isinstance(batch, FileBatch) else "",
             ignored=ignored,
         )
@@ -266,21 +269,25 @@ class _Encoder:
         return record, encode_documents(record, self.tokenizer, self.append_eod, self.images)
 
 
-def each_row(batch: FileBatch | MkdError, encode: Callable[[Row], object]) -> tuple[list, list[MkdError]]:
-    """Return (`encode(row)` for every good row of a batch, a BadRecord for every other row).
+def each_row(
+    batch: FileBatch | MkdError, encode: Callable[[Row], T]
+) -> tuple[list[tuple[int, T]], list[MkdError]]:
+    """Return ((line, `encode(row)`) for every good row of a batch, a BadRecord for every other row).
 
     If the batch is the error of a file, return no rows and that error. Equal consecutive rows, such as the
     parts of a long text without any word, are encoded once.
     """
     if isinstance(batch, MkdError):
         return [], [batch]
-    encoded, errors, before = [], [], None
-    for number, row in batch.rows:
+    encoded: list[tuple[int, T]] = []
+    errors: list[MkdError] = []
+    before = None
+    for line, row in batch.rows:
         try:
-            encoded.append(encoded[-1] if row == before else encode(row))
+            encoded.append((line, encoded[-1][1] if row == before else encode(row)))
             before = row
         except DataError as error:
-            errors.append(BadRecord.from_row(batch.path, number, row, error))
+            errors.append(BadRecord.from_row(batch.path, line, row, error))
     return encoded, errors
 
 

@@ -94,10 +94,10 @@ def require_pairs_fit(
     if overlong == "drop" or not too_long.any():
         return
     longest = int(lengths.reshape(-1, 2).sum(axis=1).max())
-    pair = documents[0] // 2 + int(np.argmax(too_long))
+    ((path, line),) = store.places([documents[0] + 2 * int(np.argmax(too_long))])
     raise DataError(
-        f"{store.prefix}: {too_long.sum()} of {len(too_long)} pairs do not fit --seq-length {seq_length}, "
-        f"the first is pair {pair}; the longest has {longest} tokens",
+        f"{path}:{line}: the pair does not fit --seq-length {seq_length}, as {too_long.sum()} of "
+        f"{len(too_long)} in {store.name}; the longest has {longest} tokens",
         "the prompt with both answers must be in one pack, and a cut answer would be judged by its beginning",
         "raise --seq-length, or leave such pairs out: --overlong drop",
         code="pair-too-long",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from mkd.errors import DataError, ErrorList, MkdError
@@ -118,6 +118,15 @@ def collect(paths: Iterable[Path], target: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
+
+
+def list_left_out(records: Iterable[tuple[str, int, str]], target: Path) -> None:
+    """Add (file, line, why) of good records that are left out to a list of bad records."""
+    lines = (json.dumps({"file": path, "line": line, "reason": why}) + "\n" for path, line, why in records)
+    if (first := next(lines, None)) is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a", encoding="utf-8") as file:
+            file.writelines(chain([first], lines))
 
 
 def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) -> MkdError:

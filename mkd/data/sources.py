@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.data.records.rows import RAW_SUFFIXES
-from mkd.data.store import StoreFiles
+from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError, UsageError
+from mkd.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,44 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
         "check the path, or make the pair with `mkd preprocess`",
         code="data-path-not-found",
     )
+
+
+def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:
+    """Raise DataError if the corpus, called `name`, is known to come from another tokenizer."""
+    known = store.meta.get("vocabulary_fingerprint", tokenizer.vocabulary_fingerprint)
+    if known != tokenizer.vocabulary_fingerprint:
+        raise DataError(
+            f"{name} was tokenised with another tokenizer",
+            f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
+            "tokenise the raw files with this run's tokenizer: `mkd preprocess`",
+            code="corpus-of-another-tokenizer",
+        )
+
+
+def require_text(store: TokenStore, name: str) -> None:
+    """Raise DataError if the corpus, called `name`, holds conversations.
+
+    No cross-tokenizer teacher can read them from tokens: they are in the student's chat template.
+    """
+    if "messages" in store.meta.get("kinds", ()):
+        raise DataError(
+            f"{name} is a tokenised corpus of conversations, and a teacher has another tokenizer",
+            "the conversations are in the student's chat template, "
+            "and this teacher was trained on another one",
+            "name the raw file of the conversations instead: each model then reads them in its own template",
+            code="corpus-of-conversations-for-teacher",
+        )
+
+
+def require_file(path: str, flag: str) -> None:
+    """Raise DataError if `path` is not a file."""
+    if not Path(path).is_file():
+        raise DataError(
+            f"{flag} {path}: nothing found",
+            "looked for a file of this name",
+            "check the path",
+            code="data-path-not-found",
+        )
 
 
 def _number(text: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ FORMAT_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
 SCAN_TOKENS = 1 << 22  # tokens, or documents, read at a time when a whole corpus is scanned
 FORGETFUL = KnownFiles(None)
+PLACE = np.dtype(
+    [("source", np.uint32), ("line", np.uint32)]
+)  # of a document's record, see StoreFiles.places
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class StoreFiles:
         return Path(self.prefix + ".image_sources.bin")
 
     @property
+    def places(self) -> Path:  # a PLACE for each document; absent without a loss mask, and in older corpora
+        return Path(self.prefix + ".places.bin")
+
+    @property
     def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs wrote
         return Path(self.prefix + ".meta.json")
 
@@ -60,7 +67,7 @@ class StoreFiles:
     def in_order(self) -> tuple[Path, ...]:
         """Files in the order of renaming: the one that readers look for comes last."""
         return (
-            *(self.quarantine, self.loss_mask, self.images, self.image_sources),
+            *(self.quarantine, self.loss_mask, self.places, self.images, self.image_sources),
             *(self.bin, self.idx, self.meta),
         )
 
@@ -112,6 +119,28 @@ class TokenStore:
     def documents_per_record(self) -> int:
         """2 for a corpus of preference pairs (see pairs.py), else 1. Packs take records whole or cut."""
         return 2 if self.meta.get("kinds") == ["pair"] else 1
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """True if some token of the corpus has no loss."""
+        return self._loss_mask is not None
+
+    @property
+    def name(self) -> str:
+        """The files that the corpus was made of, for messages; its prefix if they are not known."""
+        return ", ".join(source["path"] for source in self.meta.get("sources", ())) or self.prefix
+
+    def places(self, documents: Sequence[int]) -> list[tuple[str, int]]:
+        """Return (file, line or row) of the records of documents.
+
+        For a corpus without this information return its own file and the document's number, from 1.
+        """
+        path = StoreFiles(self.prefix).places
+        if not path.exists() or path.stat().st_size != len(self) * PLACE.itemsize:
+            return [(f"{self.prefix}.bin", document + 1) for document in documents]
+        places, sources = np.memmap(path, PLACE, mode="r"), self.meta["sources"]
+        found = (places[document] for document in documents)
+        return [(sources[int(one["source"])]["path"], int(one["line"])) for one in found]
 
     def starts(self, documents: np.ndarray | slice | int) -> np.ndarray:
         """Return the first token of documents, int64; that of document len(self) is the number of tokens."""

@@ -22,7 +22,7 @@ from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.records.file_notes import file_notes
 from mkd.data.records.ignored_keys import IgnoredKeys
-from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, content_hashes
+from mkd.data.store import FORGETFUL, FORMAT_VERSION, PLACE, StoreFiles, content_hashes
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def build_store(
         with closing(
             encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress, images)
         ) as batches:
-            summary = _write_tokens(batches, partial, tokenizer, max_bad_records)
+            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
@@ -132,15 +132,19 @@ def cache_key(
 
 
 def _write_tokens(
-    batches: Iterable[EncodedBatch], files: StoreFiles, tokenizer: Tokenizer, max_bad_records: int
+    batches: Iterable[EncodedBatch],
+    inputs: Sequence[str],
+    files: StoreFiles,
+    tokenizer: Tokenizer,
+    max_bad_records: int,
 ) -> StoreSummary:
-    """Write .bin, .idx and, unless it is all ones, the loss mask."""
+    """Write .bin, .idx and, unless it is all ones, the loss mask with the places of the records."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
-    with builder.data_file, files.loss_mask.open("wb") as mask_file:
+    with builder.data_file, files.loss_mask.open("wb") as mask_file, files.places.open("wb") as place_file:
         for batch in batches:
             quarantine.add(batch.errors)
             if quarantine.is_full:
@@ -149,6 +153,7 @@ def _write_tokens(
             for start, stop in zip(stops - batch.lengths, stops, strict=True):
                 builder.add_document(batch.ids[start:stop], [int(stop - start)])
             mask_file.write(batch.loss.tobytes())
+            place_file.write(places_of(batch, inputs).tobytes())
             images.append(batch.images, batch.image_sources, documents)
             ignored[batch.path].add(batch.ignored)
             documents += len(stops)
@@ -163,10 +168,18 @@ def _write_tokens(
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
+        files.places.unlink()
     counts = documents, tokens, loss_tokens, max_token_id, quarantine.count
     notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
     notes = {path: said for path, said in notes.items() if said}
     return StoreSummary(*counts, tuple(sorted(kinds)), images.count, images.patches, notes)
+
+
+def places_of(batch: EncodedBatch, inputs: Sequence[str]) -> np.ndarray:
+    """Return the places of a batch's documents, [documents] of PLACE."""
+    places = np.empty(len(batch.lines), PLACE)
+    places["source"], places["line"] = inputs.index(batch.path) if batch.path else 0, batch.lines
+    return places
 
 
 @contextmanager

@@ -88,6 +88,7 @@ def open_data(
         vocab_size=vocab_size,
         pack=data.pack,
         overlong=data.overlong,
+        overlong_conversations=data.overlong_conversations,
         append_eod=data.append_eod,
         cache_dir=str(cache_folder(config)),
         characters_per_sample=data.characters_per_sample,

@@ -17,14 +17,13 @@ from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_roles
 from mkd.config.schema import CheckpointConfig, Config
-from mkd.data.build import require_file, require_text, require_vocabulary
 from mkd.data.documents import require_eos
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.pairs import require_pairs
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import RAW_SUFFIXES, read_rows
-from mkd.data.sources import find_prefix, is_raw, parse_blend
+from mkd.data.sources import find_prefix, is_raw, parse_blend, require_file, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.image_reader import open_images

@@ -7,8 +7,8 @@ from functools import partial
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
-from mkd.data.build import require_file
 from mkd.data.prompts import first_prompts
+from mkd.data.sources import require_file
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.rollout.stop_ids import named, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource

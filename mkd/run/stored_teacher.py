@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkd.config.run_files import rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from mkd.run.model_source import ModelSource
 
 READ_BYTES = 1 << 22
+OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions
 DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     "seq_length": ("--seq-length", "it is the length of a pack"),
     "pack": ("--pack", "it decides which documents share a pack"),
     "overlong": ("--overlong", "it decides how long documents are cut"),
+    OVERLONG_CONVERSATIONS: ("--overlong-conversations", "it decides what is kept of long conversations"),
     "append_eod": ("--append-eod or --no-append-eod", "it decides whether documents end with EOS"),
     "document_multiple": (
         "--context-parallel-size",
@@ -125,7 +128,9 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
     settings = data_settings(config)
     for name, (flag, reason) in DATA_FLAGS.items():
         value, exported = settings.get(name), meta.data.get(name)
-        if exported != value:
+        follows = name == OVERLONG_CONVERSATIONS and meta.data.get("overlong") != settings["overlong"]
+        is_known = name in meta.data or name != OVERLONG_CONVERSATIONS  # else the packs alone are compared
+        if exported != value and is_known and not follows:
             what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"
             do = f"use the {flag} of the export, or export again into another folder"
@@ -149,6 +154,9 @@ def data_settings(config: Config) -> dict[str, Any]:
         "seq_length": config.training.seq_length,
         "pack": config.data.pack,
         "overlong": config.data.overlong,
+        OVERLONG_CONVERSATIONS: rule_for_conversations(
+            config.data.overlong, config.data.overlong_conversations
+        ),
         "append_eod": config.data.append_eod,
         "document_multiple": document_multiple(config.parallel.context_parallel_size),
     }

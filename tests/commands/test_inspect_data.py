@@ -145,6 +145,7 @@ def test_packs_with_borders_masks_and_sizes(packs, capsys):
 def test_packs_by_their_number(packs, capsys):
     """Show packs by their numbers in a run's files; the run held out the last document, a pack by itself."""
     run = [*packs, "--seq-length", "4", "--pack", "none", "--split", "1,1,0"]
+    run += ["--overlong-conversations", "split"]
     assert main([*run, "--samples", "1", "0"]) == EXIT_DONE
     output = capsys.readouterr().out
     assert [line.split(":")[0] for line in output.splitlines() if line.startswith("pack ")] == [
@@ -164,7 +165,8 @@ def test_tokens_without_loss_have_another_colour(packs, capsys):
 
 
 def test_a_pieces_first_token_has_no_loss_of_its_own(packs, capsys):
-    assert main([*packs, "--seq-length", "2", "--limit", "9"]) == EXIT_DONE
+    settings = ["--seq-length", "2", "--limit", "9", "--overlong-conversations", "split"]
+    assert main([*packs, *settings]) == EXIT_DONE
     # the piece is kept for its label, the first token of the next piece
     assert "|(x)|(\\n)|" in capsys.readouterr().out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -167,9 +169,12 @@ def test_pairs_that_do_not_fit_a_pack_are_refused_or_dropped(tmp_path, tokenizer
     path = write_jsonl("pairs.jsonl", {"prompt": "p", "chosen": "a", "rejected": "b"}, long)
     with refused("pair-too-long") as caught:
         open_pairs(path, tokenizer, tmp_path / "c")
-    assert "1 of 2 pairs" in caught.value.what and "the first is pair 1" in caught.value.what
-    dataset, _ = open_pairs(path, tokenizer, tmp_path / "c", overlong="drop")
+    assert caught.value.what.startswith(f"{path}:2: ") and "1 of 2" in caught.value.what
+    listed = tmp_path / "quarantine.jsonl"
+    dataset, _ = open_pairs(path, tokenizer, tmp_path / "c", overlong="drop", quarantine=str(listed))
     assert len(dataset) == 1 and dataset[0].num_pairs == 1
+    (entry,) = map(json.loads, listed.read_text().splitlines())
+    assert (entry["file"], entry["line"]) == (path, 2) and entry["reason"].startswith("the pair has ")
 
 
 def test_pairs_and_other_records_are_told_apart(tmp_path, tokenizer, write_jsonl):

@@ -66,7 +66,7 @@ class RowAligner:
                 aligned, _ = each_row(one, self._without_teacher)
                 refused += [len(documents)] * len(aligned)
                 errors += wrong * len(aligned)
-            documents += aligned
+            documents += [document for _, document in aligned]
         return _batch(documents, errors, refused)
 
     def _align(self, row: Row) -> AlignedText:

@@ -44,24 +44,32 @@ def whole_records(lengths: np.ndarray, together: int, multiple: int, seq_length:
     return np.where(np.repeat(of_record <= seq_length, together), lengths, 0)
 
 
-def cut_documents(lengths: np.ndarray, first_document: int, seq_length: int, overlong: str) -> Pieces:
+def cut_documents(
+    lengths: np.ndarray,
+    first_document: int,
+    seq_length: int,
+    overlong: str = "split",
+    starts: np.ndarray | None = None,
+) -> Pieces:
     """Cut the documents first_document, first_document + 1, ... into pieces of at most `seq_length` tokens.
 
-    `lengths` int64 [documents]. Documents longer than `seq_length` are `split` into pieces, `truncate`d to
-    the first one, or `drop`ped. Pieces without any label (a single token at the end of a document) are
-    skipped.
+    `lengths` int64 [documents] are counted from the tokens `starts` (default: the first ones). Documents
+    longer than `seq_length` are `split` into pieces, `truncate`d to the first one, or `drop`ped. Pieces
+    without any label (a single token at the end of a document) are skipped.
     """
     assert overlong in OVERLONG
     documents = np.arange(first_document, first_document + len(lengths))
+    starts = np.zeros_like(lengths) if starts is None else starts
     if overlong == "drop":
-        documents, lengths = documents[lengths <= seq_length], lengths[lengths <= seq_length]
+        fits = lengths <= seq_length
+        documents, lengths, starts = documents[fits], lengths[fits], starts[fits]
     elif overlong == "truncate":
         lengths = np.minimum(lengths, seq_length)
     per_document = -(-lengths // seq_length)
     rank = np.arange(per_document.sum()) - np.repeat(np.cumsum(per_document) - per_document, per_document)
-    offset = rank * seq_length
-    left = np.repeat(lengths, per_document) - offset
+    left = np.repeat(lengths, per_document) - rank * seq_length
     length = np.minimum(left, seq_length)
     num_labels = np.minimum(length, left - 1)
+    offset = np.repeat(starts, per_document) + rank * seq_length
     pieces = Pieces(np.repeat(documents, per_document), offset, length, num_labels)
     return pieces.select(num_labels > 0)

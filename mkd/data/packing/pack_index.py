@@ -10,18 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mkd.data.encoding import in_workers
-from mkd.data.images.image_packing import ImageRoom
 from mkd.data.known_files import KnownFiles, sha256_of_file
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths, whole_records
+from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
+from mkd.data.packing.kept_documents import DocumentKeeper, Dropped
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
@@ -45,15 +45,18 @@ class PackSettings:
     document_multiple: int = 1  # documents are padded to a multiple of it
     documents: tuple[int, int] | None = None  # [first, last) of the corpus; None: all
     left_out: tuple[int, ...] = ()  # documents to skip, ascending
+    overlong_conversations: str | None = None  # of OVERLONG_CONVERSATIONS; None: as `overlong` says
     window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
     max_patches: int | None = None  # of images in a pack, for each model; None: no limit
     teacher_images: tuple[str, ...] = ()  # files of the images of teachers with image processors of their own
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings for the key of a file of packs; without images it is that of earlier versions."""
+        """Settings for the key of a file of packs; without later settings it is that of earlier versions."""
         values = asdict(self)
         teachers = [sha256_of_file(path) for path in values.pop("teacher_images")]
+        if self.overlong_conversations is None:
+            del values["overlong_conversations"]
         if self.max_patches is None:
             del values["max_patches"]
         elif teachers:
@@ -62,19 +65,6 @@ class PackSettings:
 
     def document_range(self, store: TokenStore) -> tuple[int, int]:
         return self.documents or (0, len(store))
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Numbers of documents of which nothing is in the packs, because a pack has no room for them."""
-
-    too_many_patches: int = 0  # for --max-patches-per-pack
-    too_long: int = 0  # for --seq-length
-
-    def __str__(self) -> str:
-        numbers = {"--max-patches-per-pack": self.too_many_patches, "--seq-length": self.too_long}
-        reasons = ", ".join(f"{number} beyond {flag}" for flag, number in numbers.items() if number)
-        return reasons and f"documents dropped: {reasons}"
 
 
 @dataclass(frozen=True)
@@ -171,9 +161,9 @@ class WindowPacker:
 
     def __call__(self, window: tuple[int, int]) -> PackedWindow:
         store, settings, together = self.store, self.settings, self.store.documents_per_record
-        room = ImageRoom(store, settings.seq_length, settings.max_patches, settings.teacher_images)
-        lengths, dropped = self._kept_lengths(room, *window)
-        pieces = cut_documents(lengths, window[0], settings.seq_length, settings.overlong)
+        keeper = DocumentKeeper(store, settings)
+        kept, room = keeper.kept(*window), keeper.room
+        pieces = cut_documents(kept.lengths, window[0], settings.seq_length, starts=kept.starts)
         starts = store.starts(pieces.document) + pieces.offset + 1
         loss_tokens = store.count_loss(starts, pieces.num_labels)
         # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
@@ -183,33 +173,13 @@ class WindowPacker:
         packs = pack_pieces(taken, settings.seq_length, settings.pack, together)
         kinds = self.kinds()
         columns = np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"])
-        found = PackedWindow(*columns, dropped)
-        for field in found.pieces.dtype.names:
-            found.pieces[field] = getattr(pieces, field)[packs.piece_ids]
+        found = PackedWindow(*columns, kept.dropped)
+        for name in found.pieces.dtype.names:
+            found.pieces[name] = getattr(pieces, name)[packs.piece_ids]
         if len(packs):
             found.packs["stop"] = packs.offsets[1:]
             found.packs["loss_tokens"] = np.add.reduceat(loss_tokens[packs.piece_ids], packs.offsets[:-1])
         return found
-
-    def _kept_lengths(self, room: ImageRoom, first: int, last: int) -> tuple[np.ndarray, Dropped]:
-        """Return the tokens to keep of the documents, int64 [last - first], and how many are dropped."""
-        settings, together = self.settings, self.store.documents_per_record
-        wanted = lengths = self.store.lengths_between(first, last)
-        if together > 1:
-            lengths = whole_records(lengths, together, settings.document_multiple, settings.seq_length)
-        left_out = np.array(settings.left_out, dtype=np.int64)
-        left_out = left_out[(left_out >= first) & (left_out < last)] - first
-        wanted[left_out] = lengths[left_out] = 0
-
-        def kept_in(room: ImageRoom) -> np.ndarray:
-            kept = room.kept_lengths(first, lengths, settings.overlong)
-            return np.where(kept > settings.seq_length, 0, kept) if settings.overlong == "drop" else kept
-
-        kept = kept_in(room)
-        is_dropped, of_patches = (wanted > 0) & (kept == 0), 0
-        if settings.max_patches is not None and is_dropped.any():
-            of_patches = int(np.count_nonzero(is_dropped & (kept_in(replace(room, max_patches=None)) > 0)))
-        return kept, Dropped(of_patches, int(np.count_nonzero(is_dropped)) - of_patches)
 
     def kinds(self) -> dict[str, np.dtype]:
         """Return the types of a piece and of a pack, with the smallest integers that hold all values."""
@@ -328,8 +298,7 @@ class Totals:
     tokens: int = 0
     loss_tokens: int = 0
     windows: int = 0
-    too_many_patches: int = 0
-    too_long: int = 0
+    dropped: dict[str, int] = field(default_factory=lambda: asdict(Dropped()))
 
     def add(self, window: PackedWindow) -> PackedWindow:
         """Count the window, and return it with stops that count from the first window's first piece."""
@@ -338,19 +307,30 @@ class Totals:
         self.tokens += int(window.pieces["length"].sum(dtype=np.int64))
         self.loss_tokens += int(window.packs["loss_tokens"].sum(dtype=np.int64))
         self.windows += 1
-        self.too_many_patches += window.dropped.too_many_patches
-        self.too_long += window.dropped.too_long
+        for name, number in asdict(window.dropped).items():
+            self.dropped[name] += number
         return window
 
     def checked(self, store: TokenStore, settings: PackSettings) -> dict[str, int]:
         """Return the sums. Raises DataError if no token has loss."""
         if not self.loss_tokens:
-            raise _no_loss_tokens(store, settings, Dropped(self.too_many_patches, self.too_long))
-        return asdict(self)
+            raise _no_loss_tokens(store, settings, Dropped(**self.dropped))
+        sums = asdict(self)
+        return sums | sums.pop("dropped")
 
 
 def _no_loss_tokens(store: TokenStore, settings: PackSettings, dropped: Dropped) -> DataError:
     first, last = settings.document_range(store)
+    if dropped.conversations:
+        longest = int(store.lengths_between(first, last).max())
+        return DataError(
+            f"{store.name}: nothing is left to learn from, because {dropped.conversations} of {last - first} "
+            f"documents are conversations longer than --seq-length {settings.seq_length}",
+            "they are left out: their later pieces would be answers without the question",
+            f"raise --seq-length (the longest document has {longest} tokens), or keep the end of each: "
+            "--overlong-conversations truncate-left",
+            code="conversations-too-long",
+        )
     why = f"all tokens of its {last - first} documents that could be labels are masked"
     if str(dropped):
         why += f", or the documents have no room in a pack: {dropped}"

@@ -200,7 +200,8 @@ def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path
     text = texts(15)[14]
     ids = np.array(STUDENT.encode(text))
     store = make_store([ids], [[0] * (len(ids) - 3) + [1] * 3])
-    dataset, _ = open_pair(store.prefix, tmp_path, teacher_text(), seq_length=len(ids) - 20)
+    settings = dict(seq_length=len(ids) - 20, overlong_conversations="split")
+    dataset, _ = open_pair(store.prefix, tmp_path, teacher_text(), **settings)
     chunks = dataset[0].teacher_inputs[0].chunks
     assert len(dataset) == 1 and chunks.student_counts.sum() == 3 and chunks.teacher_rows[0] > 10
 
