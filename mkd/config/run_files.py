@@ -83,6 +83,23 @@ class DataConfig:
         "image patches in a pack, at most. It bounds the memory and time of the vision tower, as "
         "--seq-length does those of the text (default: no limit)",
     )
+    chat_loss: str = option(
+        "auto",
+        "messages of a conversation with loss. auto: what the chat template marks as generation, "
+        "else all of the assistant's turns; turns: all turns, whatever it marks; marks: only what it marks; "
+        "last: the assistant's messages after the last user message. Records may flag single messages",
+        choices=("auto", "turns", "marks", "last"),
+    )
+    chat_template_kwargs: str | None = option(
+        None,
+        "variables of the chat template as a JSON object, for example '{\"enable_thinking\": false}'. "
+        "`chat_template_kwargs` of a record wins (default: none)",
+    )
+    chat_date: str | None = option(
+        None,
+        "date that chat templates write which ask for the present one, as YYYY-MM-DD (default: the day of "
+        "the run's first start, also after it resumes)",
+    )
     append_eod: bool = option(True, "end every document with the end-of-text token")
     shuffle: bool = option(True, "draw packs in random order, a different one in every epoch")
     num_workers: int = option(

@@ -6,6 +6,7 @@ Read in this order:
     run_plan.py               models, batch and layouts of a run, from files and flags alone
     model_source.py           the files of one model
     preflight.py              problems of tokenizers, data and exports, found before the start
+    chat_setup.py             the settings of a run for conversations
     rollout_preflight.py      problems of prompts and stop tokens
     setup.py                  from a plan to a run: who gets which part
     build_data.py             the data sets

@@ -26,6 +26,7 @@ from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.operations.run_folders import cache_folder
+from mkd.run.chat_setup import CHAT_DATE
 from mkd.run.cross_tokenizer_setup import teacher_images
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -84,6 +85,8 @@ def fingerprints(
             found["loss.stored_precision"] = plan.stored_teacher.meta.precision
     found |= _teacher_processors(plan)
     found["tokenizer"] = tokenizer.fingerprint
+    if tokenizer.chat_date is not None:
+        found[CHAT_DATE] = tokenizer.chat_date
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
         known = KnownFiles(cache_folder(plan.config))

@@ -32,6 +32,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.build_engine import build_teacher_parts, load_weights
+from mkd.run.chat_setup import chat_settings
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.tokenizers.load import load_tokenizer
 
@@ -117,7 +118,8 @@ def evaluate_student(
     if plan is None:
         raise ErrorList(problems)
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.source.assets))
+    name = data.tokenizer_model or str(plan.source.assets)
+    tokenizer = load_tokenizer(data.tokenizer_type, name, chat_settings(config))
     images = image_reader(
         plan.source.assets, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side
     )

@@ -26,8 +26,10 @@ from mkd.data.records.rows import RAW_SUFFIXES, read_rows
 from mkd.data.sources import find_prefix, is_raw, parse_blend, require_file, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
+from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
+from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.tokenizers.tokenizer_files import has_tokenizer
@@ -63,9 +65,11 @@ def open_tokenizers(
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
         return None
-    tokenizer = collect_error(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
+    chat = collect_error(problems, partial(chat_settings, config))
+    tokenizer = collect_error(problems, lambda: load_tokenizer(config.data.tokenizer_type, name, chat))
     if tokenizer is None:
         return None
+    problems += chat_problems(tokenizer, config.data)
     if student is not None:
         problems += wider_than_head(tokenizer, config, "student", student)
     own: list[Tokenizer | None] = []
@@ -73,7 +77,7 @@ def open_tokenizers(
     roles = teacher_roles(config.teachers)
     for role, settings, source in zip(roles, config.teachers, teachers, strict=False):
         if source is not None and settings.xtoken is not None:
-            own.append(collect_error(problems, partial(open_own_tokenizer, role, source)))
+            own.append(collect_error(problems, partial(open_own_tokenizer, role, source, chat)))
             continue
         own.append(None)
         problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
@@ -116,7 +120,7 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
         yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
 
 
-def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
+def open_own_tokenizer(role: str, teacher: ModelSource, chat: ChatSettings | None = None) -> Tokenizer:
     """Open the tokenizer of a cross-tokenizer teacher. Raises UsageError, which names the teacher."""
     if not has_tokenizer(teacher.assets):
         raise UsageError(
@@ -127,7 +131,7 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
             code="tokenizer-missing",
         )
     try:
-        return open_tokenizer(str(teacher.assets))
+        return open_tokenizer(str(teacher.assets), chat)
     except UsageError as error:
         raise error.located(f"the {role}'s tokenizer") from error
 

@@ -38,6 +38,7 @@ from mkd.platform import Platform
 from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
+from mkd.run.chat_setup import describe_chat
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identity
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
@@ -91,7 +92,8 @@ def build_run(
     reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
-    for line in describe_data(train_set, valid_set, tasks) + ([prompts.describe()] if prompts else []):
+    lines = describe_data(train_set, valid_set, tasks) + ([prompts.describe()] if prompts else [])
+    for line in lines + describe_chat(tokenizer, (train_set, valid_set), prompts):
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:

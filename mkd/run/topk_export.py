@@ -43,6 +43,7 @@ from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_data import open_data
+from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
@@ -133,8 +134,10 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     tokenizer = images = None
     if teacher is not None:
         source, folder = teacher.source, name or str(teacher.source.assets)
-        tokenizer = collect_error(problems, lambda: load_tokenizer(kind, folder))
+        chat = collect_error(problems, partial(chat_settings, config))
+        tokenizer = collect_error(problems, lambda: load_tokenizer(kind, folder, chat))
     if teacher is not None and tokenizer is not None:
+        problems += chat_problems(tokenizer, config.data)
         problems += wider_than_head(tokenizer, config, "teacher", source)
         images = collect_error(problems, partial(_open_images, config, source, tokenizer))
     paths = data_paths(problems, config)

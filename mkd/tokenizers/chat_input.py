@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date as Date
 from typing import Any
 
+from mkd.errors import DataError, UsageError
+
 ASSISTANT = "assistant"
+RESERVED = frozenset(  # names that mkd or transformers give a meaning
+    ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize")
+    + ("add_generation_prompt", "continue_final_message", "return_dict", "return_assistant_tokens_mask")
+    + ("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "strftime_now")
+    + ("sanitize_control_tokens",)
+)
 
 
 @dataclass(frozen=True)
@@ -37,4 +47,64 @@ class ChatSettings:
 
     loss: str = "auto"  # rule for the messages with loss: auto, turns, marks or last
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-    date: str | None = None  # "YYYY-MM-DD" or with a time, for templates that write today's; None: today
+    date: str | None = None  # YYYY-MM-DD, for templates that write the present date; None: the present one
+
+    @classmethod
+    def from_flags(cls, loss: str, template_kwargs: str | None, date: str | None) -> ChatSettings:
+        """Return the settings of the flags. Raises UsageError for values that are not valid."""
+        variables: Any = {}
+        if template_kwargs is not None:
+            try:
+                variables = json.loads(template_kwargs)
+            except ValueError as error:
+                raise _not_an_object(template_kwargs, str(error)) from None
+            if not isinstance(variables, dict):
+                raise _not_an_object(template_kwargs, "it is another kind of value")
+        names = reserved_names(variables)
+        if names:
+            raise UsageError(
+                f"--chat-template-kwargs sets {names}",
+                "mkd passes this to the chat template itself",
+                "leave it out",
+                code="chat-template-kwargs-reserved",
+            )
+        try:
+            if date is not None and Date.fromisoformat(date).isoformat() != date:
+                raise ValueError
+        except ValueError:
+            what = f"--chat-date {date} is not a date"
+            raise UsageError(what, do="write it as YYYY-MM-DD", code="chat-date-invalid") from None
+        return cls(loss, variables, date)
+
+
+def reserved_names(variables: Mapping[str, Any]) -> str:
+    """Return the names of variables that only mkd may set, joined."""
+    return ", ".join(sorted(RESERVED & variables.keys()))
+
+
+def check_template_kwargs(variables: Any) -> None:
+    """Raise DataError unless a record's `chat_template_kwargs` are variables that it may set."""
+    if not isinstance(variables, Mapping):
+        raise DataError(
+            "chat_template_kwargs is not an object",
+            "it names variables of the chat template, and their values",
+            'write {"enable_thinking": false}, or remove it',
+            code="record-template-kwargs",
+        )
+    names = reserved_names(variables)
+    if names:
+        raise DataError(
+            f"chat_template_kwargs sets {names}",
+            "mkd passes this to the chat template itself",
+            "remove it from chat_template_kwargs",
+            code="record-template-kwargs",
+        )
+
+
+def _not_an_object(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"--chat-template-kwargs {text[:80]!r} is not a JSON object",
+        why,
+        """write --chat-template-kwargs '{"enable_thinking": false}'""",
+        code="chat-template-kwargs-invalid",
+    )

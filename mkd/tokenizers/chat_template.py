@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mkd.errors import DataError
 from mkd.tokenizers.call_arguments import argument_form, with_arguments
-from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation
+from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation, check_template_kwargs
 
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message's reasoning
@@ -76,6 +76,27 @@ class ChatTemplate:
         source = self._hf.get_chat_template(tools=conversation.tools)
         return with_date(source, self.settings.date)
 
+    def describe(self) -> list[str]:
+        """Return lines for people: which messages have loss, and which date the template writes."""
+        rule = self.settings.loss
+        has_marks = GENERATION_MARK.search(self.source(Conversation(PROBE))) is not None
+        loss = {
+            "auto": "what the chat template marks with {% generation %}; in records where it marks nothing, "
+            "every turn of the assistant"
+            if has_marks
+            else "every turn of the assistant, which the chat template does not mark",
+            "turns": "every turn of the assistant" + (", whatever the template marks" if has_marks else ""),
+            "marks": "what the chat template marks with {% generation %}",
+            "last": "the assistant's messages after the last user message",
+        }[rule]
+        lines = [f"conversations have loss on {loss} (--chat-loss {rule})"]
+        if not self.writes_date:
+            return lines
+        date = self.settings.date
+        if date is None or DATE + "(" in self.source(Conversation(PROBE)):
+            return [*lines, "note: the chat template writes the present date: its ids change every day"]
+        return [*lines, f"note: the chat template writes a date: {date} for the whole run (--chat-date)"]
+
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of the conversation. Raises DataError if the template refuses it."""
         try:
@@ -123,6 +144,7 @@ class ChatTemplate:
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         """Return what the template reads apart from the messages."""
+        check_template_kwargs(conversation.template_kwargs)
         tools = None if conversation.tools is None else [dict(one) for one in conversation.tools]
         return {"tools": tools, **self.settings.template_kwargs, **conversation.template_kwargs}
 

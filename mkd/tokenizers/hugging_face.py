@@ -108,6 +108,17 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_turns(self, conversation: Conversation) -> EncodedChat:
         return encode_turns(self._hf, self._template, conversation, self._pieces)
 
+    def describe_chat(self) -> list[str]:
+        return self._template.describe() if self.has_chat_template else []
+
+    @property
+    def chat_date(self) -> str | None:
+        return self._chat.date if self.has_chat_template and self._template.writes_date else None
+
+    @property
+    def has_chat_marks(self) -> bool:
+        return self.has_chat_template and self._template.has_marks(Conversation(()))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 

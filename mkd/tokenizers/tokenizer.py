@@ -81,6 +81,20 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
+    def describe_chat(self) -> list[str]:
+        """Return lines for people on how conversations are read; none without a chat template."""
+        return []
+
+    @property
+    def chat_date(self) -> str | None:
+        """Date that the chat template writes, if it asks for the present one and the settings name one."""
+        return None
+
+    @property
+    def has_chat_marks(self) -> bool:
+        """True if the chat template has {% generation %} marks."""
+        return False
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens included."""

@@ -1,0 +1,70 @@
+"""The settings of a run for conversations: which messages have loss, variables and date of the template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mkd.checkpoint.folders import find_checkpoint, read_state
+from mkd.config.run_files import CheckpointConfig, DataConfig
+from mkd.config.schema import Config
+from mkd.data.prompts import PromptSet
+from mkd.data.records.kinds import MESSAGES, PAIR
+from mkd.errors import CheckpointError, UsageError
+from mkd.plan.checks.no_effect import no_effect
+from mkd.tokenizers.chat_input import ChatSettings
+from mkd.tokenizers.tokenizer import Tokenizer
+
+CHAT_DATE = "chat.date"  # among the fingerprints of a checkpoint
+
+
+def chat_settings(config: Config) -> ChatSettings:
+    """Return the settings of the flags. Raises UsageError for values that are not valid.
+
+    Without --chat-date, the date is that of the run that saved the checkpoint of --load, else today's.
+    """
+    data = config.data
+    settings = ChatSettings.from_flags(data.chat_loss, data.chat_template_kwargs, data.chat_date)
+    found = settings.date or _saved_date(config.checkpoint) or date.today().isoformat()
+    return ChatSettings(settings.loss, settings.template_kwargs, found)
+
+
+def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError]:
+    """Yield the problems of the flags with the chat template of the student's tokenizer."""
+    if tokenizer.has_chat_template:
+        if data.chat_loss == "marks" and not tokenizer.has_chat_marks:
+            yield UsageError(
+                "--chat-loss marks: the chat template has no {% generation %} marks",
+                "no token of a conversation would have loss",
+                "add marks to the template, or use --chat-loss turns",
+                code="chat-template-without-marks",
+            )
+        return
+    for flag, value, default in (
+        ("chat-loss", data.chat_loss, DataConfig.chat_loss),
+        ("chat-template-kwargs", data.chat_template_kwargs, None),
+        ("chat-date", data.chat_date, None),
+    ):
+        if value != default:
+            yield no_effect(f"--{flag} {value}", "the tokenizer has no chat template", "remove it")
+
+
+def describe_chat(tokenizer: Tokenizer, data_sets: Iterable[Any], prompts: PromptSet | None) -> list[str]:
+    """Return lines on how the run reads conversations; none if it has none."""
+    members = [member for one in data_sets if one is not None for member in one.members]
+    kinds = {kind for member in members for kind in member.store.meta.get("kinds", ())}
+    has_chat_prompts = prompts is not None and any(one.is_chat for one in prompts.prompts)
+    return tokenizer.describe_chat() if kinds & {MESSAGES, PAIR} or has_chat_prompts else []
+
+
+def _saved_date(checkpoint: CheckpointConfig) -> str | None:
+    """Return the date in the checkpoint from which the run resumes, if there is one."""
+    try:
+        folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
+        saved = {} if folder is None else read_state(folder).get("fingerprints", {})
+    except CheckpointError:  # reported where the checkpoint is loaded
+        return None
+    found = saved.get(CHAT_DATE)
+    return found if isinstance(found, str) else None

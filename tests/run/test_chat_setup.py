@@ -1,0 +1,84 @@
+"""Settings of a run for conversations: the date of its first start, what is said, flags without effect."""
+
+from __future__ import annotations
+
+import datetime
+from unittest import mock
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.errors import EXIT_CHECKPOINT, ErrorList
+from mkd.run import chat_setup
+from mkd.run.run_plan import plan_run
+from tests.train.command import Result, call_main, flags, make_files, write_records
+
+TEMPLATE = (
+    "{{ 'fox ' + strftime_now('%Y-%m-%d') }}{% for m in messages %}"
+    "{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+)
+MARKED = TEMPLATE.replace(
+    "{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}",
+    "{{ m['role'] }}{% generation %}{{ m['content'] }}{% endgeneration %}",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = make_files(tmp_path_factory.mktemp("chat"))
+    (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
+    said = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}]
+    write_records(folder / "chat.jsonl", *[{"messages": said}] * 20)
+    return folder
+
+
+def on_day(day, argv):
+    """Run the command on that day."""
+    today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
+    with mock.patch.object(chat_setup, "date", today):
+        return call_main(argv)
+
+
+def problems_of(argv) -> list:
+    try:
+        plan_run(load_config(argv).config, 1)
+    except ErrorList as error:
+        return error.errors
+    return []
+
+
+def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
+    def start(day, log, *more):
+        argv = flags(files, log, *more, data_path="chat.jsonl", data_cache_path=f"{log} cache", save="saved")
+        return Result(*ranks.run(on_day, 1, day, argv)[0])
+
+    first = start("2026-11-26", "first", "--exit-interval", 1)
+    assert first.exit_code == 0, first.stderr
+    assert "writes a date: 2026-11-26" in first.stdout + first.stderr
+    assert "every turn of the assistant, which the chat template does not mark" in first.stdout + first.stderr
+    changed = start("2026-11-27", "changed", "--load", files / "saved", "--chat-date", "2026-11-27")
+    assert changed.exit_code == EXIT_CHECKPOINT, changed.stderr
+    assert "chat.date (2026-11-26 then, 2026-11-27 now)" in changed.stderr
+    second = start("2026-11-27", "second", "--load", files / "saved")
+    assert second.exit_code == 0, second.stderr
+    assert "writes a date: 2026-11-26" in second.stdout + second.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "codes"),
+    [
+        (("--chat-loss", "marks"), ["chat-template-without-marks"]),
+        (("--chat-template-kwargs", "[]"), ["chat-template-kwargs-invalid"]),
+        (("--chat-date", "today"), ["chat-date-invalid"]),
+        (("--chat-loss", "last"), []),
+    ],
+)
+def test_flags_are_checked_before_the_start(more, codes, files):
+    found = problems_of(flags(files, "checked", *more, data_path="chat.jsonl"))
+    assert [one.code for one in found] == codes
+
+
+def test_flags_that_no_template_reads_have_no_effect(files):
+    more = ("--chat-loss", "last", "--chat-date", "2026-11-26", "--tokenizer-model", files / "teacher")
+    found = problems_of(flags(files, "plain", *more))
+    assert [one.code for one in found] == ["setting-without-effect"] * 2

@@ -1,0 +1,70 @@
+"""Settings for conversations: valid flags, names that only mkd sets, the date of templates."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from mkd.errors import DataError, UsageError
+from mkd.tokenizers.chat_input import ChatSettings, Conversation, check_template_kwargs
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.reported import refused
+from tests.tokenizers.chat_templates import PLAIN
+from tests.tokenizers.trained import CHATML, train_hf_tokenizer
+
+DATED = "{{ '<|im_start|>' + strftime_now('%d %b %Y') + strftime_now(\"/%m\") + '<|im_end|>' }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("variables", "date", "code"),
+    [
+        ("{", None, "chat-template-kwargs-invalid"),
+        ("[1]", None, "chat-template-kwargs-invalid"),
+        ('{"enable_thinking": true, "tools": []}', None, "chat-template-kwargs-reserved"),
+        (None, "26.11.2026", "chat-date-invalid"),
+        (None, "20261126", "chat-date-invalid"),
+    ],
+)
+def test_flags_that_are_not_valid_are_refused(variables, date, code):
+    with refused(code, UsageError):
+        ChatSettings.from_flags("auto", variables, date)
+
+
+def test_flags_become_settings():
+    found = ChatSettings.from_flags("last", '{"enable_thinking": false}', "2026-11-26")
+    assert found == ChatSettings("last", {"enable_thinking": False}, "2026-11-26")
+
+
+@pytest.mark.parametrize("variables", [3, {"add_generation_prompt": True}])
+def test_a_record_sets_no_reserved_name(variables):
+    with refused("record-template-kwargs", DataError):
+        check_template_kwargs(variables)
+    with refused("record-template-kwargs", DataError):
+        HuggingFaceTokenizer(train_hf_tokenizer()).apply_chat_template(
+            Conversation(PLAIN, template_kwargs=variables)
+        )
+
+
+def test_a_template_writes_the_date_of_the_settings():
+    settings = ChatSettings(date="2020-02-29")
+    tokenizer = pickle.loads(pickle.dumps(HuggingFaceTokenizer(train_hf_tokenizer(DATED), settings)))
+    for ids in (
+        tokenizer.apply_chat_template(Conversation(PLAIN))[0],
+        tokenizer.generation_prompt(Conversation(PLAIN)),
+        tokenizer.encode_turns(Conversation(PLAIN)).encoded.ids.tolist(),
+    ):
+        assert tokenizer.decode(ids).startswith("<|im_start|>29 Feb 2020/02<|im_end|>")
+    assert tokenizer.chat_date == "2020-02-29" and "2020-02-29" in tokenizer.describe_chat()[1]
+    prints = [
+        HuggingFaceTokenizer(train_hf_tokenizer(template), ChatSettings(date=date)).fingerprint
+        for template in (DATED, CHATML)
+        for date in ("2020-02-29", "2020-03-01", None)
+    ]
+    assert len(set(prints)) == 4, "the date counts only in a template that writes one"
+
+
+def test_a_date_that_cannot_be_kept_is_said():
+    changing = DATED.replace("'%d %b %Y'", "'%d' + ' %b'")
+    tokenizer = HuggingFaceTokenizer(train_hf_tokenizer(changing), ChatSettings(date="2020-02-29"))
+    assert "change every day" in tokenizer.describe_chat()[1]
