@@ -40,8 +40,9 @@ METRICS = (
         "loss",
         "nats",
         ROW_MEAN,
-        "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses. With judged answers their loss "
-        "takes the place of ce_loss: a mean over pairs, or over sampled tokens",
+        "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses, which held-out records leave out. "
+        "With judged answers their loss takes the place of ce_loss: a mean over pairs, or over sampled "
+        "tokens",
     ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
@@ -98,8 +99,8 @@ METRICS = (
         "expert_load_max_over_mean",
         "1",
         STEP_MEAN,
-        "tokens of the busiest expert divided by the mean over experts, in the global batch, averaged over "
-        "layers. 1 is even; absent without experts",
+        "tokens of the busiest expert divided by the mean over experts, in the global batch without padding, "
+        "averaged over layers. 1 is even; absent without experts",
     ),
     Metric("expert_load_worst_layer", "1", STEP_MEAN, "the same in the layer where it is largest"),
     Metric("loss_spikes", "steps", SUM, "steps whose loss stands out; absent if there are none", int),
@@ -122,7 +123,8 @@ METRICS = (
         "rollout/repetition",
         "proportion",
         STEP_MEAN,
-        "fraction of the sequences of 4 tokens that occurred before in their completion",
+        "fraction of the sequences of 4 tokens that occurred before in their completion, averaged over "
+        "completions of any length",
     ),
     Metric("rollout/entropy", "nats/token", STEP_MEAN, "entropy of the student where it sampled, at T = 1"),
     Metric(
@@ -137,7 +139,8 @@ METRICS = (
             f"rollout/kl_quarter_{number}",
             "nats/token",
             STEP_MEAN,
-            f"ln p - ln q of the sampled tokens in quarter {number} of the completions that have a loss, "
+            f"ln p - ln q of the sampled tokens in quarter {number} of the completions that have a loss "
+            "(token j of n, counted from 0, is in quarter 1 + 4 j // n), "
             "student p and teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1. Absent "
             "without such tokens",
         )
@@ -220,7 +223,8 @@ AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "auxiliary_loss",
     "nats/token",
     TOKEN_MEAN,
-    "auxiliary loss that the student's layers add, coefficient included",
+    "auxiliary loss that the student's layers add, coefficient included. In each step it is a mean over all "
+    "real tokens of the global batch, with or without a loss; the record weighs steps by their loss tokens",
 )
 
 _BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}
