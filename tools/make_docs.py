@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
+from mkd.log.compact import COLUMNS, ONLY_HELD_OUT, CompactLines  # noqa: E402
 from mkd.log.metrics import AUXILIARY, METRICS, PER_TEACHER, Metric  # noqa: E402
-from mkd.log.progress import LOSS_FIELDS  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
 
@@ -43,6 +43,17 @@ _FILE_NAMES = {
     "performance": "docs/performance.md",
     "errors": "docs/errors.md",
 }
+
+OTHER_LABELS = {
+    "iteration": "first",
+    "learning_rate": "`lr`",
+    "grad_norm": "`norm`",
+    "step_time_ms": "before `tok/s`",
+    "tokens_per_s_per_gpu": "`tok/s`",
+    "skipped_iterations": "`skipped`, if any",
+    "loss_spikes": "`spikes`, if any",
+}
+"""Metric -> its place in the progress line, of those that are no columns."""
 
 
 def pages() -> dict[Path, str]:
@@ -125,15 +136,21 @@ def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(flags), reason) for reason, flags in reasons.items()]
 
 
+def _example_lines() -> str:
+    """Return a line of a step and one of an evaluation."""
+    record = dict(iteration=120, loss=2.7231, kd_loss=1.0811, ce_loss=4.3651, top1_agreement=0.4981)
+    record |= dict(learning_rate=9.3e-4, grad_norm=1.07, step_time_ms=812.0, tokens_per_s_per_gpu=5040.0)
+    lines = CompactLines(1000)
+    return f"{lines.train(record)}\n{lines.valid(record | dict(teacher_ce=2.8061, gap_closed=0.31))}"
+
+
 def metrics_page() -> str:
     """Return the page of all keys of metrics.jsonl, with their labels in the progress line."""
-    labels: dict[str, list[str]] = {}
-    for label, key in LOSS_FIELDS.items():
-        labels.setdefault(key, []).append(label)
+    labels = {key: f"`{label}`" for label, (key, _) in (COLUMNS | ONLY_HELD_OUT).items()} | OTHER_LABELS
     head = ("key", "unit", "type", "meaning", "over a log interval", "in the progress line")
 
     def row(metric: Metric, name: str) -> tuple[str, ...]:
-        shown = ", ".join(f"`{label}`" for label in labels.get(metric.name, ()))
+        shown = labels.get(metric.name, "")
         return f"`{name}`", metric.unit, metric.number.__name__, metric.help, metric.reduction.value, shown
 
     return (
@@ -149,6 +166,12 @@ def metrics_page() -> str:
                 "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
                 "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
                 "cover all of its ids.\n",
+                "The terminal shows a short line of them, at the end of every log interval and after every "
+                "evaluation (`--log-format compact`). Labels keep their columns; those that a run does not "
+                "have are left out. Evaluations of held-out text end with the word held-out:\n",
+                "```\n" + _example_lines() + "\n```\n",
+                "`--log-format megatron` prints Megatron-LM's long line with mkd's fields instead, for "
+                "scripts that grep it. Its `lm loss` is `ce_loss`.\n",
                 *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
                 "With several teachers, or a cross-tokenizer teacher, each teacher also has its own values: "
                 "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "

@@ -24,7 +24,7 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.notes import plan_notes
+from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe
 
 HUB_TIMEOUT_S = 5.0
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan."""
     own, rest = own_flags(sys.argv[1:] if argv is None else argv)
     forecast = plan(load_config(rest).config, own.world_size, own.document_length)
-    print("\n".join([describe(forecast), *plan_notes(forecast)]))
+    print("\n".join([describe(forecast), *plan_notes(forecast), *precision_note(forecast)]))
 
 
 def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -16,6 +16,7 @@ from mkd.config.yaml_file import YamlFile, read_yaml
 from mkd.errors import ErrorList, collect_error
 
 DEFAULT = "default"
+WIDEST_VALUE = 48  # columns: a long list of files moves only its own origin to the right
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,18 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
 
 
 def format_config(loaded: LoadedConfig) -> str:
-    """Return one aligned line per setting, for the start of a run: path, value, origin."""
-    origins = loaded.origins
-    rows = [(one.path, _text(value), origins[one.path]) for one, value in settings(loaded.config)]
-    path_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    """Return one aligned line per setting that was given, for the start of a run: path, value, origin."""
+    origins, every = loaded.origins, list(settings(loaded.config))
+    rows = [(one.path, _text(value), origins[one.path]) for one, value in every]
+    rows = [row for row in rows if row[2] != DEFAULT]
+    path_width, value_width = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    value_width = min(value_width, WIDEST_VALUE)
     return "\n".join(f"{path:{path_width}}  {value:{value_width}}  {origin}" for path, value, origin in rows)
+
+
+def num_defaults(loaded: LoadedConfig) -> int:
+    """Return how many settings have their defaults."""
+    return sum(origin == DEFAULT for origin in loaded.origins.values())
 
 
 def save_config(loaded: LoadedConfig, path: str | Path) -> None:

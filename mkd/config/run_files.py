@@ -173,6 +173,12 @@ class LogConfig:
     log_interval: int = option(
         1, "optimizer steps between progress lines and metrics records, which hold their means"
     )
+    log_format: str = option(
+        "compact",
+        "form of the progress lines. compact: one short line of what people watch. megatron: the long line "
+        "of Megatron-LM with mkd's fields, for scripts that grep it. metrics.jsonl has every number anyway",
+        choices=("compact", "megatron"),
+    )
     log_dir: str | None = option(
         None, "folder for metrics.jsonl and config.yaml (default: --save, else runs/NAME)"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.data.records.rows import RAW_SUFFIXES
+from mkd.config.data_files import RAW_SUFFIXES
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -108,17 +108,6 @@ def require_text(store: TokenStore, name: str) -> None:
             "and this teacher was trained on another one",
             "name the raw file of the conversations instead: each model then reads them in its own template",
             code="corpus-of-conversations-for-teacher",
-        )
-
-
-def require_file(path: str, flag: str) -> None:
-    """Raise DataError if `path` is not a file."""
-    if not Path(path).is_file():
-        raise DataError(
-            f"{flag} {path}: nothing found",
-            "looked for a file of this name",
-            "check the path",
-            code="data-path-not-found",
         )
 
 

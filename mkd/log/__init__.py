@@ -3,7 +3,8 @@
 In reading order:
 
     metrics        the registry of metrics, and their averages over a log interval
-    progress       the lines that a person reads
+    compact        the short lines that a person reads
+    progress       the long lines of Megatron-LM, and the choice between both
     writers        metrics.jsonl and TensorBoard behind one logger
     wandb_writer   Weights & Biases
     records        reading metrics.jsonl back

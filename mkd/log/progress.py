@@ -1,10 +1,16 @@
-"""Lines that a person reads and greps: Megatron's training and validation lines, with mkd's fields added."""
+"""The lines of --log-format megatron: Megatron's training and validation lines, with mkd's fields added.
+
+Scripts grep them, so they stay as they are. `compact.py` has the lines for people.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Protocol
+
+from mkd.log.compact import CompactLines, perplexity
 
 LONGEST_S = timedelta.max.days * 86400
 LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, for scripts that grep it
@@ -14,6 +20,37 @@ LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy
     "kd loss": "kd_loss",
     "teacher ce": "teacher_ce",
 }
+
+
+class Lines(Protocol):
+    """The lines of a run on the terminal."""
+
+    def train(self, record: Mapping[str, float]) -> str:
+        """Format a training record (`IntervalAverager.flush`)."""
+
+    def valid(self, record: Mapping[str, float]) -> str:
+        """Format an evaluation of held-out text."""
+
+
+@dataclass(frozen=True)
+class MegatronLines:
+    """The lines of `--log-format megatron`."""
+
+    train_iters: int
+    global_batch_size: int  # packs
+
+    def train(self, record: Mapping[str, float]) -> str:
+        return progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
+
+    def valid(self, record: Mapping[str, float]) -> str:
+        return evaluation_line(record)
+
+
+def build_lines(log_format: str, train_iters: int, global_batch_size: int) -> Lines:
+    """Return the lines of --log-format."""
+    if log_format == "compact":
+        return CompactLines(train_iters)
+    return MegatronLines(train_iters, global_batch_size)
 
 
 def progress_line(
@@ -59,7 +96,7 @@ def evaluation_line(record: Mapping[str, float]) -> str:
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")
         if LOSS_FIELDS.get(label) == "ce_loss":
-            fields.append(f"{label} PPL: {_perplexity(value):.6E}")
+            fields.append(f"{label} PPL: {perplexity(value):.6E}")
     fields += _optional(record, "top-1 agreement value", "top1_agreement", ".4f")
     fields += _optional(record, "gap closed value", "gap_closed", ".4f")
     fields += _optional(record, "dpo margin value", "dpo/margin", ".4f")
@@ -76,10 +113,3 @@ def _losses(record: Mapping[str, float]) -> dict[str, float]:
 
 def _optional(record: Mapping[str, float], label: str, key: str, form: str) -> list[str]:
     return [f"{label}: {record[key]:{form}}"] if key in record else []
-
-
-def _perplexity(cross_entropy: float) -> float:
-    try:
-        return math.exp(cross_entropy)
-    except OverflowError:
-        return math.inf

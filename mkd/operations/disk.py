@@ -15,10 +15,10 @@ from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
 from mkd.errors import UsageError
+from mkd.human import size
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
 
-MIB, GIB = 2**20, 2**30
 # Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
 CACHE_SHARE = 1 / 3
 
@@ -45,11 +45,11 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     if checkpoint.save:
         count = checkpoints_to_come(config)
         what = "a checkpoint" if count < 2 else f"{count} checkpoints"
-        size = count * checkpoint_bytes(student, bf16) if student else 0
-        yield Written(what, "--save", Path(checkpoint.save), size)
+        num_bytes = count * checkpoint_bytes(student, bf16) if student else 0
+        yield Written(what, "--save", Path(checkpoint.save), num_bytes)
     if checkpoint.export_hf:
-        size = weight_bytes(student, bf16) if student else 0
-        yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
+        num_bytes = weight_bytes(student, bf16) if student else 0
+        yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), num_bytes)
     yield Written("metrics", _log_flag(config), log_folder(config))
     if log.tensorboard_dir:
         yield Written("TensorBoard events", "--tensorboard-dir", Path(log.tensorboard_dir))
@@ -99,8 +99,8 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     retains = checkpoint.save_retain_interval is not None
     flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
-        f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, "
-        f"{_size(staying * each)} in all; its disk has {_size(free)} left: give {flag}, or remove some "
+        f"note: {staying} more checkpoints of {size(each)} will stay in {save.folder}, "
+        f"{size(staying * each)} in all; its disk has {size(free)} left: give {flag}, or remove some "
         "during the run"
     ]
 
@@ -151,14 +151,10 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     free = shutil.disk_usage(writes[0].existing).free
     if free >= needed:
         return None
-    parts = ", ".join(f"{write.what} {_size(write.num_bytes)}" for write in large)
-    what = f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it"
+    parts = ", ".join(f"{write.what} {size(write.num_bytes)}" for write in large)
+    what = f"the disk of {large[0].folder} has {size(free)} left, the run writes {size(needed)} to it"
     do = f"make room, or choose another {_joined(write.flag for write in large)}"
     return UsageError(what, f"it would fail after all the work before: {parts}", do, code="disk-too-small")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
 
 
 def _joined(texts: Iterable[str]) -> str:

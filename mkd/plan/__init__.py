@@ -27,6 +27,7 @@ It starts without torch. In reading order:
     update_time.py       the time of the optimizer's update
     checks/              validation: every problem of a configuration
     forecast.py          all of the above for one run
+    forecast_text.py     its text
     teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
     host_time.py         how long a CPU starts the kernels of a step

@@ -80,7 +80,7 @@ def pair_cost(
     token counts as a loss token, except the assumed image tokens. Block recomputation is counted as if stages
     were equal.
     """
-    rates, training = rates or Rates(), config.training
+    rates, training = rates or Rates.of_precision(config.training.bf16), config.training
     planned = plan_teachers(config, teachers)
 
     def timer(

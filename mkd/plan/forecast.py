@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from mkd.config.schema import Config
 from mkd.errors import ErrorList, UsageError
 from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
-from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
+from mkd.plan.bubble import StepForecast, simulate
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead, with_states_ahead
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, layer_transfer_ms, pair_cost
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
+from mkd.plan.forecast_text import MOST_PLANNED, describe_forecast
 from mkd.plan.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
@@ -26,13 +26,9 @@ from mkd.plan.parameters import active_parameters, model_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 from mkd.plan.prefetch import PrefetchPlan, RankWork
 from mkd.plan.prefetch_replay import plan_prefetch
-from mkd.plan.rollout_plan import RolloutBatch
 from mkd.plan.update_time import update_ms
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
-
-MOST_PLANNED = 4096
-"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
 
 
 class PlannedPrefetch(NamedTuple):
@@ -111,14 +107,14 @@ class Forecast:
             return ahead
         if self.student_layout.pipeline_parallel * self.batch.num_microbatches > MOST_PLANNED:
             return 0
-        usable_gib = self._usable_gib()
-        return ahead if usable_gib is None or self._need_gib(ahead) <= usable_gib else 0
+        usable_gib = self.usable_gib()
+        return ahead if usable_gib is None or self.need_gib(ahead) <= usable_gib else 0
 
-    def _usable_gib(self) -> float | None:
+    def usable_gib(self) -> float | None:
         known = [gib for gib in (self.config.device_memory_gib, self.gpu_gib) if gib is not None]
         return USABLE * min(known) if known else None
 
-    def _need_gib(self, ahead: int) -> float:
+    def need_gib(self, ahead: int) -> float:
         """Return the memory of the fullest process with teachers that many micro-batches ahead."""
         return max(rank.total_gib for rank in self._memory(ahead).ranks)
 
@@ -278,100 +274,4 @@ class Forecast:
 
     def describe(self) -> str:
         """Return batch, layouts, times and memory as a few lines."""
-        lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
-        teachers = plan_teachers(self.config, self.teachers)
-        for teacher, layout in zip(teachers, self.teacher_layouts, strict=True):
-            packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
-            lines.append(f"{teacher.role} layers by stage: {layout.layers}{packs}")
-        if self.config.rollout.is_on:
-            steps = RolloutBatch.from_config(self.config, self.batch.global_batch_size)
-            lines.append(steps.describe(self.config))
-        lines += [*self._parameters(), *self._padded_attention(), *self._times()]
-        return "\n".join([*lines, self.memory().describe()])
-
-    def _models(self) -> Iterator[tuple[str, ModelShape, int]]:
-        """Yield the role, the shape and the expert parallelism of each model."""
-        yield "student", self.student, expert_parallel_size(self.config, self.student)
-        for teacher in plan_teachers(self.config, self.teachers):
-            yield teacher.role, teacher.shape, teacher.expert_parallel
-
-    def _parameters(self) -> Iterator[str]:
-        """Yield a line for each model."""
-        for role, shape, expert_parallel in self._models():
-            line = f"{role}: {model_parameters(shape).total / 1e9:.4g} billion parameters"
-            if shape.moe:
-                layers = sum(not layer.is_dense for layer in shape.layers)
-                line += (
-                    f", {active_parameters(shape) / 1e9:.4g} billion active: {shape.moe.top_k} of "
-                    f"{shape.num_experts} experts in {layers} of {shape.num_layers} layers, "
-                    f"spread over {expert_parallel} processes"
-                )
-            yield line
-
-    def _padded_attention(self) -> list[str]:
-        tensor = self.config.parallel.tensor_model_parallel_size
-        return [
-            f"{role} attention: {shape.num_query_groups} key/value heads padded to "
-            f"{shape.padded_query_groups(tensor)} for tensor parallel"
-            for role, shape, _ in self._models()
-            if shape.num_query_groups % tensor
-        ]
-
-    def _ahead(self) -> Iterator[str]:
-        """Yield a line about the teacher forwards ahead, also if `auto` keeps possible ones back."""
-        wanted, usable_gib = states_ahead(self.config), self._usable_gib()
-        chosen = ", chosen by auto" if is_auto(self.config) else ""
-        if self.prefetch is not None:
-            step_ms, held = self.prefetch.step_ms, max(self.prefetch.plan.held)
-            yield (
-                f"predicted step with teachers ahead (--teacher-prefetch {self.states_ahead}{chosen}): "
-                f"{step_ms:.4g} ms, {step_ms / self.step().ideal_ms:.3f} x the ideal; at most {held} "
-                "micro-batches of their hidden states wait for the loss"
-            )
-        elif wanted and self.teachers:
-            tasks = self.student_layout.pipeline_parallel * self.batch.num_microbatches
-            why = f"no order of work was found for {wanted} micro-batches ahead"
-            if tasks > MOST_PLANNED:
-                why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, whose plan takes long"
-            elif usable_gib is not None and self._need_gib(wanted) > usable_gib:
-                why = f"{wanted} micro-batches ahead would need {self._need_gib(wanted):.1f} GiB"
-                why += f", and {usable_gib:.1f} are usable"
-            yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
-
-    def _times(self) -> list[str]:
-        step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
-        copies_ms, optimizer_ms = self.optimizer_copies_ms(), self.optimizer_ms()
-        step_ms = self.planned_step_ms()
-        equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
-        by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
-        copies = f", {copies_ms:.4g} of them copies from and to the host" if copies_ms else ""
-        optimizer = (
-            f"with {optimizer_ms:.4g} ms of the optimizer's update{copies}: {step_ms / self.updates:.4g} ms"
-        )
-        sent = {
-            "all-to-all of experts": self.exchange_ms(),
-            "tensor and context parallel collectives that nothing hides": self.collectives_ms(),
-        }
-        is_fp8 = any(one.fp8_recipe for one in plan_teachers(self.config, self.teachers))
-        precision, peak = ("bf16 and FP8", " of the bf16 peak") if is_fp8 else ("bf16", "")
-        share = f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"
-        return [
-            f"predicted on H200 in {precision}, forward + backward ms of a micro-batch by stage: {by_stage}",
-            f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
-            f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
-            *self._ahead(),
-            optimizer,
-            *(
-                [f"{self.updates} updates of a step's completions: {step_ms:.4g} ms"]
-                if self.updates > 1
-                else []
-            ),
-            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
-            f"{self.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
-            *([share] if self.teachers else []),
-            *(
-                f"{what}: {ms:.4g} ms of a rank's step, share {ms / step_ms:.3f}"
-                for what, ms in sent.items()
-                if ms
-            ),
-        ]
+        return describe_forecast(self)

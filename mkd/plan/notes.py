@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
+from mkd.human import milliseconds
 from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.forecast import Forecast
 from mkd.plan.host_time import kernel_start_ms
@@ -22,7 +24,8 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
-        yield f"note: {ahead} is slower than 0 here: {pipeline_ms:.4g} ms, not {behind_ms:.4g} ms"
+        times = f"{milliseconds(pipeline_ms)}, not {milliseconds(behind_ms)}"
+        yield f"note: {ahead} is slower than 0 here: {times}"
     layouts = forecast.student_layout, forecast.teacher_layouts
     fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
     if forecast.config.training.bf16 and slow_ms > pipeline_ms:
@@ -30,9 +33,20 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
         less = "less tensor parallelism or more" if is_divided else "more"
         yield (
-            f"note: the CPU may be the limit: to start the kernels of such a step takes {fast_ms:.4g} to "
-            f"{slow_ms:.4g} ms, estimated from measured machines; {less} tokens in a micro-batch make it less"
+            "note: the CPU may be the limit: to start the kernels of such a step takes "
+            f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines; "
+            f"{less} tokens in a micro-batch make it less"
         )
+
+
+def precision_note(forecast: Forecast) -> list[str]:
+    """Return a note for a run in fp32 on GPUs, where the default of --bf16 surprises."""
+    training = forecast.config.training
+    if training.bf16:
+        return []
+    faster = forecast.with_config(replace(forecast.config, training=replace(training, bf16=True)))
+    times = f"{milliseconds(faster.planned_step_ms())} a step, not {milliseconds(forecast.planned_step_ms())}"
+    return [f"note: this run is in fp32; on GPUs --bf16 is usual: {times}, and less memory"]
 
 
 def _unread_teachers(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError
+from mkd.human import milliseconds
 from mkd.plan.auto_layout import planned_models
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.forecast import Forecast
@@ -132,7 +133,7 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
             line += f"without FP8: {exact.place.text(is_only)}; " if exact else "without FP8 nothing fits; "
         lines = [f"{line}all places{left_out}:"]
     for one in planned:
-        line = f"  {one.place.name}: {one.step_ms:.4g} ms, {one.need_gib:.1f} GiB"
+        line = f"  {one.place.name}: {milliseconds(one.step_ms)}, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"
         lines.append(line + (", after an export, and with another loss" if one.place is STORED else ""))
     return lines

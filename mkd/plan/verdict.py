@@ -11,6 +11,7 @@ from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
+from mkd.human import milliseconds
 from mkd.plan.auto_layout import given_layouts
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.forecast import Forecast
@@ -60,7 +61,7 @@ class Remedy:
     def describe(self, more: str = "") -> str:
         """Return the flags, then `more`, then predicted time and memory."""
         flags = " ".join(change.text for change in self.changes)
-        return f"{flags}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
+        return f"{flags}{more}: {milliseconds(self.step_ms)}, {self.need_gib:.1f} GiB"
 
 
 def describe(forecast: Forecast) -> str:
@@ -93,7 +94,7 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
     now_ms = forecast.planned_step_ms() if found[0].is_planned else forecast.step_ms()
-    lines.append(f"what fits, by predicted step time{left_out(found)} (as it is: {now_ms:.4g} ms):")
+    lines.append(f"what fits, by predicted step time{left_out(found)} (as it is: {milliseconds(now_ms)}):")
     # without a given batch size it follows from the layout, which changes may alter
     follows = forecast.config.training.global_batch_size is None
     batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""

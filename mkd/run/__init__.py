@@ -3,11 +3,13 @@
 Read in this order:
 
     main.py                   the command: configuration in, trained student out, exit code
+    early_checks.py           problems that are found before torch is imported
     run_plan.py               models, batch and layouts of a run, from files and flags alone
     model_source.py           the files of one model
     preflight.py              problems of tokenizers, data and exports, found before the start
     chat_setup.py             the settings of a run for conversations
     rollout_preflight.py      problems of prompts and stop tokens
+    start_text.py             what a run shows before its first step
     setup.py                  from a plan to a run: who gets which part
     build_data.py             the data sets
     cross_tokenizer_setup.py  what teachers with another tokenizer need

@@ -13,12 +13,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mkd.config.load import LoadedConfig, format_config, load_config, save_config
-from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError, discard_closed_stdout
+from mkd.config.load import LoadedConfig, load_config, save_config
+from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, ErrorList, Preempted, UsageError, discard_closed_stdout
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
+from mkd.run.early_checks import early_problems
+from mkd.run.start_text import dry_run_text, start_text
 
 if TYPE_CHECKING:
     from mkd.platform import Platform
@@ -55,6 +57,9 @@ def run(
     loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, rendezvous: Rendezvous
 ) -> None:
     """Plan, show, build, train, export. Refuse whatever can be refused before there is a process group."""
+    problems = early_problems(loaded.config, _world_size())
+    if problems:
+        raise ErrorList(problems)
     from mkd.platform import detect, make_deterministic
 
     if loaded.config.training.deterministic_mode:
@@ -67,9 +72,10 @@ def run(
     from mkd.run.run_plan import plan_run
 
     plan = plan_run(loaded.config, _world_size())
-    if _is_rank_0():
-        show(format_config(loaded), plan.text, plan.loss_card(), platform.describe())
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
+    if _is_rank_0():
+        is_dry = loaded.config.dry_run
+        show(dry_run_text(loaded, plan, platform) if is_dry else start_text(loaded, plan, platform, folder))
     # Wait longer than the watchdog, whose report says more.
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S
     if loaded.config.dry_run:

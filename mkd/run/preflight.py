@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_reader import resolve_hf
+from mkd.config.data_files import RAW_SUFFIXES, require_file
 from mkd.config.models import teacher_roles
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.documents import require_eos
@@ -22,8 +23,8 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.pairs import require_pairs
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
-from mkd.data.records.rows import RAW_SUFFIXES, read_rows
-from mkd.data.sources import find_prefix, is_raw, parse_blend, require_file, require_text, require_vocabulary
+from mkd.data.records.rows import read_rows
+from mkd.data.sources import find_prefix, is_raw, parse_blend, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.chat_setup import chat_problems, chat_settings

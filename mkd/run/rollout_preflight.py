@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from mkd.config.data_files import require_file
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
-from mkd.data.sources import require_file
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.rollout.stop_ids import named, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource

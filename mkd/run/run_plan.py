@@ -23,10 +23,11 @@ from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import summarise_forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
-from mkd.plan.notes import plan_notes
-from mkd.plan.verdict import describe
+from mkd.plan.notes import plan_notes, precision_note
+from mkd.plan.verdict import describe, verdict
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.model_source import ModelSource, locate_model
@@ -89,9 +90,21 @@ class Plan:
     @cached_property
     def text(self) -> str:
         """The batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
+        return "\n".join([describe(self.forecast), *self.notes()])
+
+    def notes(self) -> list[str]:
+        """Return what the user should know before the start, a line each."""
         notes = [*plan_notes(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())]
         notes += rollout_notes(self.config, self.tokenizers, self.student)
-        return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
+        notes += precision_note(self.forecast) if self.gpu_gib is not None else []
+        return notes + disk_notes(self.config, self.student.shape)
+
+    def brief(self, predicts: bool) -> str:
+        """Return the batch, the models and notes; with `predicts`, also time and memory on GPUs."""
+        lines = summarise_forecast(self.forecast, predicts)
+        if self.config.device_memory_gib is not None:
+            lines.append(verdict(self.forecast, self.config.device_memory_gib))
+        return "\n".join([*lines, *self.notes()])
 
     def figures(self) -> dict[str, Any]:
         """Return the forecast as JSON values by the metric that each predicts, and as `text`."""

@@ -18,6 +18,7 @@ from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
 from mkd.evaluation.task_evaluator import build_tasks
+from mkd.log.progress import build_lines
 from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter, set_aside
@@ -237,7 +238,7 @@ def build_reporter(
         teachers=tuple(source.shape for source in plan.teachers),
         kd_ratio=config.kd.kd_ratio,
         log_interval=config.log.log_interval,
-        train_iters=config.training.train_iters,
+        lines=build_lines(config.log.log_format, config.training.train_iters, plan.batch.global_batch_size),
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         is_cross_tokenizer=any(one.xtoken for one in config.teachers),

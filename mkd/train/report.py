@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.batch import PackedBatch
 from mkd.log.metrics import IntervalAverager
-from mkd.log.progress import evaluation_line, progress_line
+from mkd.log.progress import Lines
 from mkd.log.writers import MetricLogger
 from mkd.parallel.context import ParallelContext
 from mkd.plan.flops import distillation_flops
@@ -42,7 +42,7 @@ class Reporter:
     teachers: tuple[ModelShape, ...]  # the teachers that run
     kd_ratio: float
     log_interval: int
-    train_iters: int
+    lines: Lines  # of the terminal
     global_batch_size: int
     seq_length: int
     is_cross_tokenizer: bool = False  # some teacher has another tokenizer
@@ -102,8 +102,7 @@ class Reporter:
         if teacher_ms is not None:
             record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
         self._losses, self._steps, self._untimed_ms = None, 0, 0.0
-        line = progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
-        self._write({"teacher_share": math.nan} | record, line)
+        self._write({"teacher_share": math.nan} | record, self.lines.train(record))
 
     @property
     def open_interval(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class Reporter:
         )
         record = averager.flush()
         record |= self._gap_closed(record)
-        self._write({**record, "split": "valid"}, evaluation_line(record))
+        self._write({**record, "split": "valid"}, self.lines.valid(record))
 
     def close(self) -> None:
         self.logger.close()

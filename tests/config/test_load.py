@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.load import format_config, load_config, read_saved_config, save_config, settings
+from mkd.config.load import format_config, load_config, num_defaults, read_saved_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import ErrorList
 from mkd.plan.checks.problems import find_problems
@@ -143,15 +143,23 @@ def test_any_number_of_teachers_is_saved(tmp_path, teachers):
     assert {path: origin for path, (_, origin) in read.items()} == loaded.origins
 
 
-def test_format_shows_every_value_once_and_aligned(yaml_file):
-    loaded = load_config(["--config", yaml_file, "--seed", "7"])
+def test_format_shows_every_given_value_once_and_aligned(yaml_file):
+    """Also one that is given as its default; nothing else."""
+    loaded = load_config(["--config", yaml_file, "--seed", "7", "--pack", "bfd"])
     lines = format_config(loaded).splitlines()
-    assert len(lines) == len(list(settings(loaded.config))) == len(loaded.origins)
-    assert {line.split()[0]: line.split()[-1] for line in lines} == dict(loaded.origins)
+    given = {path: origin for path, origin in loaded.origins.items() if origin != "default"}
+    assert {line.split()[0]: line.split()[-1] for line in lines} == given and "data.pack" in given
+    assert len(lines) == len(given) == len(loaded.origins) - num_defaults(loaded)
+    assert format_config(load_config([])) == ""
     (seed,) = (line for line in lines if line.startswith("training.seed "))
     assert seed.split() == ["training.seed", "7", "--seed"]
     column = seed.index("--seed")
     assert all(line[column - 1] == " " and line[column] != " " for line in lines)
+    long = load_config(["--data-path", *(f"file{i}.jsonl" for i in range(40)), "--seed", "7"])
+    assert (
+        format_config(long).splitlines()[0].startswith("training.seed")
+        and sorted(map(len, format_config(long).splitlines()))[0] < 110
+    )
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from mkd.human import fixed
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 
@@ -29,7 +30,7 @@ def test_the_share_of_the_initial_divergence_that_is_gone(files, ranks):
     for record in later:
         assert record["gap_closed"] == pytest.approx(1 - record["kd_loss"] / first["kd_loss"], rel=1e-12)
     assert 0 < later[0]["gap_closed"] < later[-1]["gap_closed"] < 1
-    assert f"gap closed value: {later[-1]['gap_closed']:.4f} |" in results[0].stdout
+    assert f"gap closed {fixed(later[-1]['gap_closed'], 6)}" in results[0].stdout
     assert all("gap_closed" not in record for record in read_metrics(files / "gap") if "split" not in record)
 
 

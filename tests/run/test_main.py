@@ -6,6 +6,7 @@ Plan, records, export, the teacher's share, early ends.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,10 @@ def test_one_process_without_torchrun(files):
         "4 packs = 1 per micro-batch x 4 micro-batches x 1 data-parallel; 4 x 32 = 128 tokens a step"
         in done.stdout
     )
-    assert "iteration        2/       2 | consumed samples:            8 |" in done.stdout
+    assert re.search(
+        r"^ 2/2  loss .* kd .* ce .* top1 .* lr .* norm .* tok/s  eta .*$", done.stdout, re.MULTILINE
+    )
+    assert len(done.stdout.splitlines()) < 40 and max(map(len, done.stdout.splitlines())) < 200
     assert f"exported the student to {files / 'alone hf'}" in done.stdout
     assert (files / "alone" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert (files / "alone" / "config.yaml").exists()
@@ -106,7 +110,7 @@ def test_dry_run_shows_the_plan_and_loads_nothing(files, ranks):
     for line in ("student layers by stage: (1, 1)", "teacher layers by stage: (2, 1)", "CPU platform: gloo"):
         assert line in first.stdout
     assert "4 packs = 1 per micro-batch x 4 micro-batches x 1 data-parallel" in first.stdout
-    assert any(line.split() == ["kd.kd_ratio", "0.5", "default"] for line in first.stdout.splitlines())
+    assert "kd.kd_ratio" not in first.stdout and " other settings have their defaults, " in first.stdout
     assert any(
         line.split() == ["training.seq_length", "32", "--seq-length"] for line in first.stdout.splitlines()
     )

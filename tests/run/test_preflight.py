@@ -45,9 +45,25 @@ def problems_of(argv: list[str], world_size: int = 1) -> list:
     return []
 
 
+def assert_all_reported(results, planted):
+    """Check that rank 0 alone lists these problems (code -> text), each with what to do, and nothing else."""
+    first, second = results
+    assert (first.exit_code, second.exit_code) == (64, 64), first.stderr
+    assert f"error: {len(planted)} problems:\n" in first.stderr
+    assert not reported_text(second.stderr) and not first.stdout
+    shown = re.split(r"^\[\d\] ", first.stderr.partition("problems:\n")[2], flags=re.M)[1:]
+    assert sorted(reported_codes(first.stderr)) == sorted(planted)
+    for code, named in planted.items():
+        (text,) = [text for text in shown if text.startswith(f"error[{code}]: ")]
+        assert str(named) in text and "\n  do:  " in text, first.stderr
+
+
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_path, ranks):
-    """Conflicts of models, flags, batch, layout, tokenizers, data (two) and disk; one rank reports them."""
+def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files, tmp_path, ranks):
+    """Conflicts of models, flags, batch, layout, before torch is imported; then of tokenizers, data and disk.
+
+    One rank reports them.
+    """
     add_tokenizer(make_model(tmp_path / "stranger", **TEACHER), text=OTHER_TEXT)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("a,b\n")
@@ -72,24 +88,24 @@ def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_
         "data": {"valid_data_path": [str(tmp_path / "table.csv")]},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    first, second = run_main(ranks, argv, world_size=2)
-    assert (first.exit_code, second.exit_code) == (64, 64), first.stderr
-    assert "error: 8 problems:\n" in first.stderr and not reported_text(second.stderr) and not first.stdout
-    shown = re.split(r"^\[\d\] ", first.stderr.partition("problems:\n")[2], flags=re.M)[1:]
-    planted = {
+    early = {
         "hf-model-not-found": tmp_path / "nowhere",
         "min-lr-above-lr": "lr 0.001",
         "batch-not-divisible": "use 3 or 6",
         "layers-not-divisible": "use --teacher-pipeline-layout 2,1",
+    }
+    assert_all_reported(run_main(ranks, argv, world_size=2), early)
+    settings["teachers"].pop()
+    settings |= {"optimizer": {}, "training": {"micro_batch_size": 2, "eval_interval": 1}}
+    settings["teachers"][0]["pipeline_layout"] = "2,1"
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    late = {
         "tokenizers-differ": tmp_path / "stranger",
         "data-file-empty": tmp_path / "empty.jsonl",
         "data-file-kind-unknown": tmp_path / "table.csv",
         "folder-not-writable": files / "text.jsonl" / "checkpoints",
     }
-    assert sorted(reported_codes(first.stderr)) == sorted(planted)
-    for code, named in planted.items():
-        (text,) = [text for text in shown if text.startswith(f"error[{code}]: ")]
-        assert str(named) in text and "\n  do:  " in text, first.stderr
+    assert_all_reported(run_main(ranks, argv, world_size=2), late)
     assert not (files / "refused").exists()
 
 

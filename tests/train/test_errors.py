@@ -71,6 +71,20 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
         assert "do:  did you mean --kd-ratio?\n" in done.stderr
 
 
+def test_problems_of_settings_and_missing_files_come_before_torch_is_imported(files, tmp_path):
+    """Each in a fraction of a second: of the range of a value, the layout, a model and the data."""
+    argv = flags(files, "early", "--lr", "-1", "--global-batch-size", 3, "--micro-batch-size", 2)
+    argv += ["--data-path", str(tmp_path / "none.jsonl"), "--teacher-hf", str(tmp_path / "nobody")]
+    code = "import sys, mkd.run.main as m; c = m.main(sys.argv[1:]); "
+    code += "print([n for n in ('torch', 'numpy', 'transformers') if n in sys.modules]); sys.exit(c)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (USAGE, "[]\n"), done.stderr
+    expected = ["batch-not-divisible", "data-path-not-found", "hf-model-not-found", "value-out-of-range"]
+    assert sorted(reported_codes(done.stderr)) == expected
+
+
 def test_layers_that_do_not_divide(files, ranks):
     assert_refused(
         ranks,
@@ -105,16 +119,16 @@ def test_several_problems_at_once(files, ranks):
         "[1] error[hf-model-not-found]: ",
         "nowhere'",
         "[2] error[min-lr-above-lr]: ",
-        "[3] error[batch-not-divisible]: ",
+        "[3] error[export-hf-is-read]: ",
     )
 
 
 def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
-    """A teacher with two wrong sizes and a wrong batch are three problems, not a list in a list."""
+    """A teacher with two wrong sizes and a wrong export are three problems, not a list in a list."""
     folder = shutil.copytree(files / "teacher", files / "wrong sizes")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400, "intermediate_size": 112}))
-    argv = flags(files, "one", "--global-batch-size", 3, "--micro-batch-size", 2, teacher_hf="wrong sizes")
+    argv = flags(files, "one", "--export-hf", files / "student", teacher_hf="wrong sizes")
     assert_refused(
         ranks,
         argv,

@@ -131,7 +131,7 @@ def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
     assert result.exit_code == 65 and reported_codes(result.stderr) == ["pair-without-difference"]
     (result,) = run_main(ranks, [*arguments, "--max-bad-records", "1", "--global-batch-size", "2"])
     assert result.exit_code == 0, result.stderr
-    assert "bad.jsonl:5" not in result.stderr and "dpo margin: " in result.stdout
+    assert "bad.jsonl:5" not in result.stderr and "  margin " in result.stdout
     assert "chosen and rejected" in (files / "command" / "quarantine.jsonl").read_text()
     card = (files / "command" / "loss_card.txt").read_text()
     assert "-ln sigmoid(z), z = 0.3" in card and "reference student" in card

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.checkpoint.folders import TrainingPosition
+from mkd.log.progress import MegatronLines
 from mkd.train.report import Reporter
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums, TermSums
@@ -35,7 +36,7 @@ def reporter(monkeypatch):
     def make():
         records = []
         logger = SimpleNamespace(write=records.append)
-        sizes = dict(log_interval=2, train_iters=4, global_batch_size=4, seq_length=32)
+        sizes = dict(log_interval=2, lines=MegatronLines(4, 4), global_batch_size=4, seq_length=32)
         return Reporter(CPU, logger, student=None, teachers=(), kd_ratio=0.5, **sizes), records
 
     return make

@@ -213,7 +213,7 @@ def test_the_command_says_what_it_does(files, ranks):
     del arguments[place : place + 2]
     (result,) = run_main(ranks, arguments)
     assert result.exit_code == 0, result.stderr
-    assert "reward: " in result.stdout
+    assert "  reward " in result.stdout
     card = (files / "command" / "loss_card.txt").read_text()
     assert "0.9 policy + 0.1 KD" in card and f"{REWARD}:of_length" in card and "KL(p_s || p_t)" in card
     (result,) = run_main(ranks, [*arguments, "--reward", "no_such_module:f"])

@@ -242,7 +242,7 @@ def test_the_command_shows_what_it_does(files, ranks):
     assert len(train) == 4 and [line["iteration"] for line in valid] == [0, 2, 4]
     assert all(line["rollout/logp_gap"] < 1e-5 and line["ce_loss"] is None for line in train)
     assert train[-1]["consumed_prompts"] == 20 and train[-1]["consumed_samples"] == 0
-    assert "rollout length: " in result.stdout and "13 prompts of" in result.stdout
+    assert "  length " in result.stdout and "13 prompts of" in result.stdout
     card = (files / "command" / "loss_card.txt").read_text()
     assert "rollouts" in card and "completions sampled from p_s" in card
     write_records(files / "others.jsonl", {"prompt": "another"})

@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mkd.config.data_files import JSON_SUFFIXES, RAW_SUFFIXES, TEXT_SUFFIX
 from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
 
-JSON_SUFFIXES = (".jsonl", ".json")
-ARROW_SUFFIXES = (".parquet", ".arrow")
-TEXT_SUFFIX = ".txt"
-RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 TABLE_ROWS_PER_READ = 256  # rows of a parquet or arrow file held in memory at a time
 
 Row = bytes | Mapping | DataError

@@ -1,0 +1,83 @@
+"""One short line per log step, for people; metrics.jsonl has every number.
+
+Columns keep their widths, so that lines stand below each other. A line has at most 110 columns in runs of
+up to 9,999 steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mkd.human import count, duration, fixed, scientific
+
+Record = Mapping[str, float]
+
+COLUMNS = {  # label: (key, columns); those that a run does not have are left out
+    "loss": ("loss", 5),
+    "kd": ("kd_loss", 6),
+    "ce": ("ce_loss", 5),
+    "top1": ("top1_agreement", 5),
+    "margin": ("dpo/margin", 6),
+    "acc": ("dpo/accuracy", 4),
+    "reward": ("reward/mean", 5),
+    "length": ("rollout/length", 4),
+}
+ONLY_HELD_OUT = {"teacher ce": ("teacher_ce", 5), "gap closed": ("gap_closed", 6)}
+SAMPLED = ("reward/mean", "rollout/length")
+"""Keys of runs that sample. Their lines have no other room for these than that of `LEFT_OUT`."""
+
+LEFT_OUT = ("ce", "top1")
+
+
+@dataclass(frozen=True)
+class CompactLines:
+    """The lines of `--log-format compact`."""
+
+    train_iters: int
+
+    def train(self, record: Record) -> str:
+        """Format a training record. Time left counts training steps only."""
+        is_sampled = any(key in record for key in SAMPLED)
+        shown = {label: of for label, of in COLUMNS.items() if not (is_sampled and label in LEFT_OUT)}
+        step_ms = record["step_time_ms"]
+        left_s = (self.train_iters - record["iteration"]) * step_ms / 1000
+        fields = [
+            self._place(record),
+            *_columns(record, shown),
+            f"lr {scientific(record['learning_rate'])}",
+            f"norm {fixed(record['grad_norm'], 4)}",
+            f"{duration(step_ms / 1000):>6}",
+            f"{count(record['tokens_per_s_per_gpu']):>4} tok/s",
+            f"eta {duration(left_s):>6}",
+        ]
+        if record.get("skipped_iterations"):
+            fields.append(f"skipped {record['skipped_iterations']:.0f}")
+        if record.get("loss_spikes"):
+            fields.append(f"spikes {record['loss_spikes']:.0f}")
+        return "  ".join(fields)
+
+    def valid(self, record: Record) -> str:
+        """Format an evaluation of held-out text. Only cross entropy has a perplexity."""
+        fields = [self._place(record), *_columns(record, COLUMNS | ONLY_HELD_OUT)]
+        if "ce_loss" in record:
+            fields.append(f"ppl {fixed(perplexity(record['ce_loss']), 5).strip()}")
+        return "  ".join([*fields, "held-out"])
+
+    def _place(self, record: Record) -> str:
+        return f" {record['iteration']:{len(str(self.train_iters))}d}/{self.train_iters}"
+
+
+def _columns(record: Record, columns: Mapping[str, tuple[str, int]]) -> Iterator[str]:
+    for label, (key, width) in columns.items():
+        if key in record:
+            yield f"{label} {fixed(record[key], width)}"
+
+
+def perplexity(cross_entropy: float) -> float:
+    """Return exp(cross entropy), infinite for a model that has diverged."""
+    try:
+        return math.exp(cross_entropy)
+    except OverflowError:
+        return math.inf

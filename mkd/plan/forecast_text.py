@@ -1,0 +1,169 @@
+"""The text of a forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mkd.human import duration, milliseconds, number, size
+from mkd.plan.bubble import balanced_bubble
+from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
+from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import active_parameters, model_parameters
+from mkd.plan.planned_teachers import plan_teachers
+from mkd.plan.rollout_plan import RolloutBatch
+
+if TYPE_CHECKING:
+    from mkd.plan.forecast import Forecast
+
+MOST_PLANNED = 4096
+"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
+
+
+def describe_forecast(forecast: Forecast) -> str:
+    """Return batch, layouts, times and memory as a few lines."""
+    lines = [forecast.batch.equation(), *_layouts(forecast), *_rollouts(forecast), *parameters(forecast)]
+    lines += [*_padded_attention(forecast), *_times(forecast)]
+    return "\n".join([*lines, forecast.memory().describe()])
+
+
+def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
+    """Return the batch, the layouts of pipelines and the models; with `predicts`, time and memory in a line.
+
+    `describe_forecast` has everything.
+    """
+    lines = [forecast.batch.equation()]
+    if forecast.student_layout.pipeline_parallel > 1:
+        lines += [*_layouts(forecast), *_ahead(forecast)]
+    lines += [*_rollouts(forecast), *parameters(forecast)]
+    if predicts:
+        step_ms, steps = forecast.planned_step_ms(), forecast.config.training.train_iters
+        gib = max(rank.total_gib for rank in forecast.memory().ranks)
+        lines.append(
+            f"predicted on H200: {milliseconds(step_ms)} a step, {duration(steps * step_ms / 1000)} for "
+            f"{steps:,} steps; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"
+        )
+    return lines
+
+
+def _layouts(forecast: Forecast) -> Iterator[str]:
+    yield f"student layers by stage: {forecast.student_layout.layers}"
+    teachers = plan_teachers(forecast.config, forecast.teachers)
+    for teacher, layout in zip(teachers, forecast.teacher_layouts, strict=True):
+        packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
+        yield f"{teacher.role} layers by stage: {layout.layers}{packs}"
+
+
+def _rollouts(forecast: Forecast) -> Iterator[str]:
+    if forecast.config.rollout.is_on:
+        steps = RolloutBatch.from_config(forecast.config, forecast.batch.global_batch_size)
+        yield steps.describe(forecast.config)
+
+
+def models(forecast: Forecast) -> Iterator[tuple[str, ModelShape, int]]:
+    """Yield the role, the shape and the expert parallelism of each model."""
+    yield "student", forecast.student, expert_parallel_size(forecast.config, forecast.student)
+    for teacher in plan_teachers(forecast.config, forecast.teachers):
+        yield teacher.role, teacher.shape, teacher.expert_parallel
+
+
+def parameters(forecast: Forecast) -> Iterator[str]:
+    """Yield a line for each model."""
+    for role, shape, expert_parallel in models(forecast):
+        line = f"{role}: {number(model_parameters(shape).total)} parameters"
+        if shape.moe:
+            layers = sum(not layer.is_dense for layer in shape.layers)
+            line += (
+                f", {number(active_parameters(shape))} active: {shape.moe.top_k} of "
+                f"{shape.num_experts} experts in {layers} of {shape.num_layers} layers, "
+                f"spread over {expert_parallel} processes"
+            )
+        yield line
+
+
+def _padded_attention(forecast: Forecast) -> list[str]:
+    tensor = forecast.config.parallel.tensor_model_parallel_size
+    return [
+        f"{role} attention: {shape.num_query_groups} key/value heads padded to "
+        f"{shape.padded_query_groups(tensor)} for tensor parallel"
+        for role, shape, _ in models(forecast)
+        if shape.num_query_groups % tensor
+    ]
+
+
+def _ahead(forecast: Forecast) -> Iterator[str]:
+    """Yield a line about the teacher forwards ahead, also if `auto` keeps possible ones back."""
+    wanted, usable_gib = states_ahead(forecast.config), forecast.usable_gib()
+    chosen = ", chosen by auto" if is_auto(forecast.config) else ""
+    if forecast.prefetch is not None:
+        step_ms, held = forecast.prefetch.step_ms, max(forecast.prefetch.plan.held)
+        yield (
+            f"predicted step with teachers ahead (--teacher-prefetch {forecast.states_ahead}{chosen}): "
+            f"{milliseconds(step_ms)}, {step_ms / forecast.step().ideal_ms:.3f} x the ideal; at most {held} "
+            "micro-batches of their hidden states wait for the loss"
+        )
+    elif wanted and forecast.teachers:
+        tasks = forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches
+        why = f"no order of work was found for {wanted} micro-batches ahead"
+        if tasks > MOST_PLANNED:
+            why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, whose plan takes long"
+        elif usable_gib is not None and forecast.need_gib(wanted) > usable_gib:
+            why = f"{wanted} micro-batches ahead would need {forecast.need_gib(wanted):.1f} GiB"
+            why += f", and {usable_gib:.1f} are usable"
+        yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
+
+
+def _times(forecast: Forecast) -> list[str]:
+    step, layout, microbatches = forecast.step(), forecast.student_layout, forecast.batch.num_microbatches
+    copies_ms, optimizer_ms = forecast.optimizer_copies_ms(), forecast.optimizer_ms()
+    step_ms = forecast.planned_step_ms()
+    equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
+    by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in forecast.stage_times())
+    copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
+    update = milliseconds(step_ms / forecast.updates)
+    optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}: {update}"
+    sent = {
+        "all-to-all of experts": forecast.exchange_ms(),
+        "tensor and context parallel collectives that nothing hides": forecast.collectives_ms(),
+    }
+    is_fp8 = any(one.fp8_recipe for one in plan_teachers(forecast.config, forecast.teachers))
+    bf16 = forecast.config.training.bf16
+    precision = "bf16 and FP8" if is_fp8 else "bf16" if bf16 else "fp32"
+    peak = " of the bf16 peak" if is_fp8 or not bf16 else ""
+    share = f"share of the teachers in these FLOPs: {forecast.teacher_share():.3f}"
+    return [
+        f"predicted on H200 in {precision}, forward + backward ms of a micro-batch by stage: {by_stage}",
+        f"predicted step: {milliseconds(step.step_ms)}, {step.ratio:.3f} x the ideal "
+        f"{milliseconds(step.ideal_ms)}; bubble {step.bubble:.3f} (equal stages {equal:.3f})",
+        *_ahead(forecast),
+        optimizer,
+        *(
+            [f"{forecast.updates} updates of a step's completions: {milliseconds(step_ms)}"]
+            if forecast.updates > 1
+            else []
+        ),
+        f"{forecast.flops_per_step():.3g} FLOPs a step on {forecast.num_gpus} GPUs: predicted MFU "
+        f"{forecast.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {milliseconds(forecast.mfu(1.0) / 0.5)}",
+        *([share] if forecast.teachers else []),
+        *(
+            f"{what}: {milliseconds(ms)} of a rank's step, share {ms / step_ms:.3f}"
+            for what, ms in sent.items()
+            if ms
+        ),
+        _totals(forecast, step_ms),
+    ]
+
+
+def _totals(forecast: Forecast, step_ms: float) -> str:
+    """Return time, GPU-hours, tokens and disk of the run, or of 1000 steps of a run of unknown length."""
+    training = forecast.config.training
+    steps = training.train_iters if training.train_iters > 1 else 1000
+    hours = steps * step_ms / 3.6e6
+    parameters = model_parameters(forecast.student).total
+    weights, checkpoint = (2, 14) if training.bf16 else (4, 12)  # bytes of a parameter
+    return (
+        f"{steps:,} steps: {duration(3600 * hours)}, {hours * forecast.num_gpus:.3g} GPU-hours, "
+        f"{number(steps * forecast.batch.tokens_per_step)} tokens; on disk a checkpoint takes about "
+        f"{size(checkpoint * parameters)}, the exported student {size(weights * parameters)}"
+    )
