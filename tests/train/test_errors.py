@@ -119,7 +119,7 @@ def test_several_problems_at_once(files, ranks):
         "[1] error[hf-model-not-found]: ",
         "nowhere'",
         "[2] error[min-lr-above-lr]: ",
-        "[3] error[export-hf-is-read]: ",
+        "[3] error[batch-not-divisible]: ",
     )
 
 
@@ -138,7 +138,7 @@ def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
         "(intermediate_size)",
         "[2] error[hf-config-of-other-weights]: ",
         "(vocab_size)",
-        "[3] error[batch-not-divisible]: ",
+        "[3] error[export-hf-is-read]: ",
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import JSON_SUFFIXES, RAW_SUFFIXES, TEXT_SUFFIX
+from mkd.config.data_files import ARROW_SUFFIXES, JSON_SUFFIXES, RAW_SUFFIXES, TEXT_SUFFIX
 from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
