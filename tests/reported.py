@@ -32,3 +32,16 @@ def refused(code: str, kind: type[MkdError] = MkdError) -> Iterator[pytest.Excep
     assert caught.value.code == code, caught.value.report()
     errors = getattr(caught.value, "errors", [caught.value])
     assert all(error.do for error in errors), "an error says what to do"
+
+
+def assert_all_reported(results, planted):
+    """Check that rank 0 alone lists these problems (code -> text), each with what to do, and nothing else."""
+    first, second = results
+    assert (first.exit_code, second.exit_code) == (64, 64), first.stderr
+    assert f"error: {len(planted)} problems:\n" in first.stderr
+    assert not reported_text(second.stderr) and not first.stdout
+    shown = re.split(r"^\[\d\] ", first.stderr.partition("problems:\n")[2], flags=re.M)[1:]
+    assert sorted(reported_codes(first.stderr)) == sorted(planted)
+    for code, named in planted.items():
+        (text,) = [text for text in shown if text.startswith(f"error[{code}]: ")]
+        assert str(named) in text and "\n  do:  " in text, first.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import time
 from collections import namedtuple
@@ -19,7 +18,7 @@ from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList
 from mkd.operations import disk
 from mkd.run.run_plan import plan_run
-from tests.reported import reported_codes, reported_text
+from tests.reported import assert_all_reported
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tokenizers.trained import spm_file, write_ranks  # noqa: F401
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records
@@ -43,19 +42,6 @@ def problems_of(argv: list[str], world_size: int = 1) -> list:
     except ErrorList as error:
         return error.errors
     return []
-
-
-def assert_all_reported(results, planted):
-    """Check that rank 0 alone lists these problems (code -> text), each with what to do, and nothing else."""
-    first, second = results
-    assert (first.exit_code, second.exit_code) == (64, 64), first.stderr
-    assert f"error: {len(planted)} problems:\n" in first.stderr
-    assert not reported_text(second.stderr) and not first.stdout
-    shown = re.split(r"^\[\d\] ", first.stderr.partition("problems:\n")[2], flags=re.M)[1:]
-    assert sorted(reported_codes(first.stderr)) == sorted(planted)
-    for code, named in planted.items():
-        (text,) = [text for text in shown if text.startswith(f"error[{code}]: ")]
-        assert str(named) in text and "\n  do:  " in text, first.stderr
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
