@@ -1,4 +1,4 @@
-"""What a run shows before its first step: only what was set, and what it is about to do."""
+"""Text of a run before its first step: only what was set, and what it is about to do."""
 
 from __future__ import annotations
 
