@@ -14,7 +14,7 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # libraries that take seconds are imported after the argument
 SHOWN_ROWS = 8
 STAGES = ("exact", "multi", "special", "cut")  # those of mkd.xtoken.vocabulary.relation
 TOP_K = 4
+WRITTEN_KEYS = ("content", "reasoning_content", "tool_calls")  # of messages, those with text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -185,8 +186,15 @@ def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
             record = parse_row(row)
         except DataError as error:
             raise error.located(f"{path}:{number}") from error
-        is_chat = record.kind == "messages"
-        yield from (one["content"] for one in record.values[0].messages) if is_chat else record.values
+        for value in record.values:
+            yield from (value,) if isinstance(value, str) else _texts_of_messages(value.messages)
+
+
+def _texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    from mkd.data.records.messages import texts_of as texts_of_message
+
+    for message in messages:
+        yield from texts_of_message({key: value for key, value in message.items() if key in WRITTEN_KEYS})
 
 
 def peak_memory_gib() -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mkd.data.records.ignored_keys import IgnoredKeys
 from mkd.data.records.messages import read_messages
 from mkd.errors import DataError
 
@@ -16,6 +18,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
 """The keys of mkd, HumanEval and MBPP."""
+QUESTION_KEYS = ("question", "choices", "answer", "subject", "images")
+LOG = logging.getLogger("mkd")
 
 Images = tuple[str | Mapping[str, Any], ...]
 """Images of a record as `messages.read_messages` returns them: paths, data URIs or structs."""
@@ -69,11 +73,14 @@ def read_completions(path: str | Path) -> list[Completion]:
 
 def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Record]:
     task_name(path)
-    records = []
+    records, ignored = [], IgnoredKeys()
     try:
         for number, line in _lines(Path(path)):
             try:
-                records.append(parse(_json_object(line), number))
+                fields = _json_object(line)
+                records.append(parse(fields, number))
+                unread = fields.keys() - (QUESTION_KEYS if parse is _question else _completion_keys(fields))
+                ignored.records.update(key for key in unread if fields[key] is not None)
             except DataError as error:
                 raise error.located(f"{path}, line {number}") from error
     except (OSError, EOFError) as error:
@@ -82,6 +89,8 @@ def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Rec
     if not records:
         do = "remove the path, or repair the file"
         raise DataError(f"{path} has no records", "there is nothing to evaluate", do, code="task-file-empty")
+    if str(ignored):
+        LOG.info(f"{path}: {ignored}")
     return records
 
 
@@ -141,9 +150,14 @@ def _answer(answer, num_choices: int) -> int:
     raise DataError(what, why, "repair or remove the record", code="task-answer-not-valid")
 
 
+def _completion_keys(record: Mapping) -> tuple[str, ...]:
+    """Return the keys of a prompt and its completion, if the record has them, and of its images."""
+    return (*next((keys for keys in COMPLETION_KEYS if all(key in record for key in keys)), ()), "images")
+
+
 def _completion(record: Mapping, line: int) -> Completion:
-    keys = next((keys for keys in COMPLETION_KEYS if all(key in record for key in keys)), None)
-    if keys is None:
+    keys = _completion_keys(record)[:2]
+    if len(keys) < 2:
         forms = ", ".join("{" + ", ".join(f'"{key}"' for key in keys) + "}" for keys in COMPLETION_KEYS)
         found = ", ".join(list(record)[:8]) or "none"
         what = f"no known keys (found: {found})"

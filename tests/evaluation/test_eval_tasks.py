@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 
 import numpy as np
@@ -38,7 +39,8 @@ def test_answers_are_indices_or_letters(write_jsonl):
     assert (second.answer, second.subject, second.line) == (0, "x", 3)
 
 
-def test_completions_of_three_forms_and_gzip(tmp_path):
+def test_completions_of_three_forms_and_gzip(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "mkd")
     records = (
         {"prompt": "", "completion": "b"},
         {"prompt": "def f():\n", "canonical_solution": "  return 1\n", "test": "..."},
@@ -48,7 +50,7 @@ def test_completions_of_three_forms_and_gzip(tmp_path):
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
     found = [(r.prompt, r.completion, r.line) for r in read_completions(path)]
     assert found == [("", "b", 1), ("def f():\n", "  return 1\n", 2), ("Write f.\n", "def f(): pass", 3)]
-    assert task_name(path) == "many.v2"
+    assert task_name(path) == "many.v2" and caplog.messages == [f"{path}: ignored keys: test (1)"]
 
 
 @pytest.mark.parametrize(

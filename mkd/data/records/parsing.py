@@ -34,7 +34,8 @@ def parse_row(row: Row) -> Record:
     _check_images(fields, keys)
     refuse_unsupported(fields, keys, is_text=kind.form == TEXT)
     reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
-    form, images = kind.form, ()
+    form, images = kind.form, tuple[Any, ...]()
+    values: tuple[Any, ...]
     if kind.form == PAIR:
         values = reader.of_pair(*kind.convert(*given))
     elif is_chat:

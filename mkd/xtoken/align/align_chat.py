@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,9 +80,10 @@ def _common_parts(
 ) -> list[tuple[str, list[int]]]:
     """Return the parts of a message that both sides render, in order, each with its first bytes there."""
     number = sides[0][1].message
-    for parts in _candidates(messages[number], reasoning):
-        places = [_find(side.data, turn, parts) for side, turn in sides]
+    for thought, texts in _candidates(messages[number], reasoning):
+        places = [_find(side.data, turn, thought, texts) for side, turn in sides]
         if None not in places:
+            parts = [thought, *texts] if thought else texts
             return [(part, list(starts)) for part, *starts in zip(parts, *places, strict=True)]
     raise DataError(
         f"message {number + 1}: the answer cannot be found in the rendered conversation",
@@ -90,37 +93,83 @@ def _common_parts(
     )
 
 
-def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
-    """Return the texts that a template may keep of a message, longest first.
+def _candidates(message: Mapping, reasoning: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (reasoning, texts of the answer) that templates may keep of a message, longest first.
 
     They are the whole message, its reasoning and answer between other tags, or the answer alone. An answer
     without reasoning is tried with the blanks around it and without, because many templates strip them.
+    Texts around images, and those of tool calls, follow each other.
     """
-    content = message["content"] or ""
+    calls = message.get("tool_calls") or ()
+    for thought, texts in _of_content(message, reasoning):
+        for written in _of_calls(calls):
+            yield thought, tuple(text for text in texts if text or not written) + written
+
+
+def _of_content(message: Mapping, reasoning: bool) -> list[tuple[str, tuple[str, ...]]]:
+    content, given = message.get("content") or "", (message.get("reasoning_content") or "").strip()
     if not isinstance(content, str):
-        raise DataError(
-            f"the content of an assistant message is a {type(content).__name__}",
-            "answers are aligned by the bytes of their text",
-            "write the content as one string",
-            code="record-message-not-text",
-        )
+        texts = tuple(part["text"].strip() for part in content if part.get("text", "").strip())
+        found = [("", texts or ("",))]
+        return [(given, texts), *found] if reasoning and given and texts else found
     opened, closed, answer = content.rpartition(END_OF_THINK)
-    thought = (message.get("reasoning_content") or opened.partition(THINK)[2] or opened).strip()
-    as_it_is = [(answer,)] if answer.strip() and not closed else []
-    parts = (thought, answer.strip())
-    whole = [(content.strip(),)] if closed else []
-    return [*whole, parts, parts[1:]] if reasoning and thought else [*as_it_is, parts[1:]]
+    thought = given or (opened.partition(THINK)[2] or opened).strip()
+    as_it_is = [("", (answer,))] if answer.strip() and not closed else []
+    whole = [("", (content.strip(),))] if closed else []
+    alone = ("", (answer.strip(),))
+    return [*whole, (thought, alone[1]), alone] if reasoning and thought else [*as_it_is, alone]
 
 
-def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Return the byte where each part starts inside the turn; None unless all parts come, in order."""
-    *thought, answer = (part.encode() for part in parts)
-    end = data.rfind(answer, turn.start, turn.content_end)
-    if end < 0 or not thought:
-        return None if end < 0 else [end]
-    opened = data.find(THINK.encode(), turn.start, end)
-    start = data.find(thought[0], turn.start if opened < 0 else opened + len(THINK), end)
-    return None if start < 0 else [start, end]
+def _of_calls(calls: Sequence[Mapping]) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of calls that both models may write: names with arguments as JSON, their values, names.
+
+    Templates put other signs around them.
+    """
+    functions = [call.get("function", call) for call in calls]
+    names = [(str(function.get("name")),) for function in functions]
+    arguments = [_parsed(function.get("arguments")) for function in functions]
+    written = [[json.dumps(one, ensure_ascii=False)] for one in arguments]
+    values = [
+        [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in of_call.values()]
+        for of_call in arguments
+    ]
+    for of_calls in (written, values, [()] * len(names)) if calls else [()]:
+        parts = zip(names, of_calls, strict=True)
+        yield tuple(text for name, others in parts for text in (*name, *others) if text.strip())
+
+
+def _parsed(arguments: Any) -> Mapping:
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        found = None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _find(data: bytes, turn: Turn, thought: str, texts: Sequence[str]) -> list[int] | None:
+    """Return the byte where each part starts inside the turn; None unless all parts come, in order.
+
+    A single text is the last one of its kind in the turn.
+    """
+    end = turn.content_end
+    if len(texts) == 1:
+        end = data.rfind(texts[0].encode(), turn.start, end)
+        if end < 0:
+            return None
+    places, start = [], turn.start
+    if thought:
+        opened = data.find(THINK.encode(), start, end)
+        place = data.find(thought.encode(), start if opened < 0 else opened + len(THINK), end)
+        if place < 0:
+            return None
+        places, start = [place], place + len(thought.encode())
+    for text in texts:
+        place = end if len(texts) == 1 else data.find(text.encode(), start, end)
+        if place < 0:
+            return None
+        places.append(place)
+        start = place + len(text.encode())
+    return places
 
 
 def _within(side: EncodedChat, start: int, part: str) -> EncodedText:

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
+from mkd.data.aligned.aligned_documents import align_record
+from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.documents import encode_record
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_decoding import decode_image
@@ -97,6 +99,28 @@ def test_an_image_may_be_a_path_a_uri_a_struct_or_a_column(reader, tmp_path):
     parts = {"messages": [{"role": "user", "content": [question]}, ANSWER]}
     text = {"messages": [{"role": "user", "content": "what is it?"}, ANSWER]}
     assert encode(parts, images).ids.tolist() == encode(text, images).ids.tolist()
+
+
+def test_an_answer_may_hold_an_image_beside_a_teacher_with_other_tokens(reader, tmp_path):
+    (tmp_path / "pictures" / "a.png").write_bytes(image_file(picture(40, 40)))
+    shown = [
+        {"type": "text", "text": "see"},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "a fox"},
+    ]
+    record = {"messages": [{"role": "user", "content": "which?"}, {"role": "assistant", "content": shown}]}
+    student, teacher = reader("smolvlm"), reader("qwen2_5_vl")
+    tokenizers = student.processor.tokenizer, teacher.processor.tokenizer
+    pair = Pair(*tokenizers, "byte_offset", True, True, student, teacher)
+    found = align_record(parse_row(record), pair)
+    assert np.array_equal(found.student_ids, encode(record, student).ids)
+    assert np.array_equal(found.teacher_ids, encode(record, teacher).ids)
+    sides = zip(tokenizers, (found.student_ids, found.teacher_ids), (0, 2), strict=True)
+    for tokenizer, ids, column in sides:
+        texts = [
+            tokenizer.decode(ids[a:b].tolist()) for a, b in found.chunks[:, [column, column + 1]].tolist()
+        ]
+        assert "".join(texts).startswith("seea fox")
 
 
 def test_exif_turns_an_image_once(reader, tmp_path):

@@ -31,7 +31,8 @@ def chatml_with(content):
 
 DROPS_REASONING = chatml_with("m['content'].split('</think>')[-1].strip()")
 OTHER_TAGS = chatml_with("m['content'].replace('<think>', '[[').replace('</think>', ']]')")
-READS_PARTS = chatml_with("(m['content'] if m['content'] is string else m['content'][0]['text'])")
+JOINED = "m['content'] | map(attribute='text', default='<img>') | join"
+READS_PARTS = chatml_with(f"(m['content'] if m['content'] is string else {JOINED})")
 SHOUTS = chatml_with("m['content'] | upper")
 CHAT = [
     {"role": "user", "content": "Which fox?"},
@@ -98,6 +99,13 @@ def test_only_tokens_with_loss_are_aligned():
         assert covered.tolist() == mask
 
 
+CALLS = CHATML.replace(
+    "message['content'] | trim",
+    "(message['content'] or '') }}{% for call in message.tool_calls %}<{{ call.function.name }}: "
+    "{{ call.function.arguments | tojson }}>{% endfor %}{{ ''",
+)
+
+
 def test_identical_sides_pair_every_answer_token_with_itself():
     student = with_template(CHATML)
     chunks = align_chat(student, student, CHAT).chunks
@@ -145,9 +153,31 @@ def test_what_cannot_be_aligned_is_refused(spm_file):
         align_chat(student, spm_file, CHAT)
     with refused("chat-turn-not-found", DataError):
         align_chat(student, with_template(SHOUTS), CHAT)
-    content = [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
-    with refused("record-message-not-text", DataError):
-        align_chat(*[with_template(READS_PARTS)] * 2, content)
+
+
+def test_texts_around_images_are_aligned():
+    parts = [{"type": "text", "text": " The fox "}, {"type": "image"}, {"type": "text", "text": "and a dog."}]
+    answer = [CHAT[0], {"role": "assistant", "content": parts}]
+    student, teacher = with_template(READS_PARTS), with_template(READS_PARTS, vocab_size=290)
+    pairs = texts(align_chat(student, teacher, answer), student, teacher)
+    assert [one for one, _ in pairs] == ["The fox", "and a dog.<|im_end|>"] and all(a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (CALLS, ["find", '{"what": "fox", "count": 2}']),
+        (CALLS.replace("arguments | tojson", "arguments.values() | join(';')"), ["find", "fox", "2"]),
+    ],
+    ids=["json", "values"],
+)
+def test_calls_of_tools_are_aligned(other, expected):
+    function = {"name": "find", "arguments": {"what": "fox", "count": 2}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    student, teacher = with_template(CALLS), with_template(other, vocab_size=290)
+    pairs = texts(align_chat(student, teacher, [CHAT[0], call]), student, teacher)
+    assert "".join(one for one, _ in pairs[:-1]) == "".join(expected)
+    assert all(a == b for a, b in pairs) and pairs[-1][0] == "<|im_end|>"
 
 
 def test_completion():

@@ -1,0 +1,107 @@
+"""Flags of messages that say whether they have loss, in every kind of record that holds messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mkd.data.aligned.aligned_documents import align_record
+from mkd.data.aligned.aligned_ids import Pair
+from mkd.data.documents import encode_record
+from mkd.data.pairs import encode_documents
+from mkd.data.records.parsing import parse_row
+from mkd.errors import DataError
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.reported import refused
+from tests.tokenizers.trained import CHATML, train_hf_tokenizer
+
+ASK = {"role": "user", "content": "Which fox?"}
+BAD, GOOD = ({"role": "assistant", "content": text} for text in ("A lazy dog.", "The quick one."))
+HF = train_hf_tokenizer()
+TOKENIZER = HuggingFaceTokenizer(HF)
+MARKED = CHATML.replace(
+    "message['content'] | trim + '<|im_end|>\n' }}",
+    "'' }}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+)
+
+
+def trained(record, tokenizer=TOKENIZER):
+    (document,) = encode_documents(parse_row(json.dumps(record).encode()), tokenizer, True)
+    return tokenizer.decode(document.ids[document.loss == 1].tolist())
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["turns", "marks"])
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"loss": False}, {"loss": True}),
+        ({"train": False}, {}),
+        ({"trainable": False}, {}),
+        ({"training": False}, {}),
+        ({"weight": 0}, {"weight": 1}),
+        ({"weight": 0.0}, {"weight": 1.0}),
+        ({"loss_scale": 0, "loss": False}, {"loss": None}),
+    ],
+    ids=lambda flags: "".join(map(str, flags)),
+)
+def test_a_flag_removes_the_loss_of_a_message(template, bad, good):
+    tokenizer = HuggingFaceTokenizer(train_hf_tokenizer(template))
+    record = {"messages": [ASK | {"weight": 0}, BAD | bad, ASK, GOOD | good]}
+    assert trained(record, tokenizer) == "The quick one.<|im_end|>"
+    plain = HF.apply_chat_template([ASK, BAD, ASK, GOOD], return_dict=False)
+    assert encode_record(parse_row(record), TOKENIZER, True).ids.tolist() == plain
+
+
+def test_flags_in_other_records():
+    flagged = BAD | {"train": False}
+    turns = [
+        {"from": "human", "value": "Which fox?"},
+        {"from": "gpt", "value": "A lazy dog.", "train": False},
+    ]
+    answer = {"from": "gpt", "value": "The quick one.", "train": True}
+    for record in (
+        {"conversations": [*turns, turns[0], answer]},
+        {"prompt": [ASK], "completion": [flagged, ASK, GOOD]},
+        {"prompt": [ASK, flagged, ASK], "completion": [GOOD | {"loss": 1}]},
+    ):
+        assert trained(record) == "The quick one.<|im_end|>"
+    pair = {"prompt": [ASK], "chosen": [flagged, ASK, GOOD], "rejected": [GOOD, ASK, flagged]}
+    for document in encode_documents(parse_row(pair), TOKENIZER, True):
+        assert HF.decode(document.ids[document.loss == 1]) == "The quick one.<|im_end|>"
+
+
+def test_only_flagged_turns_are_aligned_with_a_teacher():
+    teacher = HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=300))
+    record = parse_row({"messages": [ASK, BAD | {"loss": False}, ASK, GOOD]})
+    aligned = align_record(record, Pair(TOKENIZER, teacher, "byte_offset", True, True))
+    document = encode_record(record, TOKENIZER, True)
+    assert aligned.student_ids.tolist() == document.ids.tolist()
+    covered = [i for first, last, *_ in aligned.chunks.tolist() for i in range(first, last)]
+    assert covered == document.loss.nonzero()[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ([ASK, GOOD | {"weight": 0.5}], "record-loss-flag-not-binary"),
+        ([ASK, GOOD | {"loss": "no"}], "record-loss-flag-not-binary"),
+        ([ASK, GOOD | {"loss": True, "weight": 0}], "record-loss-flags-differ"),
+        ([ASK | {"train": True}, GOOD], "record-loss-on-other-role"),
+        ([ASK, GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 2}]}], "record-loss-flag-of-part"),
+        ([ASK, GOOD | {"content": [{"type": "text", "text": "a", "weight": 0}]}], "record-loss-flag-of-part"),
+    ],
+)
+def test_flags_that_are_refused(messages, code):
+    with refused(code, DataError):
+        parse_row({"messages": messages})
+
+
+def test_a_prompt_cannot_have_loss():
+    for record in (
+        {"prompt": [ASK, GOOD | {"loss": True}, ASK], "completion": [GOOD]},
+        {"prompt": [ASK, GOOD | {"loss": True}, ASK], "chosen": [GOOD], "rejected": [BAD]},
+    ):
+        with refused("record-loss-on-prompt", DataError):
+            parse_row(record)
