@@ -52,7 +52,7 @@ def write_text(folder: Path, max_characters: int = 6000) -> tuple[Path, Path]:
 def cut_student(folder: Path) -> None:
     """Write the student: the teacher without the block of layers that hurts least."""
     command = [sys.executable, str(ROOT / "tools" / "make_student.py"), "--num-layers", str(NUM_LAYERS)]
-    command += ["--hf", str(folder / "teacher"), "--out", str(folder / "student")]
+    command += ["--hf", str(folder / "teacher"), "--out", str(folder / "student"), "--overwrite"]
     command += ["--data-path", str(folder / "train.jsonl"), "--tokens", str(MEASURED_TOKENS)]
     subprocess.run(command, check=True)
 
@@ -74,7 +74,7 @@ def distil(folder: Path, parallel: str) -> Path:
     command += ["--teacher-hf", str(folder / "teacher"), "--student-hf", str(folder / "student")]
     command += ["--data-path", str(folder / "train.jsonl"), "--valid-data-path", str(folder / "valid.jsonl")]
     command += ["--data-cache-path", str(folder / "cache"), "--log-dir", str(folder)]
-    command += ["--save", str(checkpoints), "--export-hf", str(export)]
+    command += ["--save", str(checkpoints), "--export-hf", str(export), "--overwrite"]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return export
 

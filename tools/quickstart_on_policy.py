@@ -73,7 +73,7 @@ def learn(folder: Path, start: Path) -> Path:
     command += [str(ROOT / "pretrain_kd.py"), "--config", str(ROOT / "configs" / "quickstart_on_policy.yaml")]
     command += ["--teacher-hf", str(start / "teacher"), "--student-hf", str(start / "distilled")]
     command += ["--prompt-data-path", str(folder / "prompts.jsonl"), "--log-dir", str(folder)]
-    command += ["--export-hf", str(export)]
+    command += ["--export-hf", str(export), "--overwrite", "--no-save"]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return export
 

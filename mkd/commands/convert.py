@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to"
     )
     parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier conversion in --save, not a run's folder"
+    )
+    parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the checkpoint (default: bf16 if the files are, else fp32)"
     )
     add_layout_arguments(parser)

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)"
     )
     parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that --hf-out holds")
     parser.add_argument(
         "--reference-hf",
         metavar="DIR_OR_ID",

@@ -39,6 +39,7 @@ def build_parser() -> FlagParser:
     )
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder of the teacher")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that --out holds")
     size = parser.add_argument_group("sizes of the student (default: those of the teacher)")
     size.add_argument("--num-layers", type=whole_number, metavar="N", help="decoder layers")
     size.add_argument("--ffn-hidden-size", type=whole_number, metavar="N", help="FFN channels of a layer")
@@ -103,4 +104,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.num_layers, args.ffn_hidden_size, args.num_query_groups, args.hidden_size, args.target_params
     )
     text = tuple(args.data_path)
-    make_student(StudentRequest(args.hf, args.out, sizes, args.method, text, args.tokens, args.seq_length))
+    measured = args.method, text, args.tokens, args.seq_length
+    make_student(StudentRequest(args.hf, args.out, sizes, *measured, overwrite=args.overwrite))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.flags import FlagParser
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="prefix of the files to write: PREFIX.bin, .idx, .meta.json and, unless every token has loss, "
         ".loss_mask.bin",
     )
+    add("--overwrite", action="store_true", help="replace the corpus that PREFIX holds")
     add(
         "--tokenizer-type",
         default="HuggingFaceTokenizer",
@@ -135,6 +137,19 @@ def check_numbers(args: argparse.Namespace) -> None:
             )
 
 
+def require_room(args: argparse.Namespace) -> None:
+    """Raise UsageError if files of PREFIX would be replaced."""
+    parts = [".bin", ".idx", ".loss_mask.bin", ".images.bin", ".image_sources.bin", ".meta.json"]
+    found = [part for part in parts if Path(args.output_prefix + part).exists()]
+    if found and not args.overwrite:
+        raise UsageError(
+            f"--output-prefix {args.output_prefix} holds a corpus: {', '.join(found)}",
+            "it would be replaced",
+            "choose another prefix, or give --overwrite to replace it",
+            code="corpus-exists",
+        )
+
+
 def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
         raise UsageError(
@@ -156,6 +171,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             code="characters-per-sample-below-one",
         )
     check_numbers(args)
+    require_room(args)
     # not in the workers, which import this file
     from mkd.platform import prepare_for_files
 

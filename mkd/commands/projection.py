@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkd.config.flags import FlagParser
-from mkd.errors import DataError, returns_exit_code
+from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
     from mkd.tokenizers.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--teacher", required=True, metavar="DIR|FILE", help="the teacher's tokenizer")
     add("--output", type=Path, metavar="FILE", help=".npz to write (default: write nothing)")
+    add("--overwrite", action="store_true", help="replace the files of --output and --audit-output")
     add(
         "--projection",
         type=Path,
@@ -93,7 +94,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def audit_file(args: argparse.Namespace) -> Path | None:
+    """Return the file for all figures; None: they are only printed."""
+    return args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
+
+
+def require_room(args: argparse.Namespace) -> None:
+    """Raise UsageError if a file would be replaced."""
+    targets = {"--output": args.output, "--audit-output": audit_file(args)}
+    for flag, path in targets.items():
+        if path is not None and path.exists() and not args.overwrite:
+            what, do = f"{flag} {path} exists", "choose another file, or give --overwrite"
+            raise UsageError(what, "it would be replaced", do, code="projection-exists")
+
+
 def run(args: argparse.Namespace) -> None:
+    require_room(args)
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken.vocabulary.audit import audit
     from mkd.xtoken.vocabulary.relation import ProjectionSettings
@@ -123,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
             )
         figures["audit"] = result.shares()
         print(result.table())
-    target = args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
+    target = audit_file(args)
     if target:
         target.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -78,7 +78,8 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     platform = detect()  # before Megatron is imported, to silence its warnings
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import LOG, console
-    from mkd.run.topk_export import ExportSettings, export_teacher
+    from mkd.run.topk_description import ExportSettings
+    from mkd.run.topk_export import export_teacher
 
     settings = ExportSettings(args.out, args.k, args.logprob_dtype, args.samples_per_shard)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

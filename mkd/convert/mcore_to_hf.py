@@ -10,6 +10,7 @@ from megatron.core import dist_checkpointing
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
 from mkd.checkpoint.hf.hf_assets import HFAssets, SavedProcessor
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
@@ -58,6 +59,7 @@ def run(
     load: Path,
     ckpt_step: int | None,
     hf_out: Path,
+    overwrite: bool,
     reference_hf: str | None,
     dtype: str | None,
     tensor_model_parallel_size: int,
@@ -66,8 +68,11 @@ def run(
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
     Raises CheckpointError if `load` has no intact checkpoint or does not describe its model, and UsageError
-    if the parallel sizes do not multiply to the number of processes.
+    if `hf_out` holds a model, or if the parallel sizes do not multiply to the number of processes.
     """
+    in_the_way = None if overwrite else model_in_the_way("--hf-out", hf_out)
+    if in_the_way is not None:
+        raise in_the_way
     folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
     context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)

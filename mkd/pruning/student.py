@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
 from mkd.data.batch import PackedBatch
 from mkd.errors import MkdError, UsageError, collect_error
@@ -37,6 +38,7 @@ class StudentRequest:
     text: tuple[str, ...] = ()  # files of records; (): nothing is measured
     num_tokens: int = 8192
     seq_length: int = 256
+    overwrite: bool = False  # the model in `out` may be replaced
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def make_student(
     """Choose the cut, write the student, and score it. `say` gets the lines for people.
 
     `context` is one process; by default, one is joined and left if there is text. Raises UsageError for sizes
-    that the teacher does not have or that need text, CheckpointError for a teacher that is damaged, and
-    DataError for the text.
+    that the teacher does not have or that need text, or if `out` holds a model, CheckpointError for a teacher
+    that is damaged, and DataError for the text.
     """
+    require_room(request)
     folder = resolve_hf(request.teacher)
     teacher = ModelShape.from_hf_dir(folder)
     refuse_images(teacher)
@@ -78,6 +81,21 @@ def make_student(
     finally:
         if context is None:
             joined.leave()
+
+
+def require_room(request: StudentRequest) -> None:
+    """Raise UsageError if the student would replace a model, before a teacher is downloaded."""
+    out, teacher = request.out, Path(request.teacher)
+    if out.exists() and teacher.exists() and out.samefile(teacher):
+        raise UsageError(
+            f"--out {out} is the teacher's folder",
+            "the student would overwrite it",
+            "choose another folder",
+            code="student-overwrites-teacher",
+        )
+    in_the_way = None if request.overwrite else model_in_the_way("--out", out)
+    if in_the_way is not None:
+        raise in_the_way
 
 
 def possible_sizes(request: StudentRequest, teacher: ModelShape) -> list[StudentSizes]:
@@ -140,13 +158,6 @@ def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) ->
             "which layers have experts is counted by position, and a cut would move them",
             "cut a dense model",
             code="experts-cut-not-supported",
-        )
-    if request.out.exists() and request.out.samefile(folder):
-        raise UsageError(
-            f"--out {request.out} is the teacher's folder",
-            "the student would overwrite it",
-            "choose another folder",
-            code="student-overwrites-teacher",
         )
     blocked = disk_problems([Written("the student", "--out", request.out)])
     if blocked:

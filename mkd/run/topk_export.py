@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,8 +27,8 @@ from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
-from mkd.data.stored.teacher_topk import UNKNOWN_PRECISION, ShardWriter, TopKMeta, pack_digest
-from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
+from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
+from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -46,39 +46,13 @@ from mkd.run.build_data import open_data
 from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
-from mkd.run.one_model import ModelPlan, plan_model
-from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
-from mkd.run.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
+from mkd.run.one_model import plan_model
+from mkd.run.preflight import Tokenizers, data_paths, data_problems, wider_than_head
+from mkd.run.topk_description import TEACHER, ExportPlan, ExportSettings, require_room, write_description
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
-
-TEACHER = 0  # number of the exported teacher
-
-
-@dataclass(frozen=True)
-class ExportSettings:
-    """Settings of an export besides those of the run."""
-
-    out: Path
-    k: int
-    logprob_dtype: str  # float16 or float32
-    samples_per_shard: int
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """A teacher that runs alone, with the tokenizer of the run and its reader of images."""
-
-    teacher: ModelPlan
-    tokenizer: Tokenizer
-    images: ConversationImages | None = None  # reads the images of conversations; None: the models read none
-
-    @property
-    def config(self) -> Config:
-        """Settings of the run."""
-        return self.teacher.config
 
 
 def export_teacher(
@@ -99,6 +73,7 @@ def export_teacher(
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         why = "that many ids have a probability"
         raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
+    require_room(plan, settings, vocab_size)
     if config.dry_run:
         return None
     _make_folder(settings.out)
@@ -180,7 +155,7 @@ def _describe(
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
-            outcome = _write_description(plan, settings, vocab_size, parts)
+            outcome = write_description(plan, settings, vocab_size, parts)
         except Exception as error:  # every kind of error, because the other ranks wait
             outcome = error
     outcome = context.broadcast_object(outcome)
@@ -188,49 +163,6 @@ def _describe(
         outcome.on_all_ranks = True
         raise outcome
     return outcome
-
-
-def _precision(config: Config) -> str:
-    teacher = config.teachers[TEACHER]
-    if teacher.precision == "fp8":
-        return f"fp8 {teacher.fp8_recipe}"
-    return "bf16" if config.training.bf16 else "fp32"
-
-
-def _write_description(
-    plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
-) -> TopKMeta:
-    source, tokenizer = plan.teacher.source, plan.tokenizer
-    require_same_tokenizer(tokenizer, source)
-    data = data_settings(plan.config)
-    if plan.images is not None:
-        data[IMAGE_PROCESSOR] = plan.images.processor.fingerprint
-    meta = TopKMeta(
-        k=settings.k,
-        temperature=temperature_of(plan.config),
-        logprob_dtype=settings.logprob_dtype,
-        vocab_size=vocab_size,
-        teacher=str(source.load or source.assets),
-        weights_fingerprint=weights_fingerprint(source),
-        vocabulary_fingerprint=tokenizer.vocabulary_fingerprint,
-        data=data,
-        parts=parts,
-        samples_per_shard=settings.samples_per_shard,
-        precision=_precision(plan.config),
-    )
-    if (settings.out / "meta.json").exists():
-        found = TopKMeta.read(settings.out)
-        if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
-            meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
-        compared = (name for name in vars(meta) if name != "teacher")
-        differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
-        if differing:
-            what = f"{settings.out} holds another teacher cache: {', '.join(differing)} differ"
-            why = "an export resumes only with the same teacher, data and settings"
-            do = "choose another --out, or remove the folder"
-            raise DataError(what, why, do, code="teacher-cache-of-another-run")
-    meta.write(settings.out)
-    return meta
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_folder import OLD
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError
@@ -92,6 +93,9 @@ def test_killed_before_every_change(shard_bytes, step, models, tmp_path):
         changes += step
     assert code == 0 and changes > 10
     assert seen == sorted(seen, key=["old", None, "new"].index) and set(seen) == {"old", None, "new"}
-    wreck = tmp_path / str(seen.index(None) * step)
+    for wreck in (tmp_path / str(place * step) for place, name in enumerate(seen) if name is None):
+        restored = shutil.copytree(wreck, tmp_path / f"{wreck.name} restored")
+        shutil.copytree(wreck / OLD, restored, dirs_exist_ok=True)
+        assert what_is_in(restored, tensors) == "old"  # nothing of it is lost
     assert run_forked(1, export_and_die, models["new"], wreck, shard_bytes, -1) == [(0, None)]
-    assert what_is_in(wreck, tensors) == "new" and not list(wreck.glob("*.partial"))
+    assert what_is_in(wreck, tensors) == "new" and not list(wreck.glob(".mkd*"))

@@ -185,7 +185,7 @@ def test_a_folder_holds_one_cache(single, files, ranks):
     for more, differing in (
         (("--k", 8, *T2), "k differ"),
         (("--k", 16), "temperature differ"),
-        (("--k", 16, *T2, "--seq-length", 64), "data, parts differ"),
+        (("--k", 16, *T2, "--seq-length", 64), "data differ"),
     ):
         results = export(ranks, files, "single", *more, world_size=2)
         assert [result.exit_code for result in results] == [65, 65]

@@ -124,7 +124,14 @@ def test_eos_can_be_left_out(model, tmp_path):
 
 def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("The fox\n\nlazy dog\nbrown\n")
-    options = ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer", "--no-append-eod"]
+    options = [
+        "--tokenizer-model",
+        model,
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--no-append-eod",
+        "--overwrite",
+    ]
     command = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "c"), *options]
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     for more, texts in (

@@ -260,7 +260,8 @@ def test_a_teachers_own_temperature(cache, files, single, ranks):
     assert_same_run(trained(ranks, files, [*argv[:at], *argv[at + 2 :], "--config", str(config)]), single)
     config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 1}}]\n")
     named = "teacher-cache-temperature-differs", "use teachers[0].temperature 2.0"
-    assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *named)
+    own = "--config", str(config), "--overwrite"
+    assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), *own], 64, *named)
 
 
 def test_a_run_resumes_only_with_the_export_that_it_had(cache, files, ranks):

@@ -66,7 +66,8 @@ def export(argv: list[str], out, in_fp8: bool):
     import torch.distributed as dist
 
     from mkd.platform import detect
-    from mkd.run.topk_export import ExportSettings, export_teacher
+    from mkd.run.topk_description import ExportSettings
+    from mkd.run.topk_export import export_teacher
 
     config = load_config([*argv, *(FP8 if in_fp8 else ("--bf16",))]).config
     with stand_in_recipes():

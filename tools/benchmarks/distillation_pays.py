@@ -106,7 +106,14 @@ def command(args: argparse.Namespace, log_dir: Path, ratio: float, seed: int, st
         "eval-completions": args.folder / "held_out.jsonl",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, str(ROOT / "pretrain_kd.py"), *words, *args.flags.split()]
+    return [
+        sys.executable,
+        str(ROOT / "pretrain_kd.py"),
+        "--no-save",
+        "--overwrite",
+        *words,
+        *args.flags.split(),
+    ]
 
 
 def run(args: argparse.Namespace, name: str, ratio: float, seed: int, steps: int) -> Path:

@@ -164,7 +164,15 @@ def train(args: argparse.Namespace, arm: str, seed: int) -> Path:
         "global-batch-size": 16, "export-hf": log_dir / "hf",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(ROOT / "pretrain_kd.py"), *words, *args.flags.split(), *ARMS[arm]]
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_kd.py"),
+        "--no-save",
+        "--overwrite",
+        *words,
+        *args.flags.split(),
+        *ARMS[arm],
+    ]
     with open(log_dir / "output.txt", "w", encoding="utf-8") as out:
         subprocess.run(command, check=False, stdout=out, stderr=out)
     return log_dir

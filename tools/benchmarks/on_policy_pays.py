@@ -66,7 +66,14 @@ def command(
     else:
         flags["data-path"] = args.folder / "train.jsonl"
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [sys.executable, str(ROOT / "pretrain_kd.py"), *words, *args.flags.split()]
+    return [
+        sys.executable,
+        str(ROOT / "pretrain_kd.py"),
+        "--no-save",
+        "--overwrite",
+        *words,
+        *args.flags.split(),
+    ]
 
 
 def run(args: argparse.Namespace, name: str, seed: int, steps: int, student: Path, own: bool) -> Path:

@@ -101,7 +101,14 @@ def train(args: argparse.Namespace, name: str, student: Path, flags: dict[str, o
     if "data-path" in flags:
         flags |= {"pack": "none", "global-batch-size": args.prompts * args.group}
     words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
-    command = [sys.executable, str(ROOT / "pretrain_kd.py"), *words, *args.flags.split()]
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_kd.py"),
+        "--no-save",
+        "--overwrite",
+        *words,
+        *args.flags.split(),
+    ]
     done, output = log_dir / "done", log_dir / "output.txt"
     if done.exists() and done.read_text(encoding="utf-8") == "\n".join(command):
         return log_dir / "hf"

@@ -39,6 +39,7 @@ def command(
         "student_hf": student, "export_hf": export, "log_dir": log_dir, "data_path": corpus.train,
         "valid_data_path": corpus.held_out, "image_root": corpus.image_root,
         "data_cache_path": corpus.cache, "seq_length": 256, "lr_decay_style": "cosine",
+        "no_save": True, "overwrite": True,
     }  # fmt: skip
     given |= {"kd_ratio": 0} if teacher is None else {"teacher_hf": teacher}
     words = [str(ROOT / "pretrain_kd.py"), "--student-train-parts", *ALL_PARTS]
@@ -58,7 +59,7 @@ def tokenised(corpus: Corpus, tokenizer: Path, workers: int) -> Corpus:
             "image-root": corpus.image_root, "workers": workers,
         }  # fmt: skip
         words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
-        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *words]
+        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--overwrite", *words]
         run(command, file.parent / f"tokenised_{file.stem}", is_quiet=True)
     return replace(corpus, train=corpus.train.with_suffix(""), held_out=corpus.held_out.with_suffix(""))
 

@@ -73,22 +73,20 @@ class HFAssets:
             found |= {f"{TEMPLATE_FOLDER}/{path.name}": path for path in templates}
         return {name: path for name, path in found.items() if path.exists()}
 
-    def copy_to(self, folder: Path) -> None:
-        """Copy every file, following the symbolic links of a hub cache.
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of the files and folders of another model that must not stay beside these.
 
-        A tokenizer replaces all tokenizer files in `folder`, because a mixture of two would be a third one.
-        Without a tokenizer those files stay.
+        A tokenizer replaces all tokenizer files, because a mixture of two would be a third one. Without a
+        tokenizer those files stay.
         """
+        has_tokenizer = not self.files().keys().isdisjoint(TOKENIZER_ASSETS)
+        return frozenset((*MODEL_ASSETS, *((*TOKENIZER_ASSETS, TEMPLATE_FOLDER) if has_tokenizer else ())))
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy every file to a new folder, following the symbolic links of a hub cache."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = self.files()
-        replaced = set(files)
-        if not files.keys().isdisjoint(TOKENIZER_ASSETS):
-            replaced |= set(TOKENIZER_ASSETS)
-            old = folder / TEMPLATE_FOLDER
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
-        for name in replaced:
-            (folder / name).unlink(missing_ok=True)
-        for name, path in files.items():
+        for name, path in self.files().items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
         if self.changed is not None:

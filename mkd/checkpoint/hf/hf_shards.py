@@ -27,7 +27,6 @@ from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.plan.model_shape import ModelShape
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PARTIAL_SUFFIX = ".partial"
 NO_TOWER: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
@@ -98,10 +97,10 @@ def export_plan(
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
-    """Write all shards under partial names; `tensors` are on the CPU, in the plan's order and dtype."""
+    """Write all shards; `tensors` are on the CPU, in the plan's order and dtype."""
     stream = iter(tensors)
     for shard in plan.shards:
-        with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:
+        with open(folder / shard.file, "wb") as file:
             file.write(_header(shard, plan))
             for name, full in shard.tensors.items():
                 tensor = next(stream)

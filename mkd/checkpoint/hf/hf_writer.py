@@ -8,10 +8,8 @@ sent.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,17 +19,25 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_check import EXTRA_LAYERS
+from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
 from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part, stored_tensors
-from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file, map_part, stored_tensors
+from mkd.checkpoint.hf.hf_shards import ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, MkdError
 from mkd.families.config_values import PART_OBJECTS
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 
-SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 OTHER_FOLDER = "choose another folder"
+
+
+def anything(folder: Path) -> None:
+    """Allow to replace whatever is in the folder."""
+
+
+def without_record(stage: Path) -> None:
+    """Keep no record of the files that are about to be published."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ def export_hf(
     assets: HFAssets,  # configuration of the same model, and the tokenizer that belongs to it
     dtype: torch.dtype | None = None,  # dtype of the files; default: the parameters' dtype
     max_shard_bytes: int = 5_000_000_000,
+    in_the_way: Callable[[Path], Exception | None] = anything,  # returns why the folder must not be replaced
+    record: Callable[[Path], None] = without_record,  # gets the complete folder that is about to be published
 ) -> None:
     """Write the model as a Hugging Face folder.
 
@@ -64,7 +72,9 @@ def export_hf(
     `CheckpointError` on every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
-    _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
+    problem = in_the_way(out_dir) if context.rank == 0 else None
+    problem = problem or (prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
+    _raise_everywhere(context, problem)
     # Global rank 0 holds the first stage, which has the tower.
     shapes = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
     tower = context.broadcast_object(shapes)
@@ -75,7 +85,8 @@ def export_hf(
     if context.is_first_replica or context.edp.rank == 0:
         dtypes = {name: stored_dtype(name, plan.dtype) for name, _ in plan.tensors()}
         stream = (sources.collect(name, full, dtypes[name]) for name, full in plan.tensors())
-        problem = write_folder(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
+        is_writer = context.rank == 0
+        problem = write_folder(plan, stream, out_dir, assets, record) if is_writer else _drain(stream)
     _raise_everywhere(context, problem)
 
 
@@ -217,42 +228,33 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
 
 
 def write_folder(
-    plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
+    plan: ExportPlan,
+    stream: Iterator[Tensor],
+    out_dir: Path,
+    assets: HFAssets,
+    record: Callable[[Path], None] = without_record,
 ) -> CheckpointError | None:
     """Write all files on rank 0.
 
     Return a failure only after the other ranks have sent everything, so that they do not wait.
     """
     try:
-        write_shards(plan, stream, out_dir)
-        _publish(plan, out_dir, assets)
+        stage = start_writing(out_dir)
+        write_shards(plan, stream, stage)
+        assets.copy_to(stage)
+        (stage / "config.json").write_text(_config_text(assets.model, plan.dtype), encoding="utf-8")
+        if plan.last_file == INDEX_FILE:
+            (stage / INDEX_FILE).write_text(plan.index(), encoding="utf-8")
+        record(stage)
+        publish(out_dir, assets.replaced)
     except OSError as error:
         _drain(stream)
-        for file in out_dir.glob(f"model*{PARTIAL_SUFFIX}"):
-            with contextlib.suppress(OSError):
-                file.unlink()
+        give_up(out_dir)
         what = f"the Hugging Face export to {out_dir} failed: {error}"
         why = f"it needs {plan.total_bytes / 2**30:.2f} GiB"
         do = "make room or choose another folder; the training checkpoint is not affected"
         return CheckpointError(what, why, do, code="export-failed")
     return None
-
-
-def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
-    """Swap the finished files in. Meanwhile the folder has no index, so that no reader sees a mixture."""
-    for name in (INDEX_FILE, SINGLE_FILE):
-        (out_dir / name).unlink(missing_ok=True)
-    for file in list(out_dir.iterdir()):
-        if SHARD_FILE.fullmatch(file.name):
-            file.unlink()
-    assets.copy_to(out_dir)
-    (out_dir / "config.json").write_text(_config_text(assets.model, plan.dtype), encoding="utf-8")
-    for shard in plan.shards:
-        (out_dir / (shard.file + PARTIAL_SUFFIX)).replace(out_dir / shard.file)
-    if plan.last_file == INDEX_FILE:
-        partial = out_dir / (INDEX_FILE + PARTIAL_SUFFIX)
-        partial.write_text(plan.index(), encoding="utf-8")
-        partial.replace(out_dir / INDEX_FILE)
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
@@ -293,9 +295,8 @@ def prepare_folder(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Except
             what = f"the export would overwrite {overwritten}"
             why = "its configuration or its tokenizer is copied from there"
             return CheckpointError(what, why, OTHER_FOLDER, code="export-overwrites-source")
-        probe = out_dir / f"model{PARTIAL_SUFFIX}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        (start_writing(out_dir) / "probe").write_bytes(b"")
+        give_up(out_dir)
     except OSError as error:
         what, why = f"cannot write to {out_dir}: {error}", "the export goes there"
         return CheckpointError(what, why, OTHER_FOLDER, code="export-folder-not-writable")
