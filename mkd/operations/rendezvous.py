@@ -73,9 +73,10 @@ class Rendezvous:
 
     def _at_store(self, problem: Problem | None, timeout: timedelta) -> list[Problem | None]:
         import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
 
-        self._store, _, _ = next(rendezvous("env://", timeout=timeout))
+        from mkd.parallel.start_store import start_store
+
+        self._store = start_store(timeout)
         place = dist.PrefixStore(PREFIX, self._store)
         place.set(str(self.rank), json.dumps(problem and asdict(problem)))
         texts = place.multi_get([str(rank) for rank in range(self.world_size)])

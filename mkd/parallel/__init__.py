@@ -2,6 +2,7 @@
 
 axes.py          the axes of the process grid and the process groups that follow from them
 context.py       `ParallelContext`: this process's place in the grid, passed down everywhere
+start_store.py   the store at which processes meet, also after a restart by torchrun
 agreement.py     an error of one rank is raised by all
 pipeline.py      what pipeline stages send each other: activations with the teachers' hidden states
 state_links.py   the teachers' hidden states, if they are a pipeline of their own

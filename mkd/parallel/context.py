@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
+from mkd.parallel.start_store import is_restart, start_store
 from mkd.plan.batch import document_multiple
 from mkd.plan.peer_groups import peer_ranks, weight_shards
 from mkd.platform import Platform
@@ -285,7 +286,11 @@ def join_process_group(platform: Platform, timeout: timedelta) -> None:
     """Initialise torch.distributed from torchrun's environment, or as a world of one process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         device_id = platform.device if platform.is_cuda else None
-        dist.init_process_group(platform.backend, timeout=timeout, device_id=device_id)
+        options: dict[str, Any] = {}
+        if is_restart():
+            options |= {"store": start_store(timeout)}
+            options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        dist.init_process_group(platform.backend, timeout=timeout, device_id=device_id, **options)
     else:
         dist.init_process_group(
             platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

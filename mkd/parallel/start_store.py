@@ -1,0 +1,27 @@
+"""The store at which the processes that torchrun has started meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun: 0 at first, one more for each of --max-restarts
+
+
+def start_store(timeout: timedelta) -> dist.Store:
+    """Return the store of this start. Call it with torchrun's environment.
+
+    torchrun keeps one store for all its restarts, so a restarted process would find the addresses of those
+    that are gone (pytorch #135712). Every restart therefore has its own keys.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"mkd/attempt {os.environ[ATTEMPT]}", store) if is_restart() else store
+
+
+def is_restart() -> bool:
+    """Return True if torchrun has started this process in the place of one that failed."""
+    return os.environ.get(ATTEMPT, "0") != "0"
