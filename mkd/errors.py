@@ -23,6 +23,7 @@ EXIT_CHECKPOINT = 66
 EXIT_NON_FINITE = 70
 EXIT_PREEMPTED = 75
 EXIT_CRASH_LOOP = 76
+EXIT_INTERRUPTED = 130  # as of a program that Ctrl-C ends
 EXIT_CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
 
 MOST_SHOWN = 20
@@ -205,6 +206,9 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
             except MkdError as error:
                 exit_code = error.exit_code
                 _print(error)
+            except KeyboardInterrupt:
+                exit_code = EXIT_INTERRUPTED
+                print("interrupted", file=sys.stderr, flush=True)
             except SystemExit:  # argparse's, after a help text
                 sys.stdout.flush()
                 raise

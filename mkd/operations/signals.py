@@ -1,18 +1,31 @@
-"""Catch signals that ask the process to end, so that the run can end after its step."""
+"""Catch signals that ask the process to end, so that the run can end after its step.
+
+A thread acknowledges a signal at once, also while the main thread computes or waits for other ranks. A second
+Ctrl-C ends the process within seconds.
+"""
 
 from __future__ import annotations
 
+import _thread
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mkd.errors import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that end a run.
 
 torchrun and schedulers end a job with SIGTERM. Slurm warns with the signal of --signal. People press Ctrl-C.
 """
+COPY_S = 2.0  # within which torchrun passes on a Ctrl-C that its processes have also got from the terminal
+FORCED_S = 3.0  # for the main thread to clean up after a second Ctrl-C, before the process ends
+END = 0  # a byte that is no signal
 
 
 @dataclass
@@ -20,30 +33,93 @@ class Signals:
     """The first signal that this process received, or 0. Slurm sends each twice: later ones are ignored."""
 
     received: int = 0
+    is_forced: bool = False  # a second Ctrl-C has asked to end now
+    # What happens after the first signal, what a second Ctrl-C loses, and what stays then.
+    notice: str = "stopping when the start is over; nothing has been trained yet"
+    lost: str = ""
+    kept: str = "nothing had been trained"
+    speaks: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")  # one rank is enough
+    has_torchrun: bool = field(default_factory=lambda: "TORCHELASTIC_RUN_ID" in os.environ)
+    when_forced: list[Callable[[], None]] = field(default_factory=list)  # called in a thread
+    _is_asked: bool = False  # a signal has been acknowledged
+    _copy_until: float = 0.0  # on the monotonic clock: until then torchrun's copy is expected
+
+    def came(self, number: int) -> bool:
+        """Acknowledge a signal. Return True if it is a second Ctrl-C. Called in a thread."""
+        now, is_ctrl_c = time.monotonic(), number == signal.SIGINT
+        self.received = self.received or number
+        if not self._is_asked:
+            self._is_asked, self._copy_until = True, now + COPY_S * self.has_torchrun
+            again = f"; press Ctrl-C again to stop now{self.lost}"
+            name = "" if is_ctrl_c else f"received {signal.Signals(number).name}: "
+            self._say(f"{name}{self.notice}{again if is_ctrl_c else ''}")
+            return False
+        # At a second Ctrl-C torchrun sends SIGTERM to processes that the terminal does not reach.
+        is_second = is_ctrl_c or (self.has_torchrun and self.received == signal.SIGINT)
+        if not is_second or number == signal.SIGUSR1 or self.is_forced:
+            return False
+        if is_ctrl_c and now < self._copy_until:
+            self._copy_until = 0.0
+            return False
+        self.is_forced = True
+        self._say(f"stopping now; {self.kept}")
+        return True
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            line_break = "\n" if os.isatty(2) else ""  # after the ^C of the terminal
+            os.write(2, f"{line_break}{text}\n".encode())
 
 
 @contextmanager
 def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signals]:
-    """Catch `SIGNALS` inside the block instead of ending the process. A second Ctrl-C interrupts as usual.
+    """Catch `SIGNALS` inside the block instead of ending the process.
 
-    Afterwards the earlier handlers are restored. If `afterwards` is given, it replaces them without a gap.
+    A second Ctrl-C raises KeyboardInterrupt, and ends the process if the block is still running after
+    `FORCED_S`. Afterwards the earlier handlers are restored. If `afterwards` is given, it replaces them
+    without a gap.
     """
     signals = Signals()
-
-    def catch(number, frame) -> None:
-        if number == signal.SIGINT and signals.received == signal.SIGINT:
-            signal.default_int_handler(number, frame)
-        signals.received = signals.received or number
-
     if threading.current_thread() is not threading.main_thread():  # where Python delivers no signals
         yield signals
         return
+
+    def catch(number, frame) -> None:
+        signals.received = signals.received or number
+        if signals.is_forced:
+            raise KeyboardInterrupt
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    is_over = threading.Event()
+    listener = threading.Thread(target=_listen, args=(reader, signals, is_over), name="signals", daemon=True)
     earlier = {number: signal.signal(number, catch) for number in SIGNALS}
+    earlier_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    listener.start()
     try:
         yield signals
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler if afterwards is None else afterwards)
+        signal.set_wakeup_fd(earlier_fd)
+        is_over.set()
+        os.write(writer, bytes([END]))
+        listener.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _listen(reader: int, signals: Signals, is_over: threading.Event) -> None:
+    """Acknowledge signals as they come, in a thread: Python's handlers wait for the main thread."""
+    while not is_over.is_set():
+        for number in os.read(reader, 64):
+            if number in SIGNALS and signals.came(number):
+                for action in signals.when_forced:
+                    action()
+                _thread.interrupt_main()
+                if not is_over.wait(FORCED_S):
+                    sys.stdout.flush()
+                    os._exit(EXIT_INTERRUPTED)
 
 
 def ignore_signals() -> None:
