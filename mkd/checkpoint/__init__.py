@@ -10,6 +10,7 @@ manifest.py           size and SHA-256 of every file
 verifying.py          the checkpoint to resume from: the newest one that equals its manifest
 pickles.py            a search for code in a checkpoint, before anything is unpickled
 folders.py            names, pointer, retention, state file
+own_exports.py        exports that a run may replace when it resumes
 save_folder.py        size of a checkpoint; one writer a folder
 hf/                   Hugging Face folders, in and out
 """

@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from mkd.checkpoint.finite import first_not_finite
-from mkd.checkpoint.folders import Retention, TrainingPosition, position_of, read_state
+from mkd.checkpoint.folders import BY_STEPS, CAUSE, Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import (
     give_first_state,
@@ -88,6 +88,7 @@ def start_save(
     *,
     run_identity: Mapping[str, object] | None = None,  # fingerprints and settings, compared on resume
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that no record has yet
+    cause: str = BY_STEPS,  # why it is saved, see mkd.checkpoint.folders
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
     announce: Callable[[str, int], None] = announce_nothing,  # called at each moment of the save
@@ -97,7 +98,7 @@ def start_save(
         give_first_state(state.optimizer)
     more = {"layout": _layout(context), "device": context.device.type}
     more |= {"optimizer": optimizer_kind(state.optimizer), "precision": _precision(state)}
-    more |= run_identity or {}
+    more |= {CAUSE: cause, **(run_identity or {})}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False)
     sharded["content_metadata"] = _content_metadata(context)

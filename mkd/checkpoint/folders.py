@@ -27,6 +27,9 @@ COMMON_FILE = "common.pt"  # all content except tensors that is equal on all ran
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
+CAUSE = "cause"  # entry of STATE_FILE: why a checkpoint was saved, one of these
+BY_STEPS, BY_TIME, STOPPED, LAST = "steps", "time", "stop", "last"
+NEWEST_TEMPORARY = 2  # those by time or of a stop stay while they are among so many newest ones
 ANOTHER = "choose another with --ckpt-step N"
 ITERATION_FOLDER = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
 
@@ -49,10 +52,13 @@ class Retention:
     newest: int | None = None  # how many to keep; None: all, or only the latest if `interval` is set
     interval: int | None = None  # also keep iterations that are a multiple of it
 
-    def keeps(self, iteration: int, place: int) -> bool:
-        """Return True if the checkpoint of `iteration`, number `place` from the latest (0), stays."""
+    def keeps(self, iteration: int, place: int, is_temporary: bool = False) -> bool:
+        """Return True if the checkpoint of `iteration`, number `place` from the latest (0), stays.
+
+        Without flags, those that somebody asked for stay, and the newest of the others.
+        """
         if self.newest is None and self.interval is None:
-            return True
+            return not is_temporary or place < NEWEST_TEMPORARY
         return place < (self.newest or 1) or (self.interval is not None and iteration % self.interval == 0)
 
 
@@ -230,12 +236,19 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
         iteration = _iteration(folder)
         if iteration > latest or not has_valid_names(folder):
             continue
-        if not retention.keeps(iteration, place):
+        if not retention.keeps(iteration, place, _is_temporary(folder)):
             doomed.append(folder)
         place += 1
     for folder in doomed:
         remove(folder)
     return doomed
+
+
+def _is_temporary(folder: Path) -> bool:
+    try:
+        return read_state(folder).get(CAUSE) in (BY_TIME, STOPPED)
+    except CheckpointError:
+        return False
 
 
 def position_of(state: Mapping) -> TrainingPosition:

@@ -67,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
     arguments: dict[str, Any] = dict(dest=option.path, default=argparse.SUPPRESS)
-    if option.kind is bool:
+    if option.is_negation:
+        arguments["action"] = "store_true"
+    elif option.kind is bool:
         arguments["action"] = argparse.BooleanOptionalAction
     else:
         arguments["nargs"] = "+" if option.kind is tuple else 1
@@ -129,7 +131,9 @@ def _is_known(group: list[str], errors: list[MkdError]) -> bool:
 def known_flags() -> list[str]:
     """Return every flag that the parser takes."""
     options = [option for option in all_options() if option.has_flag]
-    negations = ["--no-" + option.flag[2:] for option in options if option.kind is bool]
+    negations = [
+        "--no-" + option.flag[2:] for option in options if option.kind is bool and not option.is_negation
+    ]
     return ["--help", "--config", *(option.flag for option in options), *negations]
 
 

@@ -51,6 +51,11 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_negation(self) -> bool:
+        """True for a flag such as --no-save, which has no opposite."""
+        return self.kind is bool and self.name.startswith("no_")
+
+    @property
     def label(self) -> str:
         """Name in an error: the flag without its dashes, or the path if it can be set in a file only."""
         return self.flag[2:] if self.has_flag else self.path

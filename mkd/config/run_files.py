@@ -128,7 +128,12 @@ def rule_for_conversations(overlong: str, given: str | None) -> str:
 class CheckpointConfig:
     """Places where the student is written, and where a run resumes."""
 
-    save: str | None = option(None, "folder to write checkpoints to (default: no checkpoints)")
+    save: str | None = option(
+        None,
+        "folder to write checkpoints to (default: --log-dir, else runs/NAME; if that holds checkpoints, the "
+        "first of FOLDER-2, FOLDER-3 and so on that holds none)",
+    )
+    no_save: bool = option(False, "write no checkpoints: only --export-hf keeps what the run has learned")
     load: str | None = option(
         None,
         "folder of checkpoints to resume from, usually that of --save. While it is empty the run starts "
@@ -136,7 +141,14 @@ class CheckpointConfig:
     )
     save_interval: int | None = option(
         None,
-        "optimizer steps between checkpoints. The last step is always saved (default: only the last step)",
+        "optimizer steps between checkpoints. The last step is always saved (default: only by time, see "
+        "--save-interval-in-mins)",
+    )
+    save_interval_in_mins: float = option(
+        15.0,
+        "minutes without a save after which the run saves by itself. Such checkpoints, and those of a stop, "
+        "stay while they are among the newest two. Slow saves come less often, so that they take at most "
+        "a thirtieth of the time. 0 means never",
     )
     save_retain_interval: int | None = option(
         None,
@@ -164,6 +176,10 @@ class CheckpointConfig:
     export_hf: str | None = option(
         None, "folder to export the trained student to, as a Hugging Face model (default: no export)"
     )
+    overwrite: bool = option(
+        False,
+        "replace the model that --export-hf holds, if it is not an export of the run that this one resumes",
+    )
 
 
 @dataclass(frozen=True)
@@ -179,9 +195,7 @@ class LogConfig:
         "of Megatron-LM with mkd's fields, for scripts that grep it. metrics.jsonl has every number anyway",
         choices=("compact", "megatron"),
     )
-    log_dir: str | None = option(
-        None, "folder for metrics.jsonl and config.yaml (default: --save, else runs/NAME)"
-    )
+    log_dir: str | None = option(None, "folder for metrics.jsonl and config.yaml (default: --save)")
     name: str = option("kd", "name of the run, for its folder under runs/")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard events (default: none)")
     wandb_project: str | None = option(

@@ -209,8 +209,8 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = option(
         True,
-        "finish the step, save and exit with code 75 on SIGTERM, SIGUSR1 or Ctrl-C. "
-        "Without it they kill the run",
+        "finish the step, save and exit with code 75 on SIGTERM, SIGUSR1 or Ctrl-C. A second Ctrl-C stops at "
+        "once, with code 130. Without the handler they kill the run",
     )
     recompute_granularity: str | None = option(
         None,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.folders import latest_iteration, saved_iterations
+from mkd.checkpoint.folders import NEWEST_TEMPORARY, latest_iteration, saved_iterations
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
@@ -87,7 +87,7 @@ def checkpoints_to_come(config: Config) -> int:
 
 
 def disk_notes(config: Config, student: ModelShape) -> list[str]:
-    """Warn if retained checkpoints will fill the disk before the run ends."""
+    """Warn if the disk may be full before the run ends."""
     checkpoint = config.checkpoint
     if not checkpoint.save:
         return []
@@ -95,13 +95,27 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     each, staying = checkpoint_bytes(student, config.training.bf16), checkpoints_to_stay(config)
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:
-        return []
+        return _room_for_saves_by_time(config, save, each, free)
     retains = checkpoint.save_retain_interval is not None
     flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
         f"note: {staying} more checkpoints of {size(each)} will stay in {save.folder}, "
         f"{size(staying * each)} in all; its disk has {size(free)} left: give {flag}, or remove some "
         "during the run"
+    ]
+
+
+def _room_for_saves_by_time(config: Config, save: Written, each: int, free: int) -> list[str]:
+    """Warn if a long run, which saves by time, needs more room than there is."""
+    checkpoint, most = config.checkpoint, NEWEST_TEMPORARY + 1
+    present = min(most, len(saved_iterations(Path(checkpoint.save or ""))))
+    is_limited = checkpoint.keep_checkpoints is not None or checkpoint.save_retain_interval is not None
+    if is_limited or not checkpoint.save_interval_in_mins or (most - present) * each <= free:
+        return []
+    return [
+        f"note: a run of more than {checkpoint.save_interval_in_mins:g} minutes saves by time, and needs "
+        f"room for up to {most} checkpoints of {_size(each)}; the disk of {save.folder} has {_size(free)} "
+        "left: make room, give --keep-checkpoints 1, or --save-interval-in-mins 0 to save only the last step"
     ]
 
 

@@ -71,7 +71,8 @@ class EventLog(Follower, logging.Handler):
         LOG.removeHandler(self)
         if self._file is None:
             return
-        kind = DONE if error is None else STOP if isinstance(error, Preempted) else FAILURE
+        is_stop = isinstance(error, (Preempted, KeyboardInterrupt))
+        kind = DONE if error is None else STOP if is_stop else FAILURE
         what = error.what if isinstance(error, MkdError) and hasattr(error, "what") else repr(error)
         try:
             with self._file:

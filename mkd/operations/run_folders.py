@@ -3,21 +3,99 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 from mkd.checkpoint.folders import TrainingPosition, holds_checkpoints
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
+from mkd.checkpoint.own_exports import OwnExports
+from mkd.config.load import read_saved_config
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.errors import UsageError
 
-LOG_FILES = ("metrics.jsonl", "events.jsonl", "config.yaml", "loss_card.txt", "plan.json")
+SAVED_CONFIG = "config.yaml"
+LOG_FILES = ("metrics.jsonl", "events.jsonl", SAVED_CONFIG, "loss_card.txt", "plan.json")
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun
 DONE, PREEMPTED = "DONE", "PREEMPTED"  # markers in --save: torchrun's exit code hides ours
 
 
 def log_folder(config: Config) -> Path:
     """Return the folder of metrics and of the saved configuration."""
     return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
+
+
+def with_save_folder(config: Config) -> Config:
+    """Return the settings with the folder that a run without --save saves in.
+
+    That is the log folder; if it holds checkpoints, the first of FOLDER-2, FOLDER-3 ... without any, so that
+    two runs never mix. A run that resumes from one of these folders stays in it. All share one cache.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.save or checkpoint.no_save:
+        return config
+    first = log_folder(config)
+    folder = _resumed_folder(first, checkpoint.load) or _free_folder(first)
+    data = config.data
+    if folder != first and data.data_cache_path is None:
+        data = replace(data, data_cache_path=str(cache_folder(config)))
+    return replace(config, checkpoint=replace(checkpoint, save=str(folder)), data=data)
+
+
+def _resumed_folder(first: Path, load: str | None) -> Path | None:
+    """Return the folder of checkpoints that `load` names, if it is `first` or one of its numbers."""
+    is_numbered = re.compile(re.escape(first.name) + r"(-\d+)?").fullmatch
+    for folder in (Path(load), Path(load).parent) if load else ():
+        if is_numbered(folder.name) and _is_same(folder.parent.absolute(), first.parent.absolute()):
+            return first.with_name(folder.name)
+    return None
+
+
+def _free_folder(first: Path) -> Path:
+    names = (first.name if number == 1 else f"{first.name}-{number}" for number in count(1))
+    return next(folder for folder in map(first.with_name, names) if not holds_checkpoints(folder))
+
+
+def describe_saves(config: Config) -> list[str]:
+    """Return the lines that tell what the run keeps, and where."""
+    checkpoint, first = config.checkpoint, Path(config.log.log_dir or Path("runs") / config.log.name)
+    export = f"; exports the student to {checkpoint.export_hf} at the end" if checkpoint.export_hf else ""
+    if not checkpoint.save:
+        return [f"saves no checkpoints{export}"]
+    steps, minutes = checkpoint.save_interval, checkpoint.save_interval_in_mins
+    times = [f"every {steps} steps"] if steps else []
+    times += [f"after {minutes:g} minutes without a save"] if minutes else []
+    lines = [f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"]
+    if (
+        Path(checkpoint.save) != first
+        and _free_folder(first) == Path(checkpoint.save)
+        and not checkpoint.load
+    ):
+        lines.append(f"{first} holds the checkpoints of an earlier run: --load {first} would resume that one")
+    return lines
+
+
+def logs_of_another_run(config: Config) -> bool:
+    """Return True if a run that resumes finds the metrics of a run that saves elsewhere in its log folder.
+
+    A save folder that has been moved holds its own metrics, unless a run that saves in one of its numbers
+    wrote them.
+    """
+    checkpoint, folder = config.checkpoint, log_folder(config)
+    own = [Path(one) for one in (checkpoint.save, checkpoint.load) if one]
+    own += [one.parent for one in own]
+    path = folder / SAVED_CONFIG
+    if not checkpoint.load or not path.exists():
+        return False
+    saved = next((one.value for one in read_saved_config(path) if one.path == "checkpoint.save"), None)
+    if saved is None or any(_is_same(Path(saved), one) for one in own):
+        return False
+    is_number = re.fullmatch(re.escape(folder.name) + r"-\d+", Path(saved).name) is not None
+    return is_number or not any(_is_same(folder, one) for one in own)
 
 
 def cache_folder(config: Config) -> Path:
@@ -39,12 +117,39 @@ def start_problems(checkpoint: CheckpointConfig) -> Iterator[UsageError]:
         why = "the run would start from the student's own weights"
         do = "check the path, or leave out --load to start from scratch"
         yield UsageError(what, why, do, code="load-holds-no-checkpoint")
-    continues = load is not None and (_is_same(load, save) or _is_same(load.parent, save))
-    if save and not continues and holds_checkpoints(save):
+    if save and not continues(checkpoint) and holds_checkpoints(save):
         what = f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue"
         why = "they, and the metrics of that run, would be replaced"
         do = f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder"
         yield UsageError(what, why, do, code="save-holds-another-run")
+
+
+def continues(checkpoint: CheckpointConfig) -> bool:
+    """Return True if the run resumes in its own --save, or will do so once there is a checkpoint."""
+    if not (checkpoint.save and checkpoint.load):
+        return False
+    save, load = Path(checkpoint.save).absolute(), Path(checkpoint.load).absolute()
+    return _is_same(load, save) or _is_same(load.parent, save)
+
+
+def restart_note(
+    checkpoint: CheckpointConfig, environment: Mapping[str, str] = MappingProxyType(os.environ)
+) -> str | None:
+    """Return a line if torchrun would restart a failed run from the beginning."""
+    restarts = environment.get(MAX_RESTARTS, "0")
+    if restarts == "0" or continues(checkpoint):
+        return None
+    do = f"give --load {checkpoint.save}" if checkpoint.save else "leave out --no-save and give --load"
+    return f"torchrun --max-restarts {restarts} would restart a failed run from its beginning: {do}"
+
+
+def export_in_the_way(checkpoint: CheckpointConfig) -> UsageError | None:
+    """Return the problem if --export-hf would replace a model that is no earlier export of the same run."""
+    if checkpoint.export_hf is None or checkpoint.overwrite:
+        return None
+    folder = Path(checkpoint.export_hf)
+    is_own = continues(checkpoint) and OwnExports(Path(checkpoint.save or "")).has_written(folder)
+    return None if is_own else model_in_the_way("--export-hf", folder)
 
 
 def remove_markers(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stop before the last step: on signals, or when the time of the run ends. All ranks agree on it."""
+"""Stop before the last step, or save by time: on signals and clocks. All ranks agree on it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
 SAFETY = 1.5  # factor on the longest step and save so far, because the next ones may take longer
+MAX_SAVE_SHARE = 0.03  # of the time, that saves by time may take
 SAVE_BYTES_PER_S = 250e6  # assumed until a save has been timed: one disk, or a file server with other users
 
 
@@ -55,10 +56,13 @@ class Stopper(Follower):
     step_s: float = 0.0  # the longest step so far
     save_s: float = 0.0  # the longest save so far
     first_save_bytes: float = 0.0  # size of the run's first checkpoint; 0: it saves none
+    save_interval_in_mins: float = 0.0  # between saves by time; 0: there are none
+    save_is_due: bool = False  # by time, in the latest agreement of the ranks
     stop: Stop | None = None  # the latest agreement of the ranks
     _iteration: int = -1  # of the latest step
     _begun: float = 0.0  # its start, on the monotonic clock
     _is_under_way: bool = False
+    _saved: float = field(default_factory=time.monotonic)  # end of the latest save, or the start
 
     def agreed(self) -> Stop | None:
         """Return why the run stops, if some rank wants to; None: it continues. Call it between steps."""
@@ -69,15 +73,15 @@ class Stopper(Follower):
         if self._is_under_way:
             self.took(step_s=time.monotonic() - self._begun)
         ends = self._is_over(self._own_end()), self._is_over(self._slurm_end())
-        wishes = [self.signals.received, *ends, not is_finite]
+        wishes = [self.signals.received, *ends, self._is_save_due(), not is_finite]
         flags = torch.tensor(wishes, dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        number, own_time, slurm_time, some_non_finite = flags.tolist()
+        number, own_time, slurm_time, self.save_is_due, some_non_finite = flags.tolist()
         self.stop = None
         if number:
             self.stop = Stop(f"received {signal.Signals(number).name}", is_preempted=True)
         elif slurm_time:
-            self.stop = Stop("the Slurm job is about to end", is_preempted=True)
+            self.stop = Stop(f"the Slurm job is about to end ({SLURM_END})", is_preempted=True)
         elif own_time:
             self.stop = Stop("the time of --exit-duration-in-mins is over", is_preempted=False)
         return StepAgreement(not some_non_finite, self.stop)
@@ -85,6 +89,22 @@ class Stopper(Follower):
     def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Record how long a step or a save took."""
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
+
+    def saved(self) -> None:
+        """Start the clock of saves by time again: the run has just saved, for whatever reason."""
+        self._saved = time.monotonic()
+
+    @property
+    def note(self) -> str | None:
+        """A line about an end of the Slurm job that has passed; None if there is nothing to tell."""
+        end = self.environment.get(SLURM_END, "")
+        if not end.isdigit() or self._slurm_end() is not None:
+            return None
+        ago = (self.start - float(end)) / 60
+        return (
+            f"{SLURM_END} is ignored: it passed {ago:.0f} minutes before this start. Either the limit of the "
+            "job was extended, or the variable is left from another job"
+        )
 
     def entered(self, phase: str, iteration: int) -> None:
         """Start the clock of a step, when its completions are sampled or else when it begins to train.
@@ -116,8 +136,14 @@ class Stopper(Follower):
         return self.start + 60 * self.exit_duration_in_mins
 
     def _slurm_end(self) -> float | None:
+        """Return the end that Slurm has set. One before the start is not the end of a job that runs."""
         end = self.environment.get(SLURM_END, "")
-        return float(end) if end.isdigit() else None
+        return float(end) if end.isdigit() and float(end) > self.start else None
+
+    def _is_save_due(self) -> bool:
+        """Return True if a save by time is due. Slow saves come less often."""
+        interval_s = max(60 * self.save_interval_in_mins, self.save_s / MAX_SAVE_SHARE)
+        return self.save_interval_in_mins > 0 and time.monotonic() - self._saved >= interval_s
 
     def _is_over(self, end: float | None) -> bool:
         """Return True if one more step and a save might not finish before `end`."""

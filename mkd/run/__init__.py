@@ -20,5 +20,6 @@ Read in this order:
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves
     loop.py                   steps, evaluations, checkpoints
     one_model.py              one model alone: planned, built, evaluated
+    topk_description.py       what a stored teacher is made of
     topk_export.py            a teacher's predictions, exported for later runs
 """

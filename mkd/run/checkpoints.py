@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from mkd.checkpoint.distributed import TrainingState, start_save
 from mkd.checkpoint.folders import (
     ABANDONED,
+    MEGATRON_FILE,
     Retention,
     TrainingPosition,
     later_than_pointer,
@@ -104,6 +106,13 @@ def _resume(
         LOG.info(line)
 
 
+def describe_resume(folder: Path, iteration: int) -> str:
+    """Return the line that tells where a run resumes, and how old that checkpoint is."""
+    minutes = max(0.0, time.time() - (folder / MEGATRON_FILE).stat().st_mtime) / 60
+    age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
+    return f"resumed from iteration {iteration} ({folder}, saved {age} ago)"
+
+
 def build_saver(
     plan: Plan, context: ParallelContext, run_identity: Mapping[str, object], phases: Phases
 ) -> Saver | None:
@@ -136,7 +145,12 @@ class Saver:
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
     def save(
-        self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping
+        self,
+        state: TrainingState,
+        position: TrainingPosition,
+        wait: bool,
+        open_interval: Mapping,
+        cause: str,  # see mkd.checkpoint.folders
     ) -> None:
         """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""
         self.finish()
@@ -149,6 +163,7 @@ class Saver:
             self.assets,
             run_identity=self.run_identity,
             open_interval=open_interval,
+            cause=cause,
             retention=self.retention,
             copied=in_background,
             announce=self.phases.moment,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.distributed import TrainingState
-from mkd.checkpoint.folders import TrainingPosition, iteration_folder
+from mkd.checkpoint.folders import BY_STEPS, BY_TIME, LAST, STOPPED, TrainingPosition, iteration_folder
 from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
 from mkd.data.loader import EvalStream, TrainStream
@@ -95,7 +95,7 @@ def train(run: Run) -> Stop | None:
     that every run shows what it gained. A run with --save always ends with a checkpoint. A stopped run saves
     at once. When it resumes, it completes any evaluation that was still due.
     """
-    training, checkpoint = run.config.training, run.config.checkpoint
+    training = run.config.training
     stop = run.guards.stopper.agreed() or evaluate_and_report(run)
     while run.position.iteration < training.train_iters and not stop:
         before = run.position.iteration
@@ -104,14 +104,14 @@ def train(run: Run) -> Stop | None:
         ends = is_last(iteration, training)
         if iteration > before:
             run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
-        if ends or stop:  # the line of these steps comes before that of the evaluation
+        if ends:  # the line of these steps comes before that of the evaluation
             run.reporter.flush()
         stop = stop or evaluate_and_report(run)
-        if stop:
+        if stop and not run.saver:  # a checkpoint has the steps without a line, for the run that resumes
             run.reporter.flush()
-        is_wanted = ends or stop or is_due(iteration, checkpoint.save_interval)
-        if run.saver and is_wanted and (iteration > before or iteration > run.progress.kept_iteration):
-            save(run, wait=ends or bool(stop))
+        cause = save_cause(run, ends, stop)
+        if run.saver and cause and (iteration > before or iteration > run.progress.kept_iteration):
+            save(run, cause, wait=ends or bool(stop))
         elif run.saver and run.saver.pending:
             with run.phase(SAVE, iteration):  # publishing may take as long as saving
                 run.guards.stopper.took(save_s=run.saver.poll())
@@ -211,14 +211,24 @@ def evaluate_and_report(run: Run) -> Stop | None:
     return stopper.agreed()
 
 
-def save(run: Run, wait: bool) -> None:
+def save_cause(run: Run, ends: bool, stop: Stop | None) -> str | None:
+    """Return why the run saves after this step; None: it does not."""
+    if ends or is_due(run.position.iteration, run.config.checkpoint.save_interval):
+        return LAST if ends else BY_STEPS
+    if stop:
+        return STOPPED
+    return BY_TIME if run.guards.stopper.save_is_due else None
+
+
+def save(run: Run, cause: str, wait: bool) -> None:
     """Save now. Without `wait`, --async-save leaves the writing to a thread."""
     start, position = time.monotonic(), run.position
     gathered, on_device = run.engine.parameters_gathered(), run.engine.optimizer.state_on_device()
     with run.phase(SAVE, position.iteration), gathered, on_device:
-        run.saver.save(run.state, position, wait, run.reporter.open_interval)
+        run.saver.save(run.state, position, wait, run.reporter.open_interval, cause)
     if run.saver.pending is None:  # otherwise it is still being written, and `poll` will return its duration
         run.guards.stopper.took(save_s=time.monotonic() - start)
+    run.guards.stopper.saved()
     run.progress.kept_iteration = position.iteration
     run.progress.kept_in = iteration_folder(run.saver.directory, position.iteration)
 

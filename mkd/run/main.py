@@ -10,11 +10,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mkd.config.load import LoadedConfig, load_config, save_config
-from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, ErrorList, Preempted, UsageError, discard_closed_stdout
+from mkd.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    ErrorList,
+    Preempted,
+    UsageError,
+    discard_closed_stdout,
+)
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
@@ -37,7 +47,7 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
     rest print one line.
     """
     reports = FailureReports(rank=int(os.environ.get("RANK", "0")), world_size=_world_size())
-    rendezvous = Rendezvous(reports.rank, reports.world_size)
+    rendezvous, signals = Rendezvous(reports.rank, reports.world_size), None
     try:
         loaded = load_config(argv)
         handler = loaded.config.training.exit_signal_handler
@@ -48,7 +58,13 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
         if reports.rank == 0:
             print(f"preempted: {stop}", file=sys.stderr, flush=True)
         return stop.exit_code
+    except KeyboardInterrupt:  # the second Ctrl-C, which the signals have acknowledged, or an uncaught one
+        if signals is None and reports.rank == 0:
+            print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
     except Exception as error:
+        if signals is not None and signals.is_forced:  # the other ranks have ended
+            return EXIT_INTERRUPTED
         return end_of_rank(error, reports, rendezvous)
     return EXIT_DONE
 
@@ -67,10 +83,11 @@ def run(
     platform = detect()  # before Megatron is imported, because it silences its warnings
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.out_of_memory import memory_explained
-    from mkd.operations.run_folders import LOG_FILES, log_folder
+    from mkd.operations.run_folders import LOG_FILES, log_folder, restart_note, with_save_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.run_plan import plan_run
 
+    loaded = replace(loaded, config=with_save_folder(loaded.config))
     plan = plan_run(loaded.config, _world_size())
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     if _is_rank_0():
@@ -88,6 +105,8 @@ def run(
     reports.folder = folder / "errors"
     watchdog = Watchdog.from_config(parallel, reports)
     watchdog.start()
+    if signals is not None:
+        signals.when_forced.append(watchdog.stop)
     try:
         rendezvous.ready(patience_s)
         explained = memory_explained(plan.forecast, reports.rank, reports.world_size)
@@ -133,7 +152,9 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
 
 def write_plan(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> None:
     """Write what the run is about to do: its settings, its objective and its forecast."""
-    save_config(loaded, folder / "config.yaml")
+    from mkd.operations.run_folders import SAVED_CONFIG
+
+    save_config(loaded, folder / SAVED_CONFIG)
     (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
     figures = plan.figures() | {"device": platform.describe()}
     (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -157,7 +178,7 @@ def what_is_kept(current) -> tuple[str, str]:
     checkpoint, progress = current.config.checkpoint, current.progress
     save, iteration, again = checkpoint.save, current.position.iteration, "start the same command again"
     if iteration > progress.kept_iteration:
-        return "there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR"
+        return "with --no-save the steps of this run are lost", f"{again}, without --no-save"
     if progress.kept_in is None:
         return "no step was done: there is nothing to save", again
     if save is not None and progress.kept_in.parent == Path(save):
@@ -217,13 +238,24 @@ def show(*texts: str) -> None:
 
 
 def export(current, folder: Path) -> None:
-    """Write the student as a Hugging Face folder."""
-    from mkd.checkpoint.hf.hf_writer import export_hf
+    """Write the student as a Hugging Face folder, and list its files in --save."""
+    from mkd.checkpoint.hf.hf_writer import export_hf, without_record
+    from mkd.checkpoint.own_exports import OwnExports
+    from mkd.operations.run_folders import export_in_the_way
 
-    models, assets = current.state.models, current.plan.assets
+    models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
     parts = [(part, part.first_layer) for part in models]
+    record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else without_record
     with current.engine.parameters_gathered():
-        export_hf(parts, models[0].shape, folder, context=current.engine.context, assets=assets)
+        export_hf(
+            parts,
+            models[0].shape,
+            folder,
+            context=current.engine.context,
+            assets=assets,
+            in_the_way=lambda _: export_in_the_way(checkpoint),
+            record=record,
+        )
     LOG.info("exported the student to %s", folder)
 
 

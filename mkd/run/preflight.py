@@ -27,6 +27,7 @@ from mkd.data.records.rows import read_rows
 from mkd.data.sources import find_prefix, is_raw, parse_blend, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
+from mkd.operations.run_folders import export_in_the_way
 from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
@@ -214,7 +215,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
 def export_problems(
     checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
 ) -> list[MkdError]:
-    """Return a problem if --export-hf would overwrite a folder that the run reads."""
+    """Return a problem if --export-hf would overwrite a folder that the run reads, or another model."""
     if checkpoint.export_hf is None:
         return []
     folder = Path(checkpoint.export_hf)
@@ -223,7 +224,8 @@ def export_problems(
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
         return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
-    return []
+    in_the_way = export_in_the_way(checkpoint)
+    return [in_the_way] if in_the_way else []
 
 
 def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:

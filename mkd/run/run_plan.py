@@ -14,7 +14,7 @@ from mkd.evaluation.task_evaluator import task_problems
 from mkd.log.writers import missing_packages
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
-from mkd.operations.run_folders import start_problems
+from mkd.operations.run_folders import describe_saves, start_problems
 from mkd.plan.auto_layout import layouts_of, planned_models, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
@@ -94,7 +94,8 @@ class Plan:
 
     def notes(self) -> list[str]:
         """Return what the user should know before the start, a line each."""
-        notes = [*plan_notes(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())]
+        notes = [*describe_saves(self.config), *plan_notes(self.forecast)]
+        notes += self.tokenizers.notes if self.tokenizers else ()
         notes += rollout_notes(self.config, self.tokenizers, self.student)
         notes += precision_note(self.forecast) if self.gpu_gib is not None else []
         return notes + disk_notes(self.config, self.student.shape)

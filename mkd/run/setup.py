@@ -28,8 +28,9 @@ from mkd.operations.console import LOG
 from mkd.operations.crash_loop import count_crashes
 from mkd.operations.phases import Phases
 from mkd.operations.profiling import Profiler
-from mkd.operations.run_folders import log_folder
+from mkd.operations.run_folders import log_folder, logs_of_another_run
 from mkd.operations.signals import Signals
+from mkd.operations.stop_notice import StopNotice
 from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0
@@ -40,7 +41,7 @@ from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.chat_setup import describe_chat
-from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identity
+from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_save, take_identity
 from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
@@ -72,7 +73,7 @@ def build_run(
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     watchdog.meet_peers()
     phases = Phases(watchdog)
-    begin(plan, context, phases, cleanup)
+    notice = begin(plan, context, phases, cleanup, signals)
     tokenizer = plan.tokenizers.student
     prompts = build_prompts(plan)
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
@@ -85,7 +86,7 @@ def build_run(
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
     seq_lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
     engine, state = build_engine(plan, context, cross_tokenizer, seq_lengths)
-    position = load_start(start_folder, engine, state)
+    position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}
     # The fingerprint of the evaluation before the first step.
     first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}
@@ -120,9 +121,15 @@ def build_run(
     return run
 
 
-def begin(plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup) -> None:
-    """Lock the save folder, count crashes, and start to profile. `cleanup` ends all three. Collective."""
-    config = plan.config
+def begin(
+    plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup, signals: Signals
+) -> StopNotice:
+    """Lock the save folder, count crashes, and start to profile. `cleanup` ends all three. Collective.
+
+    Return what keeps the texts of `signals` up to date.
+    """
+    config, notice = plan.config, StopNotice(signals, plan.config.checkpoint.save)
+    phases.follow(notice)
     lock = lock_save(config.checkpoint, context)
     if lock is not None:
         cleanup.add(lambda error: lock.release())
@@ -132,14 +139,20 @@ def begin(plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup
     cleanup.add(profiler.close)
     phases.follow(crashes)
     phases.follow(profiler)
+    return notice
 
 
-def load_start(folder: Path | None, engine: Engine, state: TrainingState) -> TrainingPosition:
-    """Load the checkpoint in `folder`, if there is one, and return its position. Collective."""
+def load_start(
+    folder: Path | None, engine: Engine, state: TrainingState, notice: StopNotice
+) -> TrainingPosition:
+    """Load the checkpoint in `folder`, if there is one, say so, and return its position. Collective."""
     if folder is None:
         return TrainingPosition()
     with engine.optimizer.state_on_device():
-        return load_checkpoint(folder, state, engine.context, is_verified=True)
+        position = load_checkpoint(folder, state, engine.context, is_verified=True)
+    notice.keep(folder, position.iteration)
+    LOG.info(describe_resume(folder, position.iteration))
+    return position
 
 
 def build_streams(
@@ -176,8 +189,16 @@ def build_streams(
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:
     """Build the checks that run after every step. `samples` has the `documents_of` a sample."""
     config, context = plan.config, engine.context
-    size = checkpoint_bytes(plan.student.shape, config.training.bf16) if config.checkpoint.save else 0
-    stopper = Stopper(context, signals, config.training.exit_duration_in_mins, first_save_bytes=size)
+    saves, bf16 = bool(config.checkpoint.save), config.training.bf16
+    stopper = Stopper(
+        context,
+        signals,
+        config.training.exit_duration_in_mins,
+        first_save_bytes=checkpoint_bytes(plan.student.shape, bf16) if saves else 0,
+        save_interval_in_mins=config.checkpoint.save_interval_in_mins if saves else 0,
+    )
+    if stopper.note:
+        LOG.warning(stopper.note)
     spikes = log_folder(config) / "loss_spikes.jsonl" if context.rank == 0 else None
     non_finite = NonFinitePolicy.from_config(config, engine, samples)
     return Guards(stopper, non_finite, SpikeWatch(samples, spikes))
@@ -218,7 +239,8 @@ def build_reporter(
     config = plan.config
     writers, metrics = [], log_folder(config) / "metrics.jsonl"
     if context.rank == 0:
-        kept = None if config.checkpoint.load else set_aside(metrics)
+        is_own = config.checkpoint.load and not logs_of_another_run(config)
+        kept = None if is_own else set_aside(metrics)
         if kept is not None:
             LOG.info("the metrics of the earlier run in the same folder are now in %s", kept)
         writers.append(JsonlWriter(metrics))

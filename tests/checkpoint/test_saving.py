@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from mkd.checkpoint import hashed_file
-from mkd.checkpoint.folders import POINTER, Retention, saved_iterations
+from mkd.checkpoint.folders import (
+    BY_STEPS,
+    BY_TIME,
+    CAUSE,
+    LAST,
+    POINTER,
+    STOPPED,
+    Retention,
+    saved_iterations,
+)
 from tests.checkpoint.tiny_saves import (
     choose,
     copy,
@@ -222,6 +231,30 @@ def test_retention(newest, interval, kept, tmp_path):
     assert [path.name for path in saved_iterations(tmp_path)] == [
         f"iter_{iteration:07d}" for iteration in kept
     ]
+
+
+def save_with_causes(context, directory, newest, causes):
+    """Save an iteration for each letter, which names the cause."""
+    names = {"s": BY_STEPS, "t": BY_TIME, "p": STOPPED, "l": LAST}
+    for iteration, letter in enumerate(causes, 1):
+        one = new_save(context, directory, iteration, Retention(newest))
+        one.contents.state[CAUSE] = names[letter]
+        one.start(sharded(context, iteration), False).write().finish()
+
+
+@pytest.mark.parametrize(
+    "newest, causes, kept",
+    [
+        (None, "tttt", [4, 3]),
+        (None, "ststpts", [7, 6, 3, 1]),  # of time and stops (p) only those among the newest two
+        (None, "ltt", [3, 2, 1]),
+        (3, "tttt", [4, 3, 2]),
+        (1, "st", [2]),
+    ],
+)
+def test_checkpoints_that_nobody_asked_for(newest, causes, kept, tmp_path):
+    run_forked(1, save_with_causes, tmp_path, newest, causes)
+    assert [int(path.name[-7:]) for path in saved_iterations(tmp_path)] == kept
 
 
 @pytest.mark.fault(12)

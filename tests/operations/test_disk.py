@@ -82,13 +82,18 @@ def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
         ({"save_interval": 10, "save_retain_interval": 20}, "give a larger --save-retain-interval"),
         ({"save_interval": 10, "keep_checkpoints": 3}, None),
         ({}, None),
+        ({"size": 2}, "up to 3 checkpoints"),
+        ({"size": 2, "save_interval_in_mins": 0.0}, None),
+        ({"size": 2, "keep_checkpoints": 1}, None),
     ],
 )
 def test_a_disk_that_will_be_full_is_foretold(checkpoint, text, tmp_path, monkeypatch):
-    each = checkpoint_bytes(STUDENT, bf16=True)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 4 * each))
+    """`size` is the room of the disk in checkpoints."""
+    checkpoint = dict(checkpoint)
+    room = checkpoint.pop("size", 4) * checkpoint_bytes(STUDENT, bf16=True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room))
     (note,) = disk_notes(settings(tmp_path, **checkpoint), STUDENT) or [None]
-    assert note is None if text is None else text in note and f"{4 * each / 2**30:.2f} GiB left" in note
+    assert note is None if text is None else text in note and f"{room / 2**30:.2f} GiB left" in note
 
 
 @pytest.mark.parametrize(("bf16", "width", "with_optimizer"), [(True, 2, 14), (False, 4, 12)])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from mkd.checkpoint.folders import POINTER
-from mkd.config.schema import CheckpointConfig
-from mkd.operations.run_folders import start_problems
+from mkd.config.schema import CheckpointConfig, Config, LogConfig
+from mkd.operations.run_folders import (
+    cache_folder,
+    describe_saves,
+    log_folder,
+    start_problems,
+    with_save_folder,
+)
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 
@@ -65,6 +73,62 @@ def test_what_is_refused(save, load, found, folders):
     assert all(problem.what.startswith(text) for problem, text in zip(problems, found, strict=True))
     assert all(problem.exit_code == 64 and problem.why and problem.do for problem in problems)
     assert f"resume that run (--load {save})" in problems[-1].do or problems[-1].what.startswith("--load")
+
+
+@pytest.mark.parametrize(
+    ("given", "save"),
+    [
+        ({}, "runs/kd"),
+        ({"name": "qwen"}, "runs/qwen-3"),  # runs/qwen and runs/qwen-2 hold checkpoints
+        ({"log_dir": "a"}, "a-2"),
+        ({"log_dir": "new"}, "new"),
+        ({"log_dir": "a", "load": "a"}, "a"),  # resumes
+        ({"name": "qwen", "load": "runs/qwen"}, "runs/qwen"),
+        ({"name": "qwen", "load": "runs/qwen-2/iter_0000002"}, "runs/qwen-2"),
+        ({"name": "qwen", "load": "runs/qwen-4"}, "runs/qwen-4"),  # the first start of a job
+        ({"name": "qwen", "load": "a"}, "runs/qwen-3"),  # starts from another run, which stays as it is
+        ({"log_dir": "b", "load": "a"}, "b-2"),
+        ({"save": "b"}, "b"),
+        ({"no_save": True}, None),
+    ],
+)
+def test_where_a_run_without_save_saves(given, save, folders):
+    for number in ("", "-2"):
+        shutil.copytree("a", f"runs/qwen{number}")
+    log = LogConfig(**{name: given[name] for name in ("log_dir", "name") if name in given})
+    checkpoint = CheckpointConfig(**{name: value for name, value in given.items() if not hasattr(log, name)})
+    config = with_save_folder(Config(checkpoint=checkpoint, log=log))
+    assert config.checkpoint.save == save and config.checkpoint.load == given.get("load")
+    assert str(log_folder(config)) == given.get("log_dir", save or "runs/kd")
+    assert str(cache_folder(config)).removesuffix("/data_cache") in ("a", "b", "new", "runs/kd", "runs/qwen")
+    first, *more = describe_saves(config)
+    assert first.startswith(f"saves to {save} after 15 minutes" if save else "saves no checkpoints")
+    assert bool(more) == (save in ("runs/qwen-3", "a-2") and "load" not in given)
+
+
+def test_every_run_without_save_is_kept(tmp_path, ranks):
+    """Three starts of one command with --log-dir, the last one to resume: nothing is lost or mixed."""
+    files = make_files(tmp_path)
+    argv = [word for word in flags(files, "run", "--dry-run") if word != "--no-save"]
+    (dry,) = run_main(ranks, argv)
+    assert f"saves to {files / 'run'} after 15 minutes" in dry.stdout and not (files / "run").exists()
+    argv.remove("--dry-run")
+    (first,) = run_main(ranks, argv)
+    assert first.exit_code == 0 and f"saved checkpoint {files / 'run' / 'iter_0000002'}" in first.stdout
+    before = {path: path.read_bytes() for path in (files / "run" / "iter_0000002").rglob("*.distcp")}
+    (second,) = run_main(ranks, [*argv, "--lr", "1e-2"])
+    assert second.exit_code == 0 and f"--load {files / 'run'} would resume that one" in second.stdout
+    assert {path: path.read_bytes() for path in before} == before
+    assert (files / "run-2" / "iter_0000002").is_dir()
+    metrics = [line for line in read_metrics(files / "run")]
+    (third,) = run_main(ranks, [*argv, "--lr", "1e-2", "--load", str(files / "run-2"), "--train-iters", "3"])
+    assert third.exit_code == 0 and "resumed from iteration 2" in third.stdout, third.stderr
+    assert {path.name for path in (files / "run-2").glob("iter_*")} == {"iter_0000002", "iter_0000003"}
+    assert [line["iteration"] for line in read_metrics(files / "run")] == [1, 2, 3]
+    assert read_metrics(files / "run")[:2] == metrics
+    (fourth,) = run_main(ranks, [*argv, "--load", str(files / "run"), "--train-iters", "3"])
+    assert fourth.exit_code == 0 and "metrics of the earlier run" in fourth.stdout, fourth.stderr
+    assert [line["iteration"] for line in read_metrics(files / "run")] == [3]  # of the first, not the third
 
 
 def test_a_second_start_changes_nothing_of_the_first_run(tmp_path, ranks):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_injection import environment as faulty
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +32,13 @@ def run_and_signal(
     after="iteration        2/",
     to_group=False,
     until_gone=False,
+    fault="",
+    again_after="",
 ):
     """Signal a long run once it has printed `after`; return (exit codes or -signals, output of rank 0).
 
     Return (exit code or -signal of each process, output of rank 0). The signal goes to the last rank alone,
-    or to all processes and their data workers; it is sent once, or repeatedly.
+    or to all processes and their data workers; it is sent once, repeatedly, or again after more output.
     """
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
     argv += ["--num-workers", "1"] if to_group else []
@@ -49,6 +52,7 @@ def run_and_signal(
     started = []
     for rank in range(processes):
         environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= faulty(fault)
         command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
         output = (files / f"{run}-{rank}.out").open("w")
         started.append(
@@ -56,14 +60,16 @@ def run_and_signal(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         )
-    deadline = time.monotonic() + 120
-    while not (after() if callable(after) else after in (files / f"{run}-0.out").read_text()):
-        assert time.monotonic() < deadline and all(process.poll() is None for process in started), (
-            "it never got there"
-        )
-        time.sleep(0.05)
-    for process in started if to_group else started[-1:]:
-        os.killpg(process.pid, number) if to_group else process.send_signal(number)
+    for text in (after, again_after) if again_after else (after,):
+        deadline = time.monotonic() + 120
+        while text not in (files / f"{run}-0.out").read_text():
+            assert time.monotonic() < deadline and all(process.poll() is None for process in started), (
+                "it never got there"
+            )
+            time.sleep(0.05)
+        time.sleep(0.5 if fault else 0)  # until they meet it
+        for process in started if to_group else started[-1:]:
+            os.killpg(process.pid, number) if to_group else process.send_signal(number)
     while until_gone and started[-1].poll() is None:
         started[-1].send_signal(number)
         time.sleep(0.001)
@@ -156,7 +162,9 @@ def answers(end_in_s: float, minutes: float | None, received: int):
     ("end_in_s", "minutes", "received", "expected"),
     [
         (1000, None, 0, None),
-        (13, None, 0, ("the Slurm job is about to end", True)),  # 1.5 x (4 s step + 6 s save) no longer fit
+        # 1.5 x (4 s step + 6 s save) no longer fit
+        (13, None, 0, ("the Slurm job is about to end (SLURM_JOB_END_TIME)", True)),
+        (-3600, None, 0, None),  # left from another job, or the limit was extended
         (1000, 0.2, 0, ("the time of --exit-duration-in-mins is over", False)),
         (1000, 1.0, 0, None),
         (13, 0.2, signal.SIGTERM, ("received SIGTERM", True)),
@@ -165,6 +173,50 @@ def answers(end_in_s: float, minutes: float | None, received: int):
 def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected, ranks):
     results = ranks.run(answers, 2, end_in_s, minutes, int(received))
     assert results == [expected, expected]
+
+
+def saves_by_time(minutes: float, save_s: float):
+    """Return whether rank 1 alone makes both save: before the interval, after it, and after the save."""
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+
+    context = ParallelContext.create(detect())
+    stopper = Stopper(context, Signals(), environment={})
+    stopper.save_interval_in_mins = minutes if context.rank == 1 else 0
+    stopper.took(save_s=save_s)
+    found = []
+    for pause_s in (0.0, 1.1):
+        time.sleep(pause_s)
+        stopper.exchange(True)
+        found.append(bool(stopper.save_is_due))
+    stopper.saved()
+    stopper.exchange(True)
+    return [*found, bool(stopper.save_is_due)]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "save_s", "expected"),
+    [
+        (1 / 60, 0.0, [False, True, False]),
+        (1 / 60, 0.1, [False, False, False]),  # a save of 0.1 s is 3 % of 3.3 s
+        (0.0, 0.0, [False, False, False]),
+    ],
+)
+def test_all_ranks_save_by_the_clock_of_one(minutes, save_s, expected, ranks):
+    assert ranks.run(saves_by_time, 2, minutes, save_s) == [expected, expected]
+
+
+def test_an_end_of_the_job_that_has_passed_is_named():
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
+
+    def note(end):
+        return Stopper(None, Signals(), environment={"SLURM_JOB_END_TIME": end}).note
+
+    assert note(str(int(time.time()) + 60)) is note("") is None
+    assert "SLURM_JOB_END_TIME is ignored: it passed 60 min" in note(str(int(time.time()) - 3600))
 
 
 def agreements(finite: list[bool], received: int):
@@ -254,7 +306,96 @@ def test_signals_are_noted_once_and_handlers_come_back():
     with caught_signals(afterwards=signal.SIG_IGN):
         pass
     assert signal.signal(signal.SIGTERM, before) == signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
+
+
+def wait_for(capfd, text: str) -> None:
+    """Wait until `text` was printed on stderr."""
+    printed, deadline = "", time.monotonic() + 10
+    while text not in printed:
+        assert time.monotonic() < deadline, printed
+        printed += capfd.readouterr().err
+        time.sleep(0.01)
+
+
+def test_the_second_ctrl_c_interrupts(capfd):
+    from mkd.operations.phases import FORWARD_BACKWARD, Phases
+    from mkd.operations.signals import caught_signals
+    from mkd.operations.stop_notice import StopNotice
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), caught_signals():
+    with pytest.raises(KeyboardInterrupt), caught_signals() as signals:
+        notice = StopNotice(signals, "runs/kd")
+        phases = Phases(notice)
+        phases.moment("after_pointer", 6)
+        phases.enter(FORWARD_BACKWARD, 8)
         signal.raise_signal(signal.SIGINT)
+        wait_for(
+            capfd, "stopping after step 8, then saving; press Ctrl-C again to stop now and lose 2 steps\n"
+        )
+        assert signals.received == signal.SIGINT and not signals.is_forced
         signal.raise_signal(signal.SIGINT)
+        wait_for(capfd, "stopping now; runs/kd/iter_0000006 is saved: --load runs/kd resumes there\n")
+        time.sleep(10)
+    assert signals.is_forced
+
+
+@pytest.mark.parametrize(
+    ("has_torchrun", "numbers", "second"),
+    [
+        (False, [signal.SIGINT, signal.SIGINT, signal.SIGINT], 1),
+        (True, [signal.SIGINT, signal.SIGINT, signal.SIGINT], 2),  # the second one is torchrun's copy
+        (True, [signal.SIGINT, signal.SIGTERM], 1),  # torchrun got the second one
+        (False, [signal.SIGINT, signal.SIGTERM], None),
+        (True, [signal.SIGTERM, signal.SIGTERM], None),
+        (True, [signal.SIGINT, signal.SIGUSR1], None),
+        (False, [signal.SIGUSR1, signal.SIGINT], 1),
+    ],
+)
+def test_what_counts_as_a_second_ctrl_c(has_torchrun, numbers, second):
+    from mkd.operations.signals import Signals
+
+    signals = Signals(speaks=False, has_torchrun=has_torchrun)
+    assert [signals.came(number) for number in numbers] == [i == second for i in range(len(numbers))]
+
+
+LONG_CALL = """
+import hashlib, sys, time
+from mkd.operations.signals import caught_signals
+with caught_signals():
+    print("computing", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a step that never returns to Python
+"""
+
+
+def test_signals_are_answered_in_the_middle_of_a_computation():
+    command = [sys.executable, "-c", LONG_CALL]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=ROOT, **streams) as process:
+        try:
+            assert process.stdout.readline() == "computing\n"
+            for answer in ("stopping when the start is over", "stopping now"):
+                process.send_signal(signal.SIGINT)
+                assert process.stderr.readline().startswith(answer)
+            assert process.wait(timeout=30) == 130 and process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+@pytest.mark.fault("13 twice")
+def test_the_second_ctrl_c_ends_all_ranks_without_a_traceback(files, ranks):
+    """Both ranks hang in step 3, after two saves. Started again, the run is done."""
+    run, answer = (
+        "twice",
+        "stopping after step 3, then saving; press Ctrl-C again to stop now and lose 1 step\n",
+    )
+    # the signal of the first line comes while step 3 begins
+    hang = dict(after="iter_0000002", fault="hang@in_step::3", again_after="again to stop now")
+    codes, output = run_and_signal(files, run, signal.SIGINT, "--save-interval", 1, to_group=True, **hang)
+    assert codes == [130, 130] and "Traceback" not in output and "lost contact" not in output, output[-3000:]
+    assert answer in output
+    assert f"stopping now; {files / run / 'iter_0000002'} is saved: --load {files / run} resumes" in output
+    assert not (files / run / "RUNNING").exists() and not (files / run / "PREEMPTED").exists()
+    argv = flags(files, run, "--train-iters", 4, "--save", files / run, "--load", files / run)
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0 and "resumed from iteration 2" in result.stdout, result.stderr
+    assert [line["iteration"] for line in read_metrics(files / run)] == [1, 2, 3, 4]

@@ -48,7 +48,7 @@ def write_records(path: Path, *records) -> Path:
 
 
 def flags(files: Path, run: str, *more, **paths) -> list[str]:
-    """Return the command line of a short run of `files`, logging to `run`.
+    """Return the command line of a short run of `files`, logging to `run`. Without --save it saves nothing.
 
     `paths`, by flag, replace the default paths; None removes one.
     """
@@ -67,6 +67,7 @@ def flags(files: Path, run: str, *more, **paths) -> list[str]:
         ("--train-iters", 2),
     ]
     words += [("--lr", 1e-3), *[(word,) for word in more]]
+    words += [] if "--save" in more else [("--no-save",)]
     return [str(word) for pair in words for word in pair]
 
 

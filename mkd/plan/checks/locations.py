@@ -12,7 +12,7 @@ from mkd.config.split import EXAMPLE_SPLIT, parse_split
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.no_effect import no_effect
 
-_NEED_SAVE = ("save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
+_NEED_SAVE = ("save", "save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
 _NEED_PROFILE = ("profile_step_start", "profile_step_end", "profile_ranks")
 
 
@@ -47,13 +47,15 @@ def check_tasks(config: Config) -> Iterator[UsageError]:
 
 
 def check_folders(config: Config) -> Iterator[UsageError]:
-    """Check that --save and --load are given where other settings rely on them."""
+    """Check that the run saves and loads where other settings rely on it."""
     checkpoint = config.checkpoint
     for name in _NEED_SAVE:
         value = getattr(checkpoint, name)
-        if value and not checkpoint.save:
-            what = f"{name.replace('_', '-')} {value} has no folder"
-            yield UsageError(what, "", "give --save DIR", code="save-missing")
+        if value and checkpoint.no_save:
+            what = f"{name.replace('_', '-')} {value} contradicts no-save"
+            yield UsageError(
+                what, "the run writes no checkpoints", "leave out one of them", code="save-missing"
+            )
     if checkpoint.accept_change and not checkpoint.load:
         why = "a run is compared only with the checkpoint that it resumes from"
         yield no_effect("accept-change", why, "add --load DIR")

@@ -118,7 +118,7 @@ def test_zero_steps():
 
 
 def test_a_range_error_does_not_hide_independent_problems():
-    found = codes("--lr", "-1.0", "--eval-interval", "5", "--save-interval", "5")
+    found = codes("--lr", "-1.0", "--eval-interval", "5", "--save-interval", "5", "--no-save")
     assert found == ["value-out-of-range", "held-out-data-missing", "save-missing"]
 
 
@@ -365,7 +365,9 @@ def test_split(split):
 
 
 def test_checkpoint_folders():
-    assert problem("--save-interval", "5").code == "save-missing"
+    assert problems("--save-interval", "5") == []
+    assert problem("--save-interval", "5", "--no-save").code == "save-missing"
+    assert problem("--save", "c", "--no-save").code == "save-missing"
     assert problem("--ckpt-step", "5").code == "ckpt-step-without-load"
     assert problems("--save-interval", "5", "--save", "c", "--ckpt-step", "5", "--load", "c") == []
 
