@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,9 +55,13 @@ def _resumed_folder(first: Path, load: str | None) -> Path | None:
     return None
 
 
-def _free_folder(first: Path) -> Path:
+def _numbers(first: Path) -> Iterator[Path]:
     names = (first.name if number == 1 else f"{first.name}-{number}" for number in count(1))
-    return next(folder for folder in map(first.with_name, names) if not holds_checkpoints(folder))
+    return map(first.with_name, names)
+
+
+def _free_folder(first: Path) -> Path:
+    return next(folder for folder in _numbers(first) if not holds_checkpoints(folder))
 
 
 def describe_saves(config: Config) -> list[str]:
@@ -70,12 +74,9 @@ def describe_saves(config: Config) -> list[str]:
     times = [f"every {steps} steps"] if steps else []
     times += [f"after {minutes:g} minutes without a save"] if minutes else []
     lines = [f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"]
-    if (
-        Path(checkpoint.save) != first
-        and _free_folder(first) == Path(checkpoint.save)
-        and not checkpoint.load
-    ):
-        lines.append(f"{first} holds the checkpoints of an earlier run: --load {first} would resume that one")
+    taken = list(takewhile(holds_checkpoints, _numbers(first)))
+    if taken and not checkpoint.load and Path(checkpoint.save) == _free_folder(first):
+        lines.append(f"{taken[-1]} holds an earlier run, which --load {taken[-1]} would resume")
     return lines
 
 

@@ -117,7 +117,7 @@ def test_every_run_without_save_is_kept(tmp_path, ranks):
     assert first.exit_code == 0 and f"saved checkpoint {files / 'run' / 'iter_0000002'}" in first.stdout
     before = {path: path.read_bytes() for path in (files / "run" / "iter_0000002").rglob("*.distcp")}
     (second,) = run_main(ranks, [*argv, "--lr", "1e-2"])
-    assert second.exit_code == 0 and f"--load {files / 'run'} would resume that one" in second.stdout
+    assert second.exit_code == 0 and f"which --load {files / 'run'} would resume" in second.stdout
     assert {path: path.read_bytes() for path in before} == before
     assert (files / "run-2" / "iter_0000002").is_dir()
     metrics = [line for line in read_metrics(files / "run")]
