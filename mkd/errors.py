@@ -208,7 +208,8 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
                 _print(error)
             except KeyboardInterrupt:
                 exit_code = EXIT_INTERRUPTED
-                print("interrupted", file=sys.stderr, flush=True)
+                if os.environ.get("RANK", "0") == "0":
+                    print("interrupted", file=sys.stderr, flush=True)
             except SystemExit:  # argparse's, after a help text
                 sys.stdout.flush()
                 raise

@@ -49,3 +49,11 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # only this process reports
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == REPORT
+
+
+def test_ctrl_c_ends_a_tool_without_a_traceback(capsys):
+    @returns_exit_code
+    def main():
+        raise KeyboardInterrupt
+
+    assert main() == 130 and capsys.readouterr().err == "interrupted\n"
