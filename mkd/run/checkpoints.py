@@ -108,9 +108,10 @@ def _resume(
 
 def describe_resume(folder: Path, iteration: int) -> str:
     """Return the line that tells where a run resumes, and how old that checkpoint is."""
-    minutes = max(0.0, time.time() - (folder / MEGATRON_FILE).stat().st_mtime) / 60
-    age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
-    return f"resumed from iteration {iteration} ({folder}, saved {age} ago)"
+    seconds = max(0.0, time.time() - (folder / MEGATRON_FILE).stat().st_mtime)
+    units = ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400)
+    name, size = next((unit for unit in units if seconds < 120 * unit[1]), units[-1])
+    return f"resumed from iteration {iteration} ({folder}, saved {seconds / size:.0f} {name} ago)"
 
 
 def build_saver(

@@ -50,6 +50,6 @@ def test_metrics_after_stops_are_those_of_a_run_that_never_stopped(files, ranks)
     assert causes(files / "parts") == {7: "last", 4: "stop"}
     assert ["resumed from iteration" in output for output in outputs] == [False, True, True, True, True]
     latest = files / "parts" / "iter_0000004"
-    assert f"resumed from iteration 4 ({latest}, saved 0 minutes ago)" in outputs[-1]
+    assert f"resumed from iteration 4 ({latest}, saved " in outputs[-1]
     whole, parts = (lines_without_times(files / run) for run in ("whole", "parts"))
     assert [line["iteration"] for line in whole] == [3, 6, 7] and parts == whole
