@@ -77,7 +77,7 @@ def describe_saves(config: Config) -> list[str]:
     taken = list(takewhile(holds_checkpoints, _numbers(first)))
     if taken and not checkpoint.load and Path(checkpoint.save) == _free_folder(first):
         lines.append(f"{taken[-1]} holds an earlier run, which --load {taken[-1]} would resume")
-    return lines
+    return lines + restart_notes(checkpoint)
 
 
 def logs_of_another_run(config: Config) -> bool:
@@ -133,15 +133,15 @@ def continues(checkpoint: CheckpointConfig) -> bool:
     return _is_same(load, save) or _is_same(load.parent, save)
 
 
-def restart_note(
+def restart_notes(
     checkpoint: CheckpointConfig, environment: Mapping[str, str] = MappingProxyType(os.environ)
-) -> str | None:
-    """Return a line if torchrun would restart a failed run from the beginning."""
+) -> list[str]:
+    """Return a line if torchrun would restart a failed run from its beginning."""
     restarts = environment.get(MAX_RESTARTS, "0")
     if restarts == "0" or continues(checkpoint):
-        return None
+        return []
     do = f"give --load {checkpoint.save}" if checkpoint.save else "leave out --no-save and give --load"
-    return f"torchrun --max-restarts {restarts} would restart a failed run from its beginning: {do}"
+    return [f"torchrun --max-restarts {restarts} would restart a failed run from its beginning: {do}"]
 
 
 def export_in_the_way(checkpoint: CheckpointConfig) -> UsageError | None:

@@ -83,7 +83,7 @@ def run(
     platform = detect()  # before Megatron is imported, because it silences its warnings
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.out_of_memory import memory_explained
-    from mkd.operations.run_folders import LOG_FILES, log_folder, restart_note, with_save_folder
+    from mkd.operations.run_folders import LOG_FILES, log_folder, with_save_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.run_plan import plan_run
 

@@ -12,6 +12,7 @@ from mkd.operations.run_folders import (
     cache_folder,
     describe_saves,
     log_folder,
+    restart_notes,
     start_problems,
     with_save_folder,
 )
@@ -104,6 +105,14 @@ def test_where_a_run_without_save_saves(given, save, folders):
     first, *more = describe_saves(config)
     assert first.startswith(f"saves to {save} after 15 minutes" if save else "saves no checkpoints")
     assert bool(more) == (save in ("runs/qwen-3", "a-2") and "load" not in given)
+
+
+def test_restarts_by_torchrun_need_load():
+    environment = {"TORCHELASTIC_MAX_RESTARTS": "2"}
+    (note,) = restart_notes(CheckpointConfig(save="a"), environment)
+    assert "--max-restarts 2" in note and "--load a" in note
+    assert restart_notes(CheckpointConfig(save="a", load="a"), environment) == []
+    assert restart_notes(CheckpointConfig(save="a"), {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
 
 
 def test_every_run_without_save_is_kept(tmp_path, ranks):
