@@ -114,8 +114,9 @@ def _room_for_saves_by_time(config: Config, save: Written, each: int, free: int)
         return []
     return [
         f"note: a run of more than {checkpoint.save_interval_in_mins:g} minutes saves by time, and needs "
-        f"room for up to {most} checkpoints of {_size(each)}; the disk of {save.folder} has {_size(free)} "
-        "left: make room, give --keep-checkpoints 1, or --save-interval-in-mins 0 to save only the last step"
+        f"room for up to {most} checkpoints of {size(each)}; the disk of {save.folder} has "
+        f"{size(free)} left: make room, give --keep-checkpoints 1, or --save-interval-in-mins 0 to save "
+        "only the last step"
     ]
 
 

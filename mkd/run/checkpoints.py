@@ -30,6 +30,7 @@ from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError
+from mkd.human import duration
 from mkd.operations.console import LOG
 from mkd.operations.event_log import SAVE
 from mkd.operations.phases import Phases
@@ -108,10 +109,8 @@ def _resume(
 
 def describe_resume(folder: Path, iteration: int) -> str:
     """Return the line that tells where a run resumes, and how old that checkpoint is."""
-    seconds = max(0.0, time.time() - (folder / MEGATRON_FILE).stat().st_mtime)
-    units = ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400)
-    name, size = next((unit for unit in units if seconds < 120 * unit[1]), units[-1])
-    return f"resumed from iteration {iteration} ({folder}, saved {seconds / size:.0f} {name} ago)"
+    age_s = max(0.0, time.time() - (folder / MEGATRON_FILE).stat().st_mtime)
+    return f"resumed from iteration {iteration} ({folder}, saved {duration(age_s)} ago)"
 
 
 def build_saver(

@@ -41,7 +41,7 @@ def run_and_signal(
     or to all processes and their data workers; it is sent once, repeatedly, or again after more output.
     """
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
-    argv += ["--num-workers", "1"] if to_group else []
+    argv += ["--log-format", "megatron", *(["--num-workers", "1"] if to_group else [])]
     port = str(29500 + os.getpid() % 1000)
     world = {
         "WORLD_SIZE": str(processes),
@@ -291,94 +291,6 @@ def ends_before_a_first_save(num_bytes, save_s):
 )
 def test_the_first_save_of_a_start_needs_time_too(num_bytes, save_s, expected, ranks):
     assert ranks.run(ends_before_a_first_save, 1, num_bytes, save_s) == [expected]
-
-
-@pytest.mark.fault(13)
-def test_signals_are_noted_once_and_handlers_come_back():
-    from mkd.operations.signals import caught_signals
-
-    before = signal.getsignal(signal.SIGUSR1)
-    with caught_signals() as signals:
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
-        assert signals.received == signal.SIGUSR1
-    assert signal.getsignal(signal.SIGUSR1) == before
-    with caught_signals(afterwards=signal.SIG_IGN):
-        pass
-    assert signal.signal(signal.SIGTERM, before) == signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
-
-
-def wait_for(capfd, text: str) -> None:
-    """Wait until `text` was printed on stderr."""
-    printed, deadline = "", time.monotonic() + 10
-    while text not in printed:
-        assert time.monotonic() < deadline, printed
-        printed += capfd.readouterr().err
-        time.sleep(0.01)
-
-
-def test_the_second_ctrl_c_interrupts(capfd):
-    from mkd.operations.phases import FORWARD_BACKWARD, Phases
-    from mkd.operations.signals import caught_signals
-    from mkd.operations.stop_notice import StopNotice
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), caught_signals() as signals:
-        notice = StopNotice(signals, "runs/kd")
-        phases = Phases(notice)
-        phases.moment("after_pointer", 6)
-        phases.enter(FORWARD_BACKWARD, 8)
-        signal.raise_signal(signal.SIGINT)
-        wait_for(
-            capfd, "stopping after step 8, then saving; press Ctrl-C again to stop now and lose 2 steps\n"
-        )
-        assert signals.received == signal.SIGINT and not signals.is_forced
-        signal.raise_signal(signal.SIGINT)
-        wait_for(capfd, "stopping now; runs/kd/iter_0000006 is saved: --load runs/kd resumes there\n")
-        time.sleep(10)
-    assert signals.is_forced
-
-
-@pytest.mark.parametrize(
-    ("has_torchrun", "numbers", "second"),
-    [
-        (False, [signal.SIGINT, signal.SIGINT, signal.SIGINT], 1),
-        (True, [signal.SIGINT, signal.SIGINT, signal.SIGINT], 2),  # the second one is torchrun's copy
-        (True, [signal.SIGINT, signal.SIGTERM], 1),  # torchrun got the second one
-        (False, [signal.SIGINT, signal.SIGTERM], None),
-        (True, [signal.SIGTERM, signal.SIGTERM], None),
-        (True, [signal.SIGINT, signal.SIGUSR1], None),
-        (False, [signal.SIGUSR1, signal.SIGINT], 1),
-    ],
-)
-def test_what_counts_as_a_second_ctrl_c(has_torchrun, numbers, second):
-    from mkd.operations.signals import Signals
-
-    signals = Signals(speaks=False, has_torchrun=has_torchrun)
-    assert [signals.came(number) for number in numbers] == [i == second for i in range(len(numbers))]
-
-
-LONG_CALL = """
-import hashlib, sys, time
-from mkd.operations.signals import caught_signals
-with caught_signals():
-    print("computing", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a step that never returns to Python
-"""
-
-
-def test_signals_are_answered_in_the_middle_of_a_computation():
-    command = [sys.executable, "-c", LONG_CALL]
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, cwd=ROOT, **streams) as process:
-        try:
-            assert process.stdout.readline() == "computing\n"
-            for answer in ("stopping when the start is over", "stopping now"):
-                process.send_signal(signal.SIGINT)
-                assert process.stderr.readline().startswith(answer)
-            assert process.wait(timeout=30) == 130 and process.stderr.read() == ""
-        finally:
-            process.kill()
 
 
 @pytest.mark.fault("13 twice")
