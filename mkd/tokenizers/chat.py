@@ -48,6 +48,8 @@ def encode_chat(hf: Any, template: ChatTemplate, conversation: Conversation) -> 
     trained = trained_messages(conversation, template.settings.loss)
     encoding = _encode(hf, text)
     search = TurnSearch(template, conversation, text)
+    if any(message.get("tool_calls") for message in conversation.messages):
+        search.require_calls()
     spans = _marked(template, conversation, search, trained)
     if spans is None:
         turns = search.turns()

@@ -69,6 +69,10 @@ class TurnSearch:
             found[number] = texts
         return found
 
+    def require_calls(self) -> None:
+        """Raise DataError if the template drops a call."""
+        assert self.own_texts is not None
+
     def turns(self) -> dict[int, TurnPlace]:
         """Return the turn of each assistant message. Raises DataError if they cannot be found for certain."""
         if not self.numbers:
