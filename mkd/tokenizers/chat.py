@@ -10,8 +10,9 @@ import numpy as np
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
+from mkd.tokenizers.chat_shapes import KnownShapes
 from mkd.tokenizers.chat_template import ChatTemplate
-from mkd.tokenizers.chat_turns import Place, TurnSearch
+from mkd.tokenizers.chat_turns import Place, TurnSearch, require_tools
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 
 
@@ -34,62 +35,71 @@ class EncodedChat:
     turns: tuple[Turn, ...]  # the assistant's turns
 
 
-def encode_chat(hf: Any, template: ChatTemplate, conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
+class ChatEncoder:
+    """Encodes conversations for one tokenizer."""
 
-    The ids are exactly those of `hf.apply_chat_template`. The mask is 1 on every token that holds a character
-    with loss. Marks of the template decide which ones, if the settings allow it and it marks something here.
-    Otherwise they are those from the end of a generation prompt through the tokens that close the turn.
-    Flags and settings choose among the turns. Raises DataError if the template refuses the conversation or
-    drops a part of it that matters, or if its turns cannot be found for certain.
-    """
-    text = template.render(conversation)
-    _check_tools(template, conversation, text)
-    trained = trained_messages(conversation, template.settings.loss)
-    encoding = _encode(hf, text)
-    search = TurnSearch(template, conversation, text)
-    if any(message.get("tool_calls") for message in conversation.messages):
-        search.require_calls()
-    spans = _marked(template, conversation, search, trained)
-    if spans is None:
-        turns = search.turns()
-        spans = [(turns[number].start, turns[number].end) for number in sorted(trained)]
-    return encoding.ids, _mask_of_spans(encoding.offsets, spans)
+    def __init__(self, hf: Any, template: ChatTemplate):
+        self._hf, self.template = hf, template
+        self._shapes = KnownShapes(template)
 
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        """Return (ids, loss mask) of a conversation.
 
-def encode_turns(
-    hf: Any, template: ChatTemplate, conversation: Conversation, pieces: Sequence[bytes | None]
-) -> EncodedChat:
-    """Encode the conversation and locate its assistant turns that have loss. Marks are ignored.
+        The ids are exactly those of transformers' `apply_chat_template`. The mask is 1 on every token that
+        holds a character with loss. Marks of the template decide which ones, if the settings allow it and it
+        marks something here. Otherwise they are those from the end of a generation prompt through the tokens
+        that close the turn. Flags and settings choose among the turns. Raises DataError if the template
+        refuses the conversation or drops its tools or calls, or if its turns are not known for certain.
+        """
+        text = self.template.render(conversation)
+        trained = trained_messages(conversation, self.template.settings.loss)
+        encoding = self._encoded(text)
+        search = TurnSearch(self.template, conversation, text)
+        turns = self._shapes.turns(conversation, text)
+        if turns is None:
+            require_tools(self.template, conversation, text)
+            search.require_calls()
+        spans = _marked(self.template, conversation, search, trained)
+        if spans is None:
+            turns = turns or search.turns()
+            spans = [(turns[number].start, turns[number].end) for number in sorted(trained)]
+        return encoding.ids, _mask_of_spans(encoding.offsets, spans)
 
-    `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
-    refuses the conversation or drops a part of it that matters, or if its turns cannot be found for certain.
-    """
-    text = template.render(conversation)
-    _check_tools(template, conversation, text)
-    encoding = _encode(hf, text)
-    turns = TurnSearch(template, conversation, text).turns()
-    data = utf8(text)
-    in_text = np.ones(len(encoding.ids), dtype=bool)
-    encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
-    named = {
-        number: turns[number] for number in sorted(trained_messages(conversation, template.settings.loss))
-    }
-    pairs = [
-        (a, b)
-        for one in named.values()
-        for a, b in ((one.start, one.content_end), (one.content_end, one.end))
-    ]
-    places = byte_offsets(text, pairs).reshape(-1, 4)[:, [0, 1, 3]].tolist()
-    return EncodedChat(encoded, data, tuple(Turn(n, *place) for n, place in zip(named, places, strict=True)))
+    def encode_turns(self, conversation: Conversation, pieces: Sequence[bytes | None]) -> EncodedChat:
+        """Encode the conversation and locate its assistant turns that have loss. Marks are ignored.
 
+        `pieces` are the bytes that each id spells, control tokens included. Raises DataError as `encode`.
+        """
+        text = self.template.render(conversation)
+        encoding = self._encoded(text)
+        turns = self._shapes.turns(conversation, text)
+        if turns is None:
+            require_tools(self.template, conversation, text)
+            turns = TurnSearch(self.template, conversation, text).turns()
+        data = utf8(text)
+        in_text = np.ones(len(encoding.ids), dtype=bool)
+        encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
+        trained = sorted(trained_messages(conversation, self.template.settings.loss))
+        pairs = [
+            pair
+            for one in map(turns.__getitem__, trained)
+            for pair in ((one.start, one.content_end), (one.content_end, one.end))
+        ]
+        places = byte_offsets(text, pairs).reshape(-1, 4)[:, [0, 1, 3]].tolist()
+        named = zip(trained, places, strict=True)
+        return EncodedChat(encoded, data, tuple(Turn(number, *place) for number, place in named))
 
-def encode_generation_prompt(hf: Any, template: ChatTemplate, conversation: Conversation) -> list[int]:
-    """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
-    text = template.render(conversation, add_generation_prompt=True)
-    _check_tools(template, conversation, text, add_generation_prompt=True)
-    ids: list[int] = _encode(hf, text).ids
-    return ids
+    def generation_prompt(self, conversation: Conversation) -> list[int]:
+        """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
+        text = self.template.render(conversation, add_generation_prompt=True)
+        require_tools(self.template, conversation, text, add_generation_prompt=True)
+        ids: list[int] = self._encoded(text).ids
+        return ids
+
+    def _encoded(self, text: str) -> Any:
+        backend = self._hf.backend_tokenizer
+        backend.encode_special_tokens = False  # control tokens in the template become control tokens
+        return backend.encode(text, add_special_tokens=False)
 
 
 def trained_messages(conversation: Conversation, rule: str) -> set[int]:
@@ -141,12 +151,6 @@ def _marked(
     return [mark for mark, (owner,) in zip(marks, owners, strict=True) if owner in trained]
 
 
-def _encode(hf: Any, text: str) -> Any:
-    backend = hf.backend_tokenizer
-    backend.encode_special_tokens = False  # control tokens in the template become control tokens
-    return backend.encode(text, add_special_tokens=False)
-
-
 def _mask_of_spans(offsets: Iterable[Place], spans: Iterable[Place]) -> list[int]:
     """Return 1 for tokens between the first and the last that touch a span (offsets may exclude blanks)."""
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
@@ -155,26 +159,6 @@ def _mask_of_spans(offsets: Iterable[Place], spans: Iterable[Place]) -> list[int
         mask[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end, side="left")] = 1
     found: list[int] = mask.tolist()
     return found
-
-
-def _check_tools(
-    template: ChatTemplate, conversation: Conversation, text: str, add_generation_prompt: bool = False
-) -> None:
-    """Raise DataError if the template does not write the tools of the record."""
-    if not conversation.tools:
-        return
-    bare = Conversation(conversation.messages, None, conversation.template_kwargs)
-    try:
-        is_dropped = template.render(bare, add_generation_prompt) == text
-    except DataError:
-        return  # it takes no calls without tools
-    if is_dropped:
-        raise DataError(
-            "the chat template does not write the record's tools",
-            "the model would learn to call functions that it is not told about",
-            "use a chat template that writes tools, or write them into the system message",
-            code="chat-tools-not-rendered",
-        )
 
 
 def _loss_on_other_role(number: int, role: str) -> DataError:

@@ -71,7 +71,8 @@ class TurnSearch:
 
     def require_calls(self) -> None:
         """Raise DataError if the template drops a call."""
-        assert self.own_texts is not None
+        if any(message.get("tool_calls") for message in self._messages):
+            assert self.own_texts is not None
 
     def turns(self) -> dict[int, TurnPlace]:
         """Return the turn of each assistant message. Raises DataError if they cannot be found for certain."""
@@ -277,6 +278,26 @@ def closing_token(template: ChatTemplate) -> str | None:
         return None
     closing = text[turn.content_end : turn.end].strip()
     return next((one for one in template.controls if closing.endswith(one)), None)
+
+
+def require_tools(
+    template: ChatTemplate, conversation: Conversation, text: str, add_generation_prompt: bool = False
+) -> None:
+    """Raise DataError if the template does not write the tools of the record."""
+    if not conversation.tools:
+        return
+    bare = Conversation(conversation.messages, None, conversation.template_kwargs)
+    try:
+        is_dropped = template.render(bare, add_generation_prompt) == text
+    except DataError:
+        return  # it takes no calls without tools
+    if is_dropped:
+        raise DataError(
+            "the chat template does not write the record's tools",
+            "the model would learn to call functions that it is not told about",
+            "use a chat template that writes tools, or write them into the system message",
+            code="chat-tools-not-rendered",
+        )
 
 
 def common(one: str, other: str, from_end: bool = False) -> int:

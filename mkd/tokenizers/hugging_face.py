@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from mkd.errors import UsageError
-from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_generation_prompt, encode_turns
+from mkd.tokenizers.chat import ChatEncoder, EncodedChat
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.chat_template import ChatTemplate
 from mkd.tokenizers.chat_turns import closing_token
@@ -97,16 +97,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        return encode_chat(self._hf, self._template, conversation)
+        return self._chats.encode(conversation)
 
     def render(self, conversation: Conversation) -> str:
         return self._template.render(conversation)
 
     def generation_prompt(self, conversation: Conversation) -> list[int]:
-        return encode_generation_prompt(self._hf, self._template, conversation)
+        return self._chats.generation_prompt(conversation)
 
     def encode_turns(self, conversation: Conversation) -> EncodedChat:
-        return encode_turns(self._hf, self._template, conversation, self._pieces)
+        return self._chats.encode_turns(conversation, self._pieces)
 
     def describe_chat(self) -> list[str]:
         return self._template.describe() if self.has_chat_template else []
@@ -169,11 +169,15 @@ class HuggingFaceTokenizer(Tokenizer):
         return sha256_of(found)
 
     @cached_property
-    def _template(self) -> ChatTemplate:
-        """The chat template. Raises DataError when the tokenizer has none."""
+    def _chats(self) -> ChatEncoder:
+        """The encoder of conversations. Raises DataError if the tokenizer has no chat template."""
         if not self.has_chat_template:
             raise no_chat_template()
-        return ChatTemplate(self._hf, self._chat)
+        return ChatEncoder(self._hf, ChatTemplate(self._hf, self._chat))
+
+    @property
+    def _template(self) -> ChatTemplate:
+        return self._chats.template
 
     @cached_property
     def _style(self) -> _Style:
