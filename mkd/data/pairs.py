@@ -15,6 +15,7 @@ import numpy as np
 from mkd.data.documents import Document, encode_record
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.cutting import whole_records
+from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def _answered(
             "an answer of the pair begins with the prompt's messages",
             "the model would read them twice",
         )
-        do = "leave only the answer's messages in chosen and rejected"
+        do = f"leave only the answer's messages in chosen and rejected; {PAIR_HINT}"
         raise DataError(what, why, do, code="pair-answer-repeats-prompt")
     found = encode_record(Record(MESSAGES, (prompt.followed_by(answer),)), tokenizer, append_eod, images)
     return replace(found, kind=PAIR)

@@ -15,6 +15,7 @@ import numpy as np
 
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord
 from mkd.data.records.conversations import MESSAGE_KEYS, ConversationReader
+from mkd.data.records.file_notes import LOOKED_AT, control_token_note
 from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.parsing import check_size
@@ -172,8 +173,10 @@ def _log_ignored(
             ignored = tuple(key for key, value in others.items() if value is not None and key not in read)
             records.append(Record(MESSAGES, (prompt,), ignored=ignored))
         found.add(ignored_keys(records, tokenizer))
-    if str(found):
-        LOG.info(f"{path}: {found}")
+    texts = [prompt for prompt, _ in parsed[:LOOKED_AT] if isinstance(prompt, str)]
+    for note in (str(found), control_token_note(texts, tokenizer)):
+        if note:
+            LOG.info(f"{path}: {note}")
 
 
 def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:

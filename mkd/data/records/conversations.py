@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mkd.data.records.format_hints import format_hint
+from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.messages import Images, read_messages
 from mkd.data.records.tool_calls import cleaner, read_template_kwargs, read_tools
 from mkd.data.records.values import check_string, json_name
@@ -89,12 +89,12 @@ def _check_lists(given: Mapping[str, Any]) -> None:
     """Raise DataError unless all values are lists of messages."""
     if not all(isinstance(value, list) for value in given.values()):
         kinds = ", ".join(f"{key} is a {json_name(value)}" for key, value in given.items())
-        whole = isinstance(given["prompt"], str) and format_hint(set(given) - {"prompt"})
+        whole = isinstance(given["prompt"], str) and isinstance(given.get("chosen"), list)
         raise DataError(
             kinds,
             "they are all texts, or all lists of messages",
             "write all of them in one form"
-            + (f"; if both answers hold the prompt too, {whole}" if whole else ""),
+            + (f"; if both answers hold the prompt too, {PAIR_HINT}" if whole else ""),
             code="record-of-two-forms",
         )
     empty = next((key for key, value in given.items() if not value), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from mkd.data.records.ignored_keys import IgnoredKeys
-from mkd.data.records.kinds import TEXT
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import TEXT_SUFFIX, read_rows, unread_columns
 from mkd.errors import DataError
@@ -21,7 +20,8 @@ LOOKED_AT = 100  # records of a file
 def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer) -> list[str]:
     """Return what every start of a run says about the file, of whose records `keys` were ignored."""
     found = IgnoredKeys(keys.records + unread_columns(path), keys.messages, keys.read)
-    notes = (str(found), _control_tokens(path, tokenizer))
+    texts = [] if path.endswith(TEXT_SUFFIX) else list(_texts(path))
+    notes = (str(found), control_token_note(texts, tokenizer))
     return [note for note in notes if note]
 
 
@@ -41,19 +41,16 @@ def log_notes(meta: Mapping[str, Any], path: str | None = None) -> None:
         LOG.info(line)
 
 
-def _control_tokens(path: str, tokenizer: Tokenizer) -> str:
-    """Return a note if most of the first texts begin with a control token, as rendered conversations do."""
-    if path.endswith(TEXT_SUFFIX):
-        return ""
-    texts = list(_texts(path))
+def control_token_note(texts: Sequence[str], tokenizer: Tokenizer) -> str:
+    """Return a note if most of these texts begin with a control token, as rendered conversations do."""
     controls = [token for token in tokenizer.special_tokens if _is_split(token, tokenizer)]
-    begun = [token for text in texts for token in controls if text.startswith(token)]
+    begun = [token for text in texts for token in controls if text.lstrip().startswith(token)]
     if 2 * len(begun) <= len(texts):
         return ""
     return (
         f"{len(begun)} of the first {len(texts)} texts begin with a control token, such as {begun[0]}, and "
-        "in a text it is read as plain letters: give conversations as `messages`, which the chat template "
-        "renders"
+        "in a text, prompt or completion it is read as plain letters: give conversations as `messages`, "
+        "which the chat template renders"
     )
 
 
@@ -63,10 +60,11 @@ def _is_split(token: str, tokenizer: Tokenizer) -> bool:
 
 
 def _texts(path: str) -> Iterator[str]:
+    """Yield the texts among the first records of a file, and the texts that are prompts."""
     for _, row in islice(read_rows(path), LOOKED_AT):
         try:
             record = parse_row(row)
         except DataError:
             continue
-        if record.kind == TEXT:
-            yield record.values[0].lstrip()
+        if isinstance(record.values[0], str):
+            yield record.values[0]

@@ -47,3 +47,6 @@ def _turns(known: tuple[str, str], keys: Collection[str]) -> str:
     last = f'[{{role: "user", content: {_QUESTIONS[known]}}}, {{role: "assistant", content: .{known[1]}}}]'
     before = [part for key, part in (("system", _SYSTEM), ("history", _HISTORY)) if key in keys]
     return f"{{messages: ({' + '.join([*before, last])})}}" if before else f"{{messages: {last}}}"
+
+
+PAIR_HINT = format_hint(("chosen", "rejected"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mkd.data.records.conversations import ConversationReader
-from mkd.data.records.format_hints import format_hint
+from mkd.data.records.format_hints import PAIR_HINT, format_hint
 from mkd.data.records.kinds import FORMS, KINDS, MESSAGES, PAIR, TEXT, Record, unknown_keys
 from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
@@ -31,8 +31,8 @@ def parse_row(row: Row) -> Record:
     given = [from_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
     is_chat = kind.form == MESSAGES or any(isinstance(value, list) for value in given) and kind.optional
     keys = kind.keys + (kind.optional if is_chat else ())
-    _check_images(fields, keys)
-    refuse_unsupported(fields, keys, is_text=kind.form == TEXT)
+    _check_images(fields, kind.keys, keys)
+    refuse_unsupported(fields, keys, kind.keys, is_text=kind.form == TEXT)
     reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
     form, images = kind.form, tuple[Any, ...]()
     values: tuple[Any, ...]
@@ -52,8 +52,8 @@ def parse_row(row: Row) -> Record:
     return Record(form, values, images, ignored)
 
 
-def _check_images(fields: Mapping[str, Any], keys: Sequence[str]) -> None:
-    if fields.get("images") and "images" not in keys:
+def _check_images(fields: Mapping[str, Any], keys: Sequence[str], used: Sequence[str]) -> None:
+    if fields.get("images") and "images" not in used:
         raise DataError(
             f"the record has images beside {' and '.join(keys)}",
             "only a conversation says where an image stands",
@@ -64,10 +64,12 @@ def _check_images(fields: Mapping[str, Any], keys: Sequence[str]) -> None:
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
     if kinds:
+        whole_answers = "pair" in kinds and isinstance(fields["chosen"], list)
         return DataError(
             f"the record is {' and '.join(kinds)} at once",
             "it is not clear which of them is the document",
-            f"keep the keys of one of {FORMS}",
+            f"keep the keys of one of {FORMS}"
+            + (f"; for pairs whose answers hold the prompt too, {PAIR_HINT}" if whole_answers else ""),
             code="record-ambiguous",
         )
     nulls = [key for kind in KINDS.values() for key in kind.keys if key in fields and fields[key] is None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mkd.errors import DataError
@@ -14,8 +14,10 @@ REFUSED_KEYS = (*MEDIA, *PREFERENCES, *CONTEXTS, "functions")
 """`label` is refused only if it is true or false, as for KTO: texts of other uses have labels too."""
 
 
-def refuse_unsupported(fields: Mapping[str, Any], used: tuple[str, ...], is_text: bool) -> None:
-    """Raise DataError if a record has one of these keys beside those that are used.
+def refuse_unsupported(
+    fields: Mapping[str, Any], used: Sequence[str], kind: Sequence[str], is_text: bool
+) -> None:
+    """Raise DataError if a record has one of these keys beside those that are used, which make its `kind`.
 
     A plain text (`is_text`) means the same with media or a judgement beside it, so there they are ignored.
     """
@@ -25,16 +27,16 @@ def refuse_unsupported(fields: Mapping[str, Any], used: tuple[str, ...], is_text
             continue
         if key == "label" and not isinstance(value, bool):
             continue
-        raise _refused(key, used)
+        raise _refused(key, kind)
 
 
 def refuse_in_prompt(fields: Mapping[str, Any], used: str) -> None:
     """Raise DataError if a prompt has one of these keys beside it; judgements are for the reward function."""
     others = {key: value for key, value in fields.items() if key not in PREFERENCES}
-    refuse_unsupported(others, (used,), is_text=isinstance(fields[used], str))
+    refuse_unsupported(others, (used,), (used,), is_text=isinstance(fields[used], str))
 
 
-def _refused(key: str, used: tuple[str, ...]) -> DataError:
+def _refused(key: str, kind: Sequence[str]) -> DataError:
     if key in MEDIA:
         why = "the model would answer a question about something that it does not see"
         do = "give images as the list `images`, with image parts in the messages"
@@ -49,5 +51,5 @@ def _refused(key: str, used: tuple[str, ...]) -> DataError:
         why = "tools are given in another form now, and the prompt would lack them"
         program = '.tools = [.functions[] | {type: "function", function: .}] | del(.functions)'
         do = f"write them as `tools`: jq -c '{program}'"
-    what = f"the record has {key} beside {' and '.join(used)}"
+    what = f"the record has {key} beside {' and '.join(kind)}"
     return DataError(what, why, do, code="record-key-not-supported")

@@ -105,10 +105,12 @@ def test_keys_of_prompts_are_for_the_reward_function(tmp_path, write_jsonl, toke
 
 
 @pytest.mark.parametrize("share, is_noted", [(51, True), (50, False)])
-def test_texts_that_were_rendered_are_noted(tmp_path, write_jsonl, tokenizer, share, is_noted):
+@pytest.mark.parametrize("kind", ["text", "prompt"])
+def test_texts_that_were_rendered_are_noted(tmp_path, write_jsonl, tokenizer, kind, share, is_noted):
     rendered = "<|im_start|>user\na fox?<|im_end|>\n"
     texts = [rendered if number < share else "a fox" for number in range(100)] + [rendered] * 50
-    path = write_jsonl("a.jsonl", *({"text": text} for text in texts))
+    key = {"prompt": {"completion": "a"}, "text": {}}[kind]
+    path = write_jsonl("a.jsonl", *({kind: text, **key} for text in texts))
     said = notes(path, tmp_path, tokenizer)
     assert len(said) == is_noted
     if is_noted:
