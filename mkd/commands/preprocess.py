@@ -179,6 +179,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     from mkd.data.images.conversation import image_reader
     from mkd.data.store_builder import build_store
     from mkd.data.workers import worker_deaths_explained
+    from mkd.operations.console import console
     from mkd.tokenizers.chat_input import ChatSettings
     from mkd.tokenizers.load import load_tokenizer
 
@@ -186,7 +187,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     chat = replace(given, date=given.date or date.today().isoformat())
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, chat)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
-    with worker_deaths_explained():
+    with worker_deaths_explained(), console(0):
         return build_store(
             args.input,
             args.output_prefix,

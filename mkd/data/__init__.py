@@ -7,6 +7,7 @@ pairs.py                preference pairs, each as two documents
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             encoding of raw files in worker processes, with texts joined and cut
 workers.py              the end of worker processes
+progress_lines.py       lines on how much is done while files are tokenised and packed
 drafts.py               names of files that are still being written; removal of abandoned ones
 store_builder.py        a tokenised corpus written to disk, whole or not at all
 store.py                a tokenised corpus on disk, read memory-mapped

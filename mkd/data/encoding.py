@@ -20,6 +20,7 @@ from mkd.data.documents import Document
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
 from mkd.data.pairs import encode_documents
+from mkd.data.progress_lines import Position
 from mkd.data.quarantine import BadRecord
 from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
 from mkd.data.records.kinds import TEXT, Record
@@ -48,6 +49,8 @@ class EncodedBatch:
     lines: np.ndarray  # [documents] int64, line or row of each document's record
     path: str = ""  # the file; "" if it cannot be read
     ignored: IgnoredKeys = field(default_factory=IgnoredKeys)
+    num_rows: int = 0
+    megabytes_read: float = 0.0  # of all files, up to its end
 
 
 class FileBatch(NamedTuple):
@@ -56,6 +59,7 @@ class FileBatch(NamedTuple):
     path: str
     rows: list[tuple[int, Row]]
     left_out: Counter[str] = Counter()  # keys beside the texts that were joined or cut to these rows
+    megabytes_read: float = 0.0  # of all files, up to its end
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,16 @@ class FileRows:
     characters_per_sample: int | None = None  # see `join_texts`; default: every record is a document
 
     def __iter__(self) -> Iterator[FileBatch | MkdError]:
+        position = Position()
         for path in self.paths:
-            rows = read_rows(path, keep_blank=self.characters_per_sample is not None)
+            rows = position.follow(read_rows(path, keep_blank=self.characters_per_sample is not None), path)
             left_out = Counter[str]()
             if self.characters_per_sample is not None:
                 rows = join_texts(rows, self.characters_per_sample, left_out)
             rows = cut_texts(rows, left_out)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
-                    yield FileBatch(path, batch, left_out.copy())
+                    yield FileBatch(path, batch, left_out.copy(), position.megabytes)
                     left_out.clear()
             except MkdError as error:
                 yield error
@@ -262,6 +267,8 @@ class _Encoder:
             lines=np.array(lines, dtype=np.int64),
             path=batch.path if isinstance(batch, FileBatch) else "",
             ignored=ignored,
+            num_rows=len(batch.rows) if isinstance(batch, FileBatch) else 0,
+            megabytes_read=batch.megabytes_read if isinstance(batch, FileBatch) else 0.0,
         )
 
     def _encode(self, row: Row) -> tuple[Record, list[Document]]:

@@ -52,6 +52,7 @@ class PromptSet:
     prompts: Sequence[Prompt]
     num_bad_records: int
     fingerprint: str  # SHA-256 of the tokens of all prompts, of teachers too; with rewards also of fields
+    bad_records: Sequence[Mapping[str, Any]] = ()  # lines for the quarantine file
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -68,7 +69,7 @@ def read_prompts(
     tokenizer: Tokenizer,
     longest: int,  # tokens that a prompt may have
     vocab_size: int,  # ids known to all models of the run
-    max_bad_records: int = 0,
+    max_bad_records: int = 0,  # of each file
     teachers: Mapping[str, Tokenizer] = MappingProxyType({}),  # name -> tokenizer of cross-tokenizer teachers
     with_fields: bool = False,  # the other keys of a record are read, so that the fingerprint covers them
 ) -> PromptSet:
@@ -77,9 +78,10 @@ def read_prompts(
     Raises DataError, or ErrorList with the first ten bad records; those of a teacher have its name.
     """
     prompts: list[Prompt] = []
-    bad: list[BadRecord] = []
+    all_bad: list[BadRecord] = []
     for path in paths:
         parsed = []
+        bad: list[BadRecord] = []
         for number, row in read_rows(path, whole=True):
             try:
                 prompt, fields = parse_prompt(row)
@@ -100,8 +102,9 @@ def read_prompts(
                 is_chat = isinstance(prompt, Conversation)
                 prompts.append(Prompt(ids, path, number, fields, is_chat, theirs))
         _log_ignored(path, parsed, tokenizer, with_fields)
-    if len(bad) > max_bad_records:
-        raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
+        if len(bad) > max_bad_records:
+            raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
+        all_bad += bad
     if not prompts:
         what = f"--prompt-data-path {' '.join(paths)} has no prompt"
         raise DataError(what, "there is nothing to complete", "check how it was made", code="prompts-empty")
@@ -111,7 +114,8 @@ def read_prompts(
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
         if with_fields:
             digest.update(json.dumps(one.fields, sort_keys=True, default=str).encode() + b"\n")
-    return PromptSet(prompts, len(bad), "sha256:" + digest.hexdigest())
+    entries = [one.entry for one in all_bad]
+    return PromptSet(prompts, len(all_bad), "sha256:" + digest.hexdigest(), entries)
 
 
 def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -48,13 +49,16 @@ class BadRecord(DataError):
 
 
 class Quarantine:
-    """The bad records of one corpus while it is built. The file is created with the first one."""
+    """The bad records of one corpus while it is built. The file is created with the first one.
+
+    Each source file may have `max_bad_records`.
+    """
 
     def __init__(self, path: Path, max_bad_records: int):
         self._path, self._limit = path, max_bad_records
         self._first: list[MkdError] = []
         self._unreadable = False
-        self.count = 0
+        self._of_files = Counter[str]()
 
     def add(self, errors: Sequence[MkdError]) -> None:
         """Add the errors of the next records.
@@ -66,14 +70,19 @@ class Quarantine:
         records = [error for error in errors if isinstance(error, BadRecord)]
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record.entry) + "\n" for record in records)
-        self.count += len(records)
+        self._of_files.update(record.entry["file"] for record in records)
         self._unreadable |= len(records) < len(errors)
         self._first += errors[: MAX_REPORTED_ERRORS - len(self._first)]
 
     @property
+    def count(self) -> int:
+        """Number of bad records."""
+        return self._of_files.total()
+
+    @property
     def is_over(self) -> bool:
         """True if the corpus is refused; reading continues only to collect further errors."""
-        return self._unreadable or self.count > self._limit
+        return self._unreadable or max(self._of_files.values(), default=0) > self._limit
 
     @property
     def is_full(self) -> bool:
@@ -86,7 +95,8 @@ class Quarantine:
         Raises DataError, or ErrorList with the first ten errors.
         """
         if self.is_over:
-            raise _too_many(self._first, self.count, self._limit, self.is_full)
+            most = max(self._of_files.values(), default=0)
+            raise _too_many(self._first, most, self._limit, self.is_full)
 
 
 def require_few(path: Path, count: int, max_bad_records: int) -> None:
@@ -122,7 +132,12 @@ def collect(paths: Iterable[Path], target: Path) -> int:
 
 def list_left_out(records: Iterable[tuple[str, int, str]], target: Path) -> None:
     """Add (file, line, why) of good records that are left out to a list of bad records."""
-    lines = (json.dumps({"file": path, "line": line, "reason": why}) + "\n" for path, line, why in records)
+    append(({"file": path, "line": line, "reason": why} for path, line, why in records), target)
+
+
+def append(entries: Iterable[Mapping], target: Path) -> None:
+    """Add entries to a list of bad records. Without any, write no file."""
+    lines = (json.dumps(entry) + "\n" for entry in entries)
     if (first := next(lines, None)) is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a", encoding="utf-8") as file:
@@ -139,7 +154,7 @@ def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) 
     total = DataError(
         f"{count} bad records{reading}: more than --max-bad-records {limit}",
         "mkd trains on a corpus with records missing only if asked to",
-        "repair the records, or raise --max-bad-records to skip them",
+        "repair the records, or raise --max-bad-records, a number for each file, to skip them",
         code="too-many-bad-records",
     )
     return ErrorList([*first, total] if count else list(first))

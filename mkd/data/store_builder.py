@@ -19,6 +19,7 @@ from mkd.data.encoding import EncodedBatch, encode_files
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import ImageTableWriter
 from mkd.data.known_files import KnownFiles
+from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.records.file_notes import file_notes
 from mkd.data.records.ignored_keys import IgnoredKeys
@@ -144,6 +145,8 @@ def _write_tokens(
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
+    others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
+    lines = ProgressLines(f"tokenising {inputs[0]}{others}", total_megabytes(inputs), "MB", "records")
     with builder.data_file, files.loss_mask.open("wb") as mask_file, files.places.open("wb") as place_file:
         for batch in batches:
             quarantine.add(batch.errors)
@@ -152,6 +155,7 @@ def _write_tokens(
             stops = np.cumsum(batch.lengths)
             for start, stop in zip(stops - batch.lengths, stops, strict=True):
                 builder.add_document(batch.ids[start:stop], [int(stop - start)])
+            lines.at(batch.megabytes_read, batch.num_rows)
             mask_file.write(batch.loss.tobytes())
             place_file.write(places_of(batch, inputs).tobytes())
             images.append(batch.images, batch.image_sources, documents)
@@ -163,6 +167,7 @@ def _write_tokens(
             loss_tokens += int(batch.loss.sum(dtype=np.int64)) - int(batch.loss[starts].sum(dtype=np.int64))
             unpredicted += int((batch.loss == 0).sum())
             max_token_id = max(max_token_id, int(batch.ids.max(initial=-1)))
+    lines.end()
     quarantine.close()
     images.close()
     builder.finalize(str(files.idx))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from mkd.rollout.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
 from mkd.rollout.lockstep import Lockstep
 from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
-from mkd.rollout.sampling import sample_tokens, uniforms
+from mkd.rollout.sampling import barred_columns, sample_tokens, uniforms
 
 
 @dataclass(eq=False)
@@ -232,6 +233,13 @@ class _Decoder:
         packed.token_positions = self.forward.on_device(np.zeros(count, dtype=np.int64))
         return packed.token_positions, packed, []
 
+    @cached_property
+    def _barred(self) -> Tensor | None:
+        """Columns that are never sampled, of a rank with the head."""
+        forward = self.forward
+        width, unused = forward.parts[-1].head_weight().shape[0], self.sampling.unused_ids
+        return barred_columns(unused, width, forward.context.tp_group, forward.context.device)
+
     def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
         """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""
         logits = head_logits(hidden, self.forward.parts[-1].head_weight(), compute_dtype(hidden))
@@ -240,6 +248,7 @@ class _Decoder:
             self.forward.on_device(self._numbers(sequences)),
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
+            barred=self._barred,
             tp_group=self.forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])

@@ -23,7 +23,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.rollout.kv_cache import KVCache, TokenRow
 from mkd.rollout.pipeline_forward import PipelineForward
 from mkd.rollout.rollouts import Sampling
-from mkd.rollout.sampling import sample_tokens
+from mkd.rollout.sampling import barred_columns, sample_tokens
 
 LOG = logging.getLogger("mkd")
 LENGTH_STEP = 256  # keys are read up to a multiple of it
@@ -56,6 +56,8 @@ class FixedRows:
         slots, device = self.cache.slots, self.forward.context.device
         self._inputs = torch.zeros(3, slots, dtype=torch.float64, device=device)  # ids, positions, uniforms
         self._slots = torch.arange(slots, device=device)
+        width, group = self.forward.parts[0].head_weight().shape[0], self.forward.context.tp_group
+        self._barred = barred_columns(self.sampling.unused_ids, width, group, device)
         self._heights = sorted({-(-slots // 2**i) for i in range(ROW_HALVINGS + 1)})
         # Made here: a graph cannot copy from the host's memory.
         self._borders = {height: self.forward.token_border(height) for height in self._heights}
@@ -123,6 +125,7 @@ class FixedRows:
             self._inputs[2, :height],
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
+            barred=self._barred,
             tp_group=forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])

@@ -49,6 +49,11 @@ class Sampling:
     slots: int = 32  # completions that are sampled at the same time on a data-parallel replica
     prefill_tokens: int = 8192  # prompt tokens that run through the model together, unless one is longer
     seed: int = 0
+    unused_ids: frozenset[int] = frozenset()  # below vocab_size: no tokens, so never sampled either
+
+    def is_sampled(self, token: int) -> bool:
+        """Return True if a completion may have this id."""
+        return 0 <= token < self.vocab_size and token not in self.unused_ids
 
 
 class RolloutSource(Protocol):

@@ -7,6 +7,7 @@ to the rounding of logits, and there is no generator state to save.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -51,11 +52,12 @@ def sample_tokens(
     *,
     temperature: float,  # 0: the most probable id, the first one of several
     vocab_size: int,  # real ids, the first columns of all ranks together
+    barred: Tensor | None = None,  # [v/tp] bool, of this rank's columns: real ids that are never sampled
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
 ) -> Sampled:
     """Sample one token of each row. Probabilities are added up in fp64.
 
-    Communication over the tensor-parallel group: an all-reduce MAX of [n], an all-gather of [4, n] and an
+    Communication over the tensor-parallel group: an all-reduce MAX of [2, n], an all-gather of [4, n] and an
     all-reduce SUM of [2, n]. No backward.
     """
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
@@ -63,16 +65,18 @@ def sample_tokens(
     first = rank * width
     real = torch.arange(first, first + width, device=logits.device) < vocab_size
     logits = logits.masked_fill(~real, -torch.inf)
-    own_highest, own_top = logits.max(dim=1)
-    highest = own_highest.clone()
+    own_highest, own_top = (logits if barred is None else logits.masked_fill(barred, -torch.inf)).max(dim=1)
+    highest = torch.stack([own_highest if barred is None else logits.amax(dim=1), own_highest])
     if size > 1:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp_group)
-    centred = logits - highest[:, None]
+    centred = logits - highest[0][:, None]
     weights, total, mean = _sums_at_1(centred)
     if temperature not in (0.0, 1.0):
         weights = (centred / temperature).exp()
+    if barred is not None:
+        weights = weights.masked_fill(barred, 0.0)
     blocks = _blocks(weights).sum(dim=2, dtype=torch.float64)  # [n, blocks]
-    is_top = (own_highest == highest).double()
+    is_top = (own_highest == highest[1]).double()
     parts = _gathered(torch.stack([total, mean, blocks.sum(dim=1), is_top]), tp_group, size)  # [tp, 4, n]
     log_total = parts[:, 0].sum(dim=0).log()
     entropy = log_total - parts[:, 1].sum(dim=0) / parts[:, 0].sum(dim=0)
@@ -85,6 +89,16 @@ def sample_tokens(
     if size > 1:
         dist.all_reduce(found, group=tp_group)
     return Sampled(found[0].long(), found[1], entropy)
+
+
+def barred_columns(
+    unused_ids: Collection[int], width: int, tp_group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor | None:
+    """Return which of this rank's `width` columns are among the ids, bool [width]; None without any id."""
+    if not unused_ids:
+        return None
+    first = width * (0 if tp_group is None else dist.get_rank(tp_group))
+    return torch.isin(torch.arange(first, first + width), torch.tensor(sorted(unused_ids))).to(device)
 
 
 def _sums_at_1(centred: Tensor) -> tuple[Tensor, Tensor, Tensor]:

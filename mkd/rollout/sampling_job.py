@@ -18,6 +18,7 @@ from mkd.rollout.sampling import uniforms
 from mkd.rollout.server_client import ServerClient
 
 SEEDS = 2**31  # the server's seeds are below
+LONG_LIST = 4096  # ids in a request
 
 
 @dataclass
@@ -31,7 +32,7 @@ class SamplingJob:
     sampling: Sampling
     iteration: int
     lag: int  # updates between the server's weights and those of the step
-    allowed_ids: Sequence[int] | None  # ids that may be sampled; None: all of the model
+    limits: Mapping[str, Any]  # of the ids, see `limits_of`
     add: Callable[[Rollout], None]  # called by threads for each new completion
     done: dict[int, Rollout] = field(default_factory=dict)  # by place of the request; may begin filled
     _futures: list[Future[None]] = field(default_factory=list)
@@ -73,6 +74,7 @@ class SamplingJob:
         key = np.array([request.prompt]), np.array([request.sample]), np.array([0])
         (number,) = uniforms(sampling.seed, self.iteration, *key)
         body: dict[str, Any] = dict(
+            self.limits,
             model=self.model,
             prompt=request.ids.tolist(),
             max_tokens=sampling.max_new_tokens,
@@ -88,8 +90,6 @@ class SamplingJob:
             stop_token_ids=sorted(sampling.stop_ids),
             skip_special_tokens=False,
         )
-        if self.allowed_ids is not None:
-            body["allowed_token_ids"] = list(self.allowed_ids)
         answer = self.client.post("/v1/completions", body)
         self._check_version()
         return read_completion(answer, request, sampling, self.lag)
@@ -104,6 +104,21 @@ class SamplingJob:
                 "let no other run use the server, and start the same command again",
                 code="rollout-server-version",
             )
+
+
+def limits_of(sampling: Sampling, num_rows: int) -> dict[str, Any]:
+    """Return the parameters of a request that keep the server from ids that must not be sampled.
+
+    The list of allowed ids is exact. A long one would be most of a request: then a bias makes the few others
+    e^100 times less probable.
+    """
+    allowed = [one for one in range(sampling.vocab_size) if one not in sampling.unused_ids]
+    if len(allowed) == num_rows:
+        return {}
+    if len(allowed) > LONG_LIST and num_rows - len(allowed) <= LONG_LIST:
+        others = [*sorted(sampling.unused_ids), *range(sampling.vocab_size, num_rows)]
+        return {"logit_bias": {str(one): -100.0 for one in others}}
+    return {"allowed_token_ids": allowed}
 
 
 def read_completion(answer: Mapping[str, Any], request: Request, sampling: Sampling, lag: int) -> Rollout:
@@ -121,8 +136,12 @@ def read_completion(answer: Mapping[str, Any], request: Request, sampling: Sampl
         raise wrong_answer("it completes another prompt: its ids differ from those that were sent")
     if len(ids) != len(logp) or not all(one is not None and math.isfinite(one) for one in logp):
         raise wrong_answer(f"{len(ids)} ids have {len(logp)} log-probabilities, or some are not finite")
-    if not all(0 <= one < sampling.vocab_size for one in ids):
-        raise wrong_answer(f"it has id {max(ids)}, the models of the run know {sampling.vocab_size}")
+    unknown = [one for one in ids if not sampling.is_sampled(one)]
+    if unknown:
+        raise wrong_answer(
+            f"{len(unknown)} of its {len(ids)} ids, such as {unknown[0]}, are no tokens or unknown to models "
+            f"(the run samples from the first {sampling.vocab_size})"
+        )
     is_stopped = ids[-1] in sampling.stop_ids
     is_whole = len(ids) <= sampling.max_new_tokens and not set(ids[:-1]) & sampling.stop_ids
     if not is_whole or not (is_stopped or len(ids) == sampling.max_new_tokens):

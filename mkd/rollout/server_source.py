@@ -15,7 +15,7 @@ from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.rollout.rollout_record import RolloutRecord
 from mkd.rollout.rollouts import Request, Rollout, Sampling
-from mkd.rollout.sampling_job import SamplingJob
+from mkd.rollout.sampling_job import SamplingJob, limits_of
 from mkd.rollout.server_client import Refused, ServerClient
 from mkd.rollout.server_probe import Scores, check_refit, sample_probe, score, server_scores
 
@@ -41,7 +41,7 @@ class ServerSource:
     folder: Path  # for weights, on a file system that the server sees
     run_id: str  # begins the name of each version, so that no other run's weights are taken for ours
     max_staleness: int
-    allowed_ids: Sequence[int] | None  # ids that may be sampled; None: all of the model
+    num_rows: int  # ids that the server's probabilities are over: all of the student
     record: RolloutRecord | None  # None: the run saves nothing
     _version: int | None = None  # of the server's weights; None: unknown
     _ahead: int | None = None  # step whose completions are being sampled
@@ -79,7 +79,7 @@ class ServerSource:
             name = self._name(version)
             self._job = SamplingJob(
                 *(self.client, self.model, name, requests, self.sampling, iteration, lag),
-                *(self.allowed_ids, add, found),
+                *(limits_of(self.sampling, self.num_rows), add, found),
             )
             self._job.start()
 
@@ -115,7 +115,7 @@ class ServerSource:
             self.export(path)
             model = self.parts, self.context
             self._probe = self._probe or sample_probe(*model, requests, self.sampling)
-            ours = score(*model, self._probe, self.sampling.vocab_size)
+            ours = score(*model, self._probe, self.num_rows)
         self._on_rank_0(lambda: self._exchange(path, version, ours))
         self._version = version
 

@@ -37,6 +37,20 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
     return frozenset() if eos is None else frozenset({eos})
 
 
+def require_tokens(stops: Collection[int], tokenizer: Tokenizer, num_ids: int, role: str) -> None:
+    """Raise UsageError for stop ids of the model `role` that are no tokens, or beyond its `num_ids` rows."""
+    known = set(tokenizer.vocabulary.values())
+    unknown = sorted(one for one in stops if one >= num_ids or one not in known)
+    if unknown:
+        raise UsageError(
+            f"eos_token_id of the {role} has {named(unknown, tokenizer)}: the tokenizer knows {len(known)} "
+            f"ids, the models {num_ids}",
+            "completions would never end there: such an id is never sampled",
+            "remove it from eos_token_id of generation_config.json (or config.json), or correct it",
+            code="stop-ids-invalid",
+        )
+
+
 def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
     """Return a note if completions do not end at the token that ends stored texts, which teach to stop."""
     eos = tokenizer.eos_id

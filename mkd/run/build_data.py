@@ -8,6 +8,8 @@ from mkd.config.schema import Config
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.data.images.conversation import ConversationImages
+from mkd.data.prompts import PromptSet
+from mkd.data.quarantine import append
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
 from mkd.operations.phases import Phases
@@ -31,6 +33,7 @@ def build_data(
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
     signals: Signals | None = None,
     phases: Phases | None = None,
+    prompts: PromptSet | None = None,  # whose bad records join those of the data in the quarantine file
 ):
     """Return (training set, held-out set or None), in the tokens of the student and of all teachers.
 
@@ -49,6 +52,8 @@ def build_data(
         if context.rank == 0:
             leave_preempted(config.checkpoint.save, stop)
         raise
+    if context.rank == 0 and prompts is not None:
+        _list_bad_prompts(prompts, config)
     has_tasks = data.eval_multiple_choice or data.eval_completions
     if valid_set is None and config.training.evaluates and not has_tasks:
         paths = " ".join(data.data_path)
@@ -61,6 +66,13 @@ def build_data(
         run = tokenizers.student, context, tokenizers.images
         train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, *run)
     return train_set, valid_set
+
+
+def _list_bad_prompts(prompts: PromptSet, config: Config) -> None:
+    path = log_folder(config) / QUARANTINE_FILE
+    if not (config.data.data_path or config.data.valid_data_path):  # the list is an earlier run's
+        path.unlink(missing_ok=True)
+    append(prompts.bad_records, path)
 
 
 def open_data(

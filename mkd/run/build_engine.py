@@ -142,7 +142,7 @@ def build_feedback(plan: Plan) -> Preference | PolicyGradient | None:
     if feedback.dpo_beta is not None:
         return Preference(feedback.dpo_beta)
     if feedback.has_rewards:
-        return PolicyGradient(feedback.clip_range, feedback.rollout_updates > 1, plan.known_ids)
+        return PolicyGradient(feedback.clip_range, feedback.rollout_updates > 1, plan.scored_ids)
     return None
 
 

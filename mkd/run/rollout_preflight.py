@@ -10,7 +10,7 @@ from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.rollout.stop_ids import named, stop_ids, unlisted_eos
+from mkd.rollout.stop_ids import named, require_tokens, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource
 from mkd.run.preflight import LOOKED_AT, Tokenizers
 
@@ -56,6 +56,9 @@ def _stop_problems(
         do = "write eos_token_id into its generation_config.json"
         yield UsageError(what, why, do, code="stop-ids-missing")
         return
+    shared = zip(teachers, tokenizers.teachers, strict=False)
+    rows = [one.shape.vocab_size for one, own in shared if one is not None and own is None]
+    require_tokens(mine, tokenizers.student, min([student.shape.vocab_size, *rows]), "student")
     for role, source, own in zip(teacher_roles(config.teachers), teachers, tokenizers.teachers, strict=False):
         if own is not None:
             if not own.roles.keys() & {"eos", "end_of_turn"}:
@@ -66,6 +69,13 @@ def _stop_problems(
                 )
             continue
         theirs = stop_ids(source.assets) if source is not None else frozenset()
+        if source is not None:
+            require_tokens(
+                [one for one in theirs if one >= source.shape.vocab_size],
+                tokenizers.student,
+                source.shape.vocab_size,
+                role,
+            )
         if theirs - mine:
             yield UsageError(
                 f"the {role} ends texts with {named(theirs - mine, tokenizers.student)}, but completions of "

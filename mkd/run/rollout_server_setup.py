@@ -49,7 +49,6 @@ def build_server_source(
         record = RolloutRecord(save / "rollouts", digest, partial(_oldest_checkpoint, save))
         if context.rank == 0 and not resumes:
             record.forget(math.inf)
-    known, has = sampling.vocab_size, plan.student.shape.vocab_size
     return ServerSource(
         parts=state.models,
         context=context,
@@ -61,7 +60,7 @@ def build_server_source(
         folder=log_folder(plan.config) / "rollout_weights",
         run_id=uuid.uuid4().hex[:12],
         max_staleness=rollout.max_staleness,
-        allowed_ids=range(known) if known < has else None,
+        num_rows=plan.student.shape.vocab_size,
         record=record,
     )
 

@@ -141,6 +141,7 @@ def build_rollouts(
         max_new_tokens=rollout.max_new_tokens,
         stop_ids=stop_ids(plan.student.assets, tokenizer),
         vocab_size=plan.known_ids,
+        unused_ids=plan.unused_ids,
         temperature=rollout.rollout_temperature,
         slots=rollout.rollout_slots,
         prefill_tokens=training.seq_length * plan.batch.micro_batch_size,

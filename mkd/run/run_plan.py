@@ -71,8 +71,20 @@ class Plan:
 
     @property
     def known_ids(self) -> int:
-        """Number of ids that the student and all teachers with its tokens know: only they are sampled."""
+        """Number of ids that the student and all teachers with its tokens know: none beyond is sampled."""
         return min(source.shape.vocab_size for source in self.same_vocabulary)
+
+    @cached_property
+    def unused_ids(self) -> frozenset[int]:
+        """Ids below `known_ids` that no token has: rows of the models without text, never sampled either."""
+        if self.tokenizers is None:
+            return frozenset()
+        return frozenset(range(self.known_ids)).difference(self.tokenizers.student.vocabulary.values())
+
+    @property
+    def scored_ids(self) -> int:
+        """Number of ids that the sampler's probabilities are over: a server's are over all of the student."""
+        return self.known_ids if self.config.rollout.samples_here else self.student.shape.vocab_size
 
     @property
     def teacher_names(self) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def build_run(
     prompts = build_prompts(plan)
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
-    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
+    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases, prompts)
     vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)

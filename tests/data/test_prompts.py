@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mkd.data.prompts import read_prompts
+from mkd.data.quarantine import append
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.load import open_tokenizer
 from tests.reported import refused
@@ -103,6 +106,21 @@ def test_many_bad_records_are_one_list(tokenizer, tmp_path):
     with pytest.raises(ErrorList) as caught:
         read(path, tokenizer, max_bad_records=3)
     assert len(caught.value.errors) == 10
+
+
+def test_each_file_may_have_bad_records_and_all_are_listed(tokenizer, tmp_path):
+    long = {"prompt": "the quick brown fox " * 9}
+    paths = [
+        write_records(tmp_path / "a.jsonl", {"prompt": "a"}, "not json"),
+        write_records(tmp_path / "b.jsonl", long, {"prompt": "b"}),
+    ]
+    found = read_prompts([str(path) for path in paths], tokenizer, 16, 300, max_bad_records=1)
+    assert (len(found), found.num_bad_records) == (2, 2)
+    listed = tmp_path / "log" / "quarantine.jsonl"
+    append(found.bad_records, listed)
+    entries = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [(one["file"], one["line"]) for one in entries] == [(str(paths[0]), 2), (str(paths[1]), 1)]
+    assert entries[0]["reason"].startswith("not valid JSON") and "more than 16" in entries[1]["reason"]
 
 
 def test_every_teacher_reads_prompts_in_its_own_template(tokenizer, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.rollout.sampling import sample_tokens, uniforms
+from mkd.rollout.sampling import barred_columns, sample_tokens, uniforms
 
 VOCAB_SIZE, WIDTH, ROWS = 700, 768, 400
 
@@ -28,6 +28,33 @@ def test_the_token_is_where_the_distribution_exceeds_the_number(temperature):
     assert found.ids.tolist() == np.searchsorted(ends, uniform, side="right").tolist()
     assert np.abs(found.logp.numpy() - log_p[found.ids]).max() < 1e-6
     assert found.entropy.numpy() == pytest.approx(-(np.exp(log_p) * log_p).sum(), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_barred_ids_are_never_sampled_but_have_a_probability(temperature):
+    """Only the drawing is restricted: p is over all real ids, as the training model computes it."""
+    logits = 3 * torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
+    barred = [int(logits[0, :VOCAB_SIZE].argmax()), 0, 255, 256, VOCAB_SIZE - 1]
+    uniform = np.linspace(0, 1, ROWS, endpoint=False)
+    columns = barred_columns(barred, WIDTH, None, torch.device("cpu"))
+    found = sample_tokens(
+        logits.expand(ROWS, -1),
+        torch.from_numpy(uniform),
+        temperature=temperature,
+        vocab_size=VOCAB_SIZE,
+        barred=columns,
+        tp_group=None,
+    )
+    log_p = logits[0, :VOCAB_SIZE].double().log_softmax(0).numpy()
+    weights = np.exp(log_p / (temperature or 1))
+    weights[barred] = 0
+    ends = np.cumsum(weights / weights.sum())
+    expected = (
+        np.searchsorted(ends, uniform, side="right") if temperature else np.full(ROWS, weights.argmax())
+    )
+    assert found.ids.tolist() == expected.tolist() and not set(barred) & set(found.ids.tolist())
+    assert np.abs(found.logp.numpy() - log_p[found.ids]).max() < 1e-6
+    assert barred_columns((), WIDTH, None, torch.device("cpu")) is None
 
 
 def test_the_last_number_never_leaves_the_vocabulary():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from mkd.errors import ServerAnswer, ServerLost
 from mkd.rollout.rollout_record import RolloutRecord
 from mkd.rollout.rollouts import LENGTH, STOP, Request, Rollout, Sampling
-from mkd.rollout.sampling_job import read_completion
+from mkd.rollout.sampling_job import limits_of, read_completion
 from mkd.rollout.server_client import Refused, ServerClient, find_model
 from tests.reported import refused
 
@@ -53,6 +54,18 @@ def test_completions(ids, finish):
 def test_answers_that_are_no_completion(wrong):
     with refused("rollout-server-answer", ServerAnswer):
         read_completion(wrong, REQUEST, SAMPLING, 0)
+
+
+def test_the_server_is_kept_from_ids_without_a_token():
+    with_holes = replace(SAMPLING, unused_ids=frozenset({4, 7}))
+    assert limits_of(SAMPLING, 10) == {}
+    assert limits_of(SAMPLING, 12) == {"allowed_token_ids": list(range(10))}
+    assert limits_of(with_holes, 11) == {"allowed_token_ids": [0, 1, 2, 3, 5, 6, 8, 9]}
+    large = replace(with_holes, vocab_size=150_000)
+    assert limits_of(large, 150_002) == {"logit_bias": dict.fromkeys(("4", "7", "150000", "150001"), -100.0)}
+    with refused("rollout-server-answer", ServerAnswer) as caught:
+        read_completion(answer([3, 4, 7]), REQUEST, with_holes, 0)
+    assert "2 of its 3 ids, such as 4," in caught.value.why
 
 
 class Scripted(HTTPServer):

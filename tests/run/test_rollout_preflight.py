@@ -72,13 +72,24 @@ def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
             line for line in plan.text.splitlines() if "completions end at" in line
         ], plan.tokenizers.student
 
-    (text,), tokenizer = notes([5, 777])
-    ends = f"{tokenizer.decode([5])!r} or 777, which is no token"
+    (text,), tokenizer = notes([5, 7])
+    ends = f"{tokenizer.decode([5])!r} or 7 {tokenizer.decode([7])!r}"
     assert f" 5 {ends}, but plain texts of --data-path end with 0 '<|endoftext|>', the EOS" in text
     (text,), _ = notes([*range(1, 100)])
     assert " or 96 others, but" in text and len(text) < 500
     assert notes([5, 0])[0] == []
     assert notes([5, 9], "--no-append-eod")[0] == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+@pytest.mark.parametrize("ids", [[0, 99999], [0, 295], 400])
+def test_stop_tokens_that_are_never_sampled_are_refused(ids, role, files, tmp_path):
+    """The student has 307 rows, the teacher 300, the tokenizer 289 ids."""
+    folder = with_stops(files / role, tmp_path / role, ids)
+    wanted = ["stop-ids-invalid"]
+    if role == "teacher" and ids == [0, 295]:
+        wanted = ["stop-ids-differ"]  # a row of the teacher, for which the student has no text
+    assert codes([*argv(files, "ids"), f"--{role}-hf", str(folder)]) == wanted
 
 
 @pytest.mark.parametrize("ids", ["2", [-1], True, [0, 1.5], {}])

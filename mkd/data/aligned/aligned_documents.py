@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class AlignedBatch:
     refused: np.ndarray  # [r] int64, the documents that the teacher refuses
     errors: list[MkdError]  # a BadRecord for each of these, or the error of an unreadable file
     images: np.ndarray  # [images] of IMAGE on the teacher's side, with documents counted from the first one
+    num_rows: int = 0
+    megabytes_read: float = 0.0  # of the file, up to its end; 0 for a tokenised corpus
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class RowAligner:
                 refused += [len(documents)] * len(aligned)
                 errors += wrong * len(aligned)
             documents += [document for _, document in aligned]
-        return _batch(documents, errors, refused)
+        found = _batch(documents, errors, refused)
+        return replace(found, num_rows=len(batch.rows), megabytes_read=batch.megabytes_read)
 
     def _align(self, row: Row) -> AlignedText:
         return align_record(parse_row(row), self.pair)

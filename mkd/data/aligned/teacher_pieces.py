@@ -11,7 +11,8 @@ from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.cutting import Pieces, padded_lengths
-from mkd.data.packing.pack_index import WHOLE, PackIndex, Report, open_whole
+from mkd.data.packing.pack_index import WHOLE, PackIndex, open_whole
+from mkd.data.progress_lines import ProgressLines
 
 LENGTH_UNIT = 64  # a pack's length is rounded up to this many document multiples
 VERSION = 1  # raise it when the same pieces get other tokens
@@ -66,14 +67,15 @@ def teacher_pieces_file(
     path = Path(cache_dir) / f"{Path(prefix).name}-packs-{key[:16]}.bin"
     if (found := open_whole(path, key, known, progress)) is not None:
         return found
-    report, most = Report(f"packing {prefix}", index.num_pieces), 0
+    lines, most = ProgressLines(f"packing {store.student.name} for a teacher", index.num_pieces, "pieces"), 0
     with ArrayFileWriter(path, key, {"pieces": _kind(store)}) as writer:
         for records, most_here in _blocks(store, index, document_multiple):
             writer.append("pieces", records)
             most = max(most, most_here)
-            report.step(len(records))
+            lines.step(len(records))
             progress()
         writer.finish({"most": most}, progress)
+    lines.end()
     known.keep(path, WHOLE, True)
     return ArrayFile(path, key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mkd.data.encoding import FileRows, in_workers
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import with_sources_of
 from mkd.data.known_files import KnownFiles
+from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
 from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
@@ -73,11 +74,28 @@ def cached_teacher_store(
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key, known, progress):
         with closing(in_workers(source, align, workers, progress)) as batches:
-            _write(batches, prefix, student, text, key, max_bad_records)
+            megabytes = total_megabytes([path]) if is_raw(path) else 0.0
+            name = f"aligning {path} with the tokens of {text.name}"
+            lines = (
+                ProgressLines(name, megabytes, "MB", "records")
+                if megabytes
+                else ProgressLines(name, len(student), "documents")
+            )
+            _write(_followed(batches, lines), prefix, student, text, key, max_bad_records)
     store = TokenStore(prefix)
     require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
     store.check_token_range(text.vocab_size, known, progress)
     return prefix
+
+
+def _followed(batches: Iterable[AlignedBatch], lines: ProgressLines) -> Iterator[AlignedBatch]:
+    """Yield the batches, and log how much is done."""
+    documents = 0
+    for batch in batches:
+        documents += len(batch.student_lengths)
+        lines.at(batch.megabytes_read or documents, batch.num_rows)
+        yield batch
+    lines.end()
 
 
 def refused_documents(prefix: str) -> list[int]:

@@ -128,7 +128,9 @@ class ConversationImages:
             height, width, _ = decode_image(source.content, self.source.max_pixels).shape
             return ReadImage(source, (height, width))
         except DataError as error:
-            raise error.located(f"image {number}") from error
+            name = image if isinstance(image, str) else image.get("path")
+            is_told = not name or name in error.what or name[:5].lower() == "data:"
+            raise error.located(f"image {number}" if is_told else f"image {number} ({name})") from error
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise DataError for texts that spell a control token of images, each alone or joined."""

@@ -11,6 +11,7 @@ import numpy as np
 from mkd.errors import DataError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+SHOWN_BYTES = 12  # of a file that is no image
 MAX_ASPECT = 200  # of the longer to the shorter side; image processors refuse more
 WITHOUT_RGB = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # modes that would be clipped to white
 
@@ -21,6 +22,9 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
     Size and format come from the header; nothing is decoded before they are checked. Raises DataError for an
     image that is damaged, of another format, too large or too narrow.
     """
+    if not content:
+        what, why = "the image is empty", "its file has no bytes"
+        raise DataError(what, why, "write it again, or remove it", code="image-file-empty")
     image_module, transpose = _pillow()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own limit replaces the warning of Pillow's
@@ -37,15 +41,15 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
             raise _too_large(str(error)) from error
         except image_module.UnidentifiedImageError as error:
             raise DataError(
-                "the image is of an unknown format",
+                f"the image is of an unknown format: it begins with {content[:SHOWN_BYTES]!r}",
                 f"it is none of {', '.join(FORMATS)}, or its first bytes are damaged",
                 "convert or remove it",
                 code="image-format-unknown",
             ) from error
         except Exception as error:  # Pillow's decoders raise errors of many types for damaged files
             raise DataError(
-                "the image is damaged",
-                f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                f"the image is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                "its pixels cannot be read",
                 "repair or remove it",
                 code="image-damaged",
             ) from error
@@ -99,5 +103,8 @@ def _check_mode(mode: str) -> None:
 
 def _too_large(why: str) -> DataError:
     return DataError(
-        "the image is too large", why, "make it smaller, or raise --max-image-pixels", code="image-too-large"
+        f"the image is too large: {why}",
+        "decoding it could fill the memory",
+        "make it smaller, or raise --max-image-pixels",
+        code="image-too-large",
     )

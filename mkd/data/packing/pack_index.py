@@ -7,7 +7,6 @@ processes. Each window has many packs: packing them apart costs less than 0.1 % 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
@@ -22,6 +21,7 @@ from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
 from mkd.data.packing.kept_documents import DocumentKeeper, Dropped
+from mkd.data.progress_lines import ProgressLines
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
@@ -32,7 +32,6 @@ WINDOW_PIECES = 1 << 21  # of a large data set, packed together: 10 s and 500 MB
 WINDOWS_PER_WORKER = 4  # so many are worth the start of another process
 WHOLE = "whole"  # fact about a file: it has the content that was written
 BLOCK_PACKS = 1 << 16  # most packs that are read at a time
-REPORT_S = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def pack_into_file(
     windows = list(Windows(store, settings))
     packer, totals = WindowPacker(store, settings), Totals()
     workers = min(workers, len(windows) // WINDOWS_PER_WORKER)
-    report = Report(f"packing {store.prefix}", len(windows))
+    lines = ProgressLines(f"packing {store.name}", len(windows), "parts")
     with (
         ArrayFileWriter(path, key, packer.kinds()) as writer,
         closing(in_workers(windows, packer, workers if workers > 1 else 0, progress)) as packed,
@@ -244,8 +243,9 @@ def pack_into_file(
         for window in map(totals.add, packed):
             writer.append("packs", window.packs)
             writer.append("pieces", window.pieces)
-            report.step()
+            lines.step()
         writer.finish(totals.checked(store, settings), progress)
+    lines.end()
     known.keep(path, WHOLE, True)
     return ArrayFile(path, key)
 
@@ -265,29 +265,6 @@ def open_whole(
         why = error.why
     LOG.warning(f"{path} is written again: {why}")
     return None
-
-
-@dataclass
-class Report:
-    """Logs how much of a long task is done, every few seconds."""
-
-    name: str
-    total: int
-    done: int = 0
-
-    def __post_init__(self) -> None:
-        self._start = self._last = time.monotonic()
-
-    def step(self, count: int = 1) -> None:
-        """Count some parts, and log a bar if the last one was logged some seconds ago."""
-        self.done += count
-        now = time.monotonic()
-        if now - self._last < REPORT_S and not (self.done == self.total and self._last > self._start):
-            return
-        self._last = now
-        share = self.done / self.total
-        left_s = (now - self._start) * (1 - share) / share
-        LOG.info(f"{self.name} [{'#' * round(20 * share):.<20}] {share:4.0%}, {left_s:.0f} s left")
 
 
 @dataclass

@@ -144,6 +144,21 @@ def unread_columns(path: str | Path) -> Counter[str]:
     return +counts
 
 
+def num_table_rows(path: str | Path) -> int:
+    """Return the rows of a table; 0 if it cannot be read, which `read_rows` reports."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if Path(path).suffix == ".parquet":
+            with pq.ParquetFile(path) as file:
+                return file.metadata.num_rows
+        with pa.memory_map(str(path)) as source:
+            return sum(batch.num_rows for batch in _arrow_batches(pa, source))
+    except (ImportError, OSError, ValueError):  # pyarrow's errors are among the last two
+        return 0
+
+
 def _num_values(group: Any, name: str) -> int:
     """Return the rows of a parquet row group that have a value in a column."""
     chunks = (group.column(i) for i in range(group.num_columns))

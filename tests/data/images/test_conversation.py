@@ -147,6 +147,7 @@ def test_transparent_images_are_put_on_white(mode):
 
 BAD = {
     "truncated": ("image-damaged", lambda folder: image_file(picture(90, 90))[:-4000]),
+    "nothing": ("image-file-empty", lambda folder: b""),
     "text": ("image-format-unknown", lambda folder: b"not an image"),
     "gif": ("image-format-unknown", lambda folder: image_file(picture(9, 9), "GIF")),
     "bomb": ("image-too-large", lambda folder: bomb()),
@@ -169,6 +170,10 @@ BAD = {
 }
 
 
+LONG_NAME = "of a shoe " * 12 + ".png"
+SAID = {"truncated": "image file is truncated", "bomb": "x", "narrow": "603 x 3", "nothing": "is empty"}
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
     folder, (code, make) = tmp_path / "pictures", BAD[name]
@@ -176,10 +181,13 @@ def test_a_bad_image_is_refused(reader, tmp_path, no_network, name):
     (tmp_path / "outside.png").write_bytes(image_file(picture(9, 9)))
     made = make(folder)
     if isinstance(made, bytes):
-        (folder / "a.png").write_bytes(made)
-        made = "a.png"
-    with refused(code, DataError):
+        (folder / LONG_NAME).write_bytes(made)
+        made = LONG_NAME
+    with refused(code, DataError) as caught:
         encode(asked(made), images)
+    if made == LONG_NAME:
+        what = caught.value.what  # the reason in quarantine.jsonl
+        assert what.count(LONG_NAME) == 1 and SAID.get(name, "") in what
 
 
 def test_what_is_no_file_is_named(tmp_path):
