@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from mkd.data.records.dropped_reasoning import reasoning_note
 from mkd.data.records.ignored_keys import IgnoredKeys
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import TEXT_SUFFIX, read_rows, unread_columns
@@ -21,7 +22,7 @@ def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer) -> list[str]:
     """Return what every start of a run says about the file, of whose records `keys` were ignored."""
     found = IgnoredKeys(keys.records + unread_columns(path), keys.messages, keys.read)
     texts = [] if path.endswith(TEXT_SUFFIX) else list(_texts(path))
-    notes = (str(found), control_token_note(texts, tokenizer))
+    notes = (str(found), reasoning_note(keys.reasoning), control_token_note(texts, tokenizer))
     return [note for note in notes if note]
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mkd.data.records.dropped_reasoning import dropped_reasoning
 from mkd.data.records.kinds import PAIR, Record
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import Conversation
@@ -24,10 +25,13 @@ class IgnoredKeys:
     messages: Counter[str] = field(default_factory=Counter)  # keys that only a chat template may read
     read: set[str] = field(default_factory=set)  # those of messages that a template does read
 
+    reasoning: Counter[str] = field(default_factory=Counter)  # counts of `dropped_reasoning`
+
     def add(self, other: IgnoredKeys) -> None:
         self.records += other.records
         self.messages += other.messages
         self.read |= other.read
+        self.reasoning += other.reasoning
 
     def __str__(self) -> str:
         """Return a line for people; an empty one if every key is read."""
@@ -49,6 +53,7 @@ def ignored_keys(records: Sequence[Record], tokenizer: Tokenizer) -> IgnoredKeys
     found, tried = IgnoredKeys(), Counter[str]()
     for record in records:
         found.records.update(record.ignored)
+        found.reasoning += dropped_reasoning(_conversations(record), tokenizer)
         keys = Counter(key for message in _messages(record) for key in message if key not in ALWAYS_READ)
         found.messages += keys
         for key in keys:
