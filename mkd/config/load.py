@@ -44,7 +44,7 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     given = file.values | command_line.values
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
     values = {path: value for path, (value, _) in given.items()}
-    config = build_config(values, max(file.num_teachers, int(has_teacher))).with_reference()
+    config = build_config(values, max(file.num_teachers, int(has_teacher))).with_reference().with_evaluation()
     paths = (option.path for option, _ in settings(config))
     return LoadedConfig(config, {path: given[path][1] if path in given else DEFAULT for path in paths})
 

@@ -8,6 +8,7 @@ is None, it ends with what applies then: `(default: ...)`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mkd.config.divergence import KDDivergence
@@ -16,6 +17,8 @@ from mkd.config.field import option
 from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.on_policy import RolloutConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
+from mkd.config.split import parse_split
+from mkd.errors import UsageError
 
 __all__ = [
     "CheckpointConfig",
@@ -190,7 +193,7 @@ class TrainingConfig:
     eval_interval: int | None = option(
         None,
         "optimizer steps between evaluations. One more comes before the first step and one after the last. "
-        "0 means never (default: never)",
+        "0 means never (default: those two alone, if --valid-data-path or --split hold data out)",
     )
     eval_iters: int = option(
         10,
@@ -335,6 +338,15 @@ class Config:
     def needs_models(self) -> bool:
         """True if the loss compares the student with other models."""
         return self.kd.kd_ratio > 0 or self.feedback.has_pairs
+
+    def with_evaluation(self) -> Config:
+        """Return the configuration; if it holds data out without an interval, with one as long as the run."""
+        training, valid = self.training, bool(self.data.valid_data_path)
+        with suppress(UsageError):  # reported by the checks
+            valid = valid or parse_split(self.data.split).validation > 0
+        if not valid or training.eval_interval is not None or not training.train_iters:
+            return self
+        return replace(self, training=replace(training, eval_interval=training.train_iters))
 
     def with_reference(self) -> Config:
         """Return the configuration; if it needs a reference and has none, with the initial student.

@@ -96,7 +96,7 @@ class Quarantine:
         """
         if self.is_over:
             most = max(self._of_files.values(), default=0)
-            raise _too_many(self._first, most, self._limit, self.is_full)
+            raise too_many(self._first, most, self._limit, self.is_full)
 
 
 def require_few(path: Path, count: int, max_bad_records: int) -> None:
@@ -105,7 +105,7 @@ def require_few(path: Path, count: int, max_bad_records: int) -> None:
     `path` is its quarantine file, `count` the number of records in it.
     """
     if count > max_bad_records:
-        raise _too_many(first_of(path), count, max_bad_records, stopped=False)
+        raise too_many(first_of(path), count, max_bad_records, stopped=False)
 
 
 def first_of(path: Path) -> list[BadRecord]:
@@ -144,7 +144,8 @@ def append(entries: Iterable[Mapping], target: Path) -> None:
             file.writelines(chain([first], lines))
 
 
-def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) -> MkdError:
+def too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) -> MkdError:
+    """Return the error of a corpus with `count` bad records, the `first` of them known."""
     if len(first) == 1:
         (error,) = first
         if isinstance(error, BadRecord):

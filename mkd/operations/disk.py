@@ -6,6 +6,7 @@ import glob
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ from mkd.plan.model_shape import ModelShape
 
 # Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
 CACHE_SHARE = 1 / 3
+
+
+TRIAL_BYTES = 1 << 16
+"""Bytes that must fit beside what a run writes: its metrics and events."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,13 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
     elif not os.access(path, os.W_OK | os.X_OK):
         what = f"cannot write to {writes[0].folder}: {path} is read-only for this user"
     else:
-        return None
+        try:
+            with tempfile.TemporaryFile(dir=path) as trial:  # a quota or a full disk shows only here
+                trial.write(bytes(TRIAL_BYTES))
+                trial.flush()
+            return None
+        except OSError as error:
+            what = f"cannot write to {writes[0].folder}: {error.strerror or error}"
     why = f"the run writes {_joined(write.what for write in writes)} there"
     do = f"choose another {_joined(write.flag for write in writes)}"
     return UsageError(what, why, do, code="folder-not-writable")

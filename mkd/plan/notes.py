@@ -7,13 +7,17 @@ from dataclasses import replace
 
 from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
-from mkd.human import milliseconds
+from mkd.human import milliseconds, number
 from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.forecast import Forecast
 from mkd.plan.host_time import kernel_start_ms
+from mkd.plan.parameters import model_parameters
 
 SLOWER = 1.001
 """Step times of which the longer is at most so many times the shorter count as equal."""
+
+SMALL_TEACHER = 0.7
+"""A teacher with less than this share of the student's parameters may be given in the student's place."""
 
 
 def plan_notes(forecast: Forecast) -> Iterator[str]:
@@ -21,6 +25,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     unread = list(_unread_teachers(forecast.config))
     if unread:
         yield f"note: kd-ratio is 0, so no teacher runs; without effect: {', '.join(unread)}"
+    yield from _swapped_models(forecast)
     behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
@@ -37,6 +42,14 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
             f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines; "
             f"{less} tokens in a micro-batch make it less"
         )
+
+
+def _swapped_models(forecast: Forecast) -> Iterator[str]:
+    """Yield a note if the only teacher is much smaller than the student."""
+    student, *teachers = (model_parameters(one).total for one in (forecast.student, *forecast.teachers))
+    if len(teachers) == 1 and teachers[0] < SMALL_TEACHER * student:
+        sizes = f"{number(teachers[0])} parameters, the student {number(student)}"
+        yield f"note: the teacher has {sizes}: are --teacher-hf and --student-hf swapped?"
 
 
 def precision_note(forecast: Forecast) -> list[str]:

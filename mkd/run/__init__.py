@@ -10,6 +10,7 @@ Read in this order:
     chat_setup.py             the settings of a run for conversations
     rollout_preflight.py      problems of prompts and stop tokens
     start_text.py             what a run shows before its first step
+    dry_run.py                the verdict at the end of a dry run
     setup.py                  from a plan to a run: who gets which part
     build_data.py             the data sets
     cross_tokenizer_setup.py  what teachers with another tokenizer need

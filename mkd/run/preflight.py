@@ -21,6 +21,7 @@ from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.documents import require_eos
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.pairs import require_pairs
+from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
@@ -36,7 +37,7 @@ from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.tokenizers.tokenizer_files import has_tokenizer
 
-LOOKED_AT = 16  # records read of each raw file; more if --max-bad-records is larger
+LOOKED_AT = 100  # records read of each raw file; more if --max-bad-records is larger
 CORPUS_SUFFIXES = (".bin", ".idx")
 CONVERSATION_PAIR = "pair of conversations"  # a kind of its own here: the chat template makes its tokens
 CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need no EOS
@@ -232,7 +233,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
     """Return the kinds of a corpus's first records, none of a tokenised one. DataError if it is no use."""
     if is_raw(path):
         require_file(path, flag)
-        return _kinds_of_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
+        return _kinds_of_records(flag, path, max_bad_records)
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
         do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
@@ -245,22 +246,25 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
     return set()
 
 
-def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
-    """Return the kinds of the first records, if one is good. The run itself counts the bad ones."""
-    kinds, refused = set(), None
-    for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
-        if kinds and place >= LOOKED_AT:
-            break
+def _kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
+    """Return the kinds of the first records. Raise the error of the run if too many of them are bad."""
+    looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
+    kinds, bad = set(), list[BadRecord]()
+    for number, row in islice(read_rows(path), looked_at):
         try:
             record = parse_row(row)
             is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
             kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
         except DataError as error:
-            refused = refused or error.located(f"{flag} {path}:{number}")
+            bad.append(BadRecord.from_row(f"{flag} {path}", number, row, error))
+    if bad and not kinds:
+        raise bad[0]
+    if len(bad) > max_bad_records:
+        raise too_many(bad[:MAX_REPORTED_ERRORS], len(bad), max_bad_records, stopped=False)
     if not kinds:
         what = f"{flag} {path} is empty"
         why = "there is nothing to train on"
-        raise refused or DataError(what, why, "check how it was made", code="data-file-empty")
+        raise DataError(what, why, "check how it was made", code="data-file-empty")
     return kinds
 
 

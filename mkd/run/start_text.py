@@ -26,8 +26,10 @@ def start_text(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Pat
 
 def dry_run_text(loaded: LoadedConfig, plan: Plan, platform: Platform) -> str:
     """Return everything that is known before the start."""
+    from mkd.run.dry_run import verdict_text
+
     given = given_settings(loaded, "described by `mkd train --help`")
-    return "\n".join([*given, plan.text, plan.loss_card(), platform.describe()])
+    return "\n".join([*given, plan.text, plan.loss_card(), platform.describe(), verdict_text(plan)])
 
 
 def given_settings(loaded: LoadedConfig, where: str) -> list[str]:

@@ -293,26 +293,6 @@ def test_a_tokenizer_without_eos(files, tmp_path):
     assert {one.code for one in problems_of(argv)} == {"chat-template-missing"}
 
 
-@pytest.mark.parametrize(
-    ("records", "code"),
-    [
-        (["{"] * 20, "record-not-json"),
-        ([{"txt": "a"}] * 3, "record-without-known-keys"),
-        ([], "data-file-empty"),
-        ([{"txt": "a"}] * 15 + [{"text": "a"}], None),  # the run itself counts bad records
-        ([{"txt": "a"}] * 16 + [{"text": "a"}], "record-without-known-keys"),
-    ],
-)
-def test_the_first_records_are_checked(records, code, files, tmp_path):
-    path = write_records(tmp_path / "data.jsonl", *records)
-    found = problems_of(flags(files, "records", data_path=path))
-    assert [error.code for error in found] == [code] * (code is not None)
-    place = f"--data-path {path}:1: " if records else f"--data-path {path} "
-    assert all(isinstance(error, DataError) and error.what.startswith(place) for error in found)
-    if records == [{"txt": "a"}] * 16 + [{"text": "a"}]:
-        assert problems_of(flags(files, "records", "--max-bad-records", 16, data_path=path)) == []
-
-
 def test_a_corpus_of_another_tokenizer_and_a_damaged_one(files, tmp_path):
     stranger = add_tokenizer(tmp_path, text=OTHER_TEXT)
     argv = [
