@@ -11,6 +11,7 @@ from mkd.checkpoint.folders import latest_iteration
 from mkd.config.schema import Config
 from mkd.human import duration, number, size
 from mkd.operations.disk import Written, writes_of
+from mkd.operations.run_folders import describe_saves
 from mkd.plan.hardware import USABLE
 from mkd.plan.verdict import fullest_rank
 from mkd.run.preflight import data_paths
@@ -58,16 +59,9 @@ def _start(config: Config) -> str:
 
 
 def _saves(config: Config) -> str:
-    checkpoint = config.checkpoint
-    export = f"; exports the student to {checkpoint.export_hf}" if checkpoint.export_hf else ""
-    if not checkpoint.save:
-        return (
-            f"nothing{export}"
-            if export
-            else "nothing: the trained weights are lost at the end; give --save DIR"
-        )
-    every = f"every {checkpoint.save_interval} steps and " if checkpoint.save_interval else ""
-    return f"to {checkpoint.save}, {every}at the end{export}"
+    first, *_ = describe_saves(config)
+    is_lost = not (config.checkpoint.save or config.checkpoint.export_hf)
+    return first.removeprefix("saves ") + (": the trained weights are lost at the end" if is_lost else "")
 
 
 def _evaluations(config: Config) -> str:
