@@ -67,7 +67,7 @@ def flags(files: Path, run: str, *more, **paths) -> list[str]:
         ("--train-iters", 2),
     ]
     words += [("--lr", 1e-3), *[(word,) for word in more]]
-    words += [] if "--save" in more else [("--no-save",)]
+    words += [] if "--save" in more or "save" in given else [("--no-save",)]
     return [str(word) for pair in words for word in pair]
 
 
