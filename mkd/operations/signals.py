@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mkd.errors import EXIT_INTERRUPTED
@@ -103,7 +103,8 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
             signal.signal(number, handler if afterwards is None else afterwards)
         signal.set_wakeup_fd(earlier_fd)
         is_over.set()
-        os.write(writer, bytes([END]))
+        with suppress(BlockingIOError):  # the pipe is full, which wakes the thread as well
+            os.write(writer, bytes([END]))
         listener.join()
         os.close(reader)
         os.close(writer)
