@@ -20,6 +20,7 @@ from mkd.errors import UsageError
 
 SAVED_CONFIG = "config.yaml"
 LOG_FILES = ("metrics.jsonl", "events.jsonl", SAVED_CONFIG, "loss_card.txt", "plan.json")
+SLURM_RESTARTS = "SLURM_RESTART_COUNT"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun
 DONE, PREEMPTED = "DONE", "PREEMPTED"  # markers in --save: torchrun's exit code hides ours
 
@@ -66,7 +67,7 @@ def _free_folder(first: Path) -> Path:
 
 def describe_saves(config: Config) -> list[str]:
     """Return the lines that tell what the run keeps, and where."""
-    checkpoint, first = config.checkpoint, Path(config.log.log_dir or Path("runs") / config.log.name)
+    checkpoint = config.checkpoint
     export = f"; exports the student to {checkpoint.export_hf} at the end" if checkpoint.export_hf else ""
     if not checkpoint.save:
         return [f"saves no checkpoints{export}"]
@@ -74,10 +75,31 @@ def describe_saves(config: Config) -> list[str]:
     times = [f"every {steps} steps"] if steps else []
     times += [f"after {minutes:g} minutes without a save"] if minutes else []
     lines = [f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"]
-    taken = list(takewhile(holds_checkpoints, _numbers(first)))
-    if taken and not checkpoint.load and Path(checkpoint.save) == _free_folder(first):
-        lines.append(f"{taken[-1]} holds an earlier run, which --load {taken[-1]} would resume")
+    earlier = _passed_over(config)
+    lines += [f"{earlier} holds an earlier run, which --load {earlier} would resume"] if earlier else []
     return lines + restart_notes(checkpoint)
+
+
+def _passed_over(config: Config) -> Path | None:
+    """Return the latest run that is in the way of a start without --save and --load; None: there is none."""
+    checkpoint, first = config.checkpoint, Path(config.log.log_dir or Path("runs") / config.log.name)
+    taken = list(takewhile(holds_checkpoints, _numbers(first)))
+    is_new = (
+        checkpoint.save is not None and not checkpoint.load and Path(checkpoint.save) == _free_folder(first)
+    )
+    return taken[-1] if taken and is_new else None
+
+
+def requeue_problems(
+    config: Config, environment: Mapping[str, str] = MappingProxyType(os.environ)
+) -> Iterator[UsageError]:
+    """Yield the problem of a Slurm job that has been started again and would train from the beginning."""
+    earlier = _passed_over(config)
+    if earlier is not None and environment.get(SLURM_RESTARTS, "0") != "0":
+        what = "Slurm has started this job again, and without --load the run would start from its beginning"
+        why = f"{earlier} holds the steps of an earlier start"
+        do = "give --save DIR --load DIR, so that the same command starts and resumes"
+        yield UsageError(what, why, do, code="requeued-without-load")
 
 
 def logs_of_another_run(config: Config) -> bool:

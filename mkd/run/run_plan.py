@@ -14,7 +14,7 @@ from mkd.evaluation.task_evaluator import task_problems
 from mkd.log.writers import missing_packages
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
-from mkd.operations.run_folders import describe_saves, start_problems
+from mkd.operations.run_folders import describe_saves, requeue_problems, start_problems
 from mkd.plan.auto_layout import layouts_of, planned_models, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
@@ -156,7 +156,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
-    problems += start_problems(config.checkpoint)
+    problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
     known = [source for source in (student, *sources) if source]
     problems += export_problems(config.checkpoint, known, tokenizers)

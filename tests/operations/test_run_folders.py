@@ -12,6 +12,7 @@ from mkd.operations.run_folders import (
     cache_folder,
     describe_saves,
     log_folder,
+    requeue_problems,
     restart_notes,
     start_problems,
     with_save_folder,
@@ -113,6 +114,17 @@ def test_restarts_by_torchrun_need_load():
     assert "--max-restarts 2" in note and "--load a" in note
     assert restart_notes(CheckpointConfig(save="a", load="a"), environment) == []
     assert restart_notes(CheckpointConfig(save="a"), {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
+
+
+def test_a_job_that_slurm_starts_again_needs_load(folders):
+    """Otherwise it would train from its beginning at every start, into one folder after the other."""
+
+    def codes(restarts, **given):
+        config = with_save_folder(Config(checkpoint=CheckpointConfig(**given), log=LogConfig(log_dir="a")))
+        return [one.code for one in requeue_problems(config, {"SLURM_RESTART_COUNT": restarts})]
+
+    assert codes("1") == ["requeued-without-load"]
+    assert codes("0") == codes("1", load="a") == codes("1", no_save=True) == codes("1", save="new") == []
 
 
 def test_every_run_without_save_is_kept(tmp_path, ranks):
