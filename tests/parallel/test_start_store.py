@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -28,6 +32,24 @@ print(f"rank {rank}, attempt {attempt}: {total.item()}", flush=True)
 """
 
 
+def test_every_attempt_has_keys_of_its_own(monkeypatch):
+    from mkd.parallel.start_store import start_store
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    stores = []
+    for attempt in ("0", "1", "2", "1"):
+        for name, value in (world | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
+            monkeypatch.setenv(name, value)
+        stores.append(start_store(timedelta(seconds=30)))
+    for number, store in enumerate(stores[:3]):
+        store.set("address", str(number))
+    assert [store.get("address") for store in stores] == [b"0", b"1", b"2", b"1"]
+
+
+@pytest.mark.slow
 def test_a_restart_by_torchrun_meets_itself(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2"]
