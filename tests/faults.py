@@ -31,6 +31,7 @@ ROWS = {
     "13 data build": ("... while data are tokenised", "the same, the unfinished file is lost"),
     "13 evaluation": ("... during an evaluation", "the same, without the rest of it"),
     "13 save": ("... during a save", "the save is finished, the same"),
+    "13 twice": ("a second Ctrl-C", "all ranks end with 130, without a traceback; earlier checkpoints stay"),
     14: ("a signal to data workers too", "still saved"),
     15: ("Slurm: --signal=USR1@T, three requeues", "goes on, same hash"),
     16: ("the same step crashes three times", "exit 76"),
