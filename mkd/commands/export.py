@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reference-hf",
         metavar="DIR_OR_ID",
-        help="source of configuration and tokenizer (default: CKPT); an image processor in CKPT counts",
+        help="source of the configuration (default: CKPT); tokenizer, stop ids and images' processor in "
+        "CKPT count",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)

@@ -9,7 +9,8 @@ from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
-from mkd.checkpoint.hf.hf_assets import HFAssets, SavedProcessor
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.checkpoint.hf.hf_writer import export_hf
@@ -17,6 +18,7 @@ from mkd.checkpoint.verifying import verify
 from mkd.convert.models import DTYPES, build_context, build_model
 from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
+from mkd.tokenizers.tokenizer_files import has_tokenizer
 
 
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
@@ -41,12 +43,16 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
 
 
 def assets_of(folder: Path, reference: Path) -> HFAssets:
-    """Return the small files of an export: the reference's, with the image processor of the checkpoint.
+    """Return the small files of an export: the reference's configuration, and what the run has changed.
 
-    --max-image-side has changed the processor in the checkpoint: the student has learned from its pixels.
+    The student has learned with the tokenizer, the stop ids and the image processor of the checkpoint.
     """
-    own = SavedProcessor(folder / HF_FOLDER)
-    return HFAssets(reference, reference, None if own.source == reference else own)
+    own = folder / HF_FOLDER
+    if own == reference:
+        return HFAssets.of(own)
+    stops = StopIds.of_folder(own)
+    changes: list[SavesFiles] = [SavedProcessor(own), *([stops] if stops.ids else [])]
+    return HFAssets(reference, own if has_tokenizer(own) else reference, tuple(changes))
 
 
 def saved_dtype(folder: Path) -> torch.dtype:

@@ -8,6 +8,7 @@ Read in this order:
     model_source.py           the files of one model
     preflight.py              problems of tokenizers, data and exports, found before the start
     chat_setup.py             the settings of a run for conversations
+    trained_ends.py           the tokens that end the training texts, for exports
     rollout_preflight.py      problems of prompts and stop tokens
     start_text.py             what a run shows before its first step
     dry_run.py                the verdict at the end of a dry run

@@ -233,7 +233,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
     """Return the kinds of a corpus's first records, none of a tokenised one. DataError if it is no use."""
     if is_raw(path):
         require_file(path, flag)
-        return _kinds_of_records(flag, path, max_bad_records)
+        return kinds_of_records(flag, path, max_bad_records)
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
         do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
@@ -246,7 +246,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
     return set()
 
 
-def _kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
+def kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
     """Return the kinds of the first records. Raise the error of the run if too many of them are bad."""
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
     kinds, bad = set(), list[BadRecord]()

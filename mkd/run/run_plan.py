@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_changes import PlainTokenizer, SavesFiles, StopIds
 from mkd.config.models import teacher_names, teacher_roles
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
@@ -34,6 +35,7 @@ from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
 from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
+from mkd.run.trained_ends import stop_notes, trained_ends
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,22 @@ class Plan:
     teacher_layouts: tuple[PipelineLayout, ...]
     stored_teacher: StoredTeacher | None = None  # its rows come with the data; no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
+    trained_ends: tuple[int, ...] = ()  # tokens that end the texts of the training data
     gpu_gib: float | None = None  # memory of this process's GPU; None: not known
 
     @property
     def assets(self) -> HFAssets:
         """Small files that are written beside the student's weights, with the tokenizer of the run.
 
-        With --max-image-side transformers must see the images that the student has learned from.
+        Generation stops where the student has learned to. With --max-image-side transformers must see the
+        images that the student has learned from.
         """
         assert self.tokenizers is not None, "a plan without problems has tokenizers"
         images = self.tokenizers.images if self.config.data.max_image_side is not None else None
-        changed = None if images is None else images.processor
-        return HFAssets(self.student.assets, self.tokenizers.source, changed)
+        changes: list[SavesFiles] = [] if images is None else [images.processor]
+        changes += [StopIds(self.trained_ends)] if self.trained_ends else []
+        changes += [PlainTokenizer()] if self.tokenizers.student.is_rebuilt else []
+        return HFAssets(self.student.assets, self.tokenizers.source, tuple(changes))
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
@@ -108,6 +114,7 @@ class Plan:
         """Return what the user should know before the start, a line each."""
         notes = [*describe_saves(self.config), *plan_notes(self.forecast)]
         notes += self.tokenizers.notes if self.tokenizers else ()
+        notes += stop_notes(self.config, self.tokenizers, self.student.assets, self.trained_ends)
         notes += rollout_notes(self.config, self.tokenizers, self.student)
         notes += precision_note(self.forecast) if self.gpu_gib is not None else []
         return notes + disk_notes(self.config, self.student.shape)
@@ -177,5 +184,6 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teacher_layouts=teacher_layouts,
         stored_teacher=stored_teacher,
         tokenizers=tokenizers,
+        trained_ends=trained_ends(config, tokenizers),
         gpu_gib=gpu_gib(),
     )

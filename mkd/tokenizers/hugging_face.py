@@ -219,12 +219,14 @@ def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer
             code="tokenizer-missing",
         )
     try:
-        hf = open_hf(model)
+        hf, is_rebuilt = open_hf(model)
     except UsageError:  # of Kimi's files
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
         raise _not_loadable(model, error) from error
-    return HuggingFaceTokenizer(require_fast(hf, model), chat)
+    tokenizer = HuggingFaceTokenizer(require_fast(hf, model), chat)
+    tokenizer.is_rebuilt = is_rebuilt
+    return tokenizer
 
 
 def _not_loadable(model: str, error: Exception) -> UsageError:

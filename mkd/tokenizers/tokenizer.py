@@ -22,6 +22,7 @@ class Tokenizer(ABC):
 
     eos_id: int | None  # None if the tokenizer has no end-of-sequence token
     pad_id: int  # the id that fills packs: the tokenizer's padding token, else EOS, else 0
+    is_rebuilt: bool = False  # True if transformers makes other ids of its files, unless told not to
     has_chat_template: bool = False  # True if conversations can become ids
 
     @abstractmethod

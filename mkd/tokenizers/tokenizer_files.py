@@ -42,27 +42,29 @@ def has_tokenizer(folder: str | Path) -> bool:
     return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
 
 
-def open_hf(model: str) -> Any:
+def open_hf(model: str) -> tuple[Any, bool]:
     """Return the tokenizer of a folder or a hub id, which gives the ids of its tokenizer.json.
+
+    Return True with it if transformers by itself would make another one.
 
     Raises UsageError for a folder of Kimi that cannot be read, and whatever transformers raises.
     """
     if is_kimi(model):
-        return load_kimi(model)
+        return load_kimi(model), False
     hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if not hf.is_fast or type(hf) is PreTrainedTokenizerFast:  # the latter is read from the file
-        return hf
+        return hf, False
     path = tokenizer_json(model)
     example = None if path is None else first_difference(hf, path)
     if path is None or example is None:
-        return hf
+        return hf, False
     note_once(
         f"note: {path} is used as it is. transformers {__version__} replaces its "
         f"{' and '.join(replaced_parts(hf, path))} ({type(hf).__name__}), and would {example}"
     )
     own = PreTrainedTokenizerFast.from_pretrained(model)
     own.chat_template = hf.chat_template
-    return own
+    return own, True
 
 
 @cache

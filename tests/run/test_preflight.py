@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList
@@ -215,7 +214,7 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
             teacher_hf=None,
         )
         plan = plan_run(load_config(argv).config, 1)
-        assert plan.assets == HFAssets(wide, source)
+        assert (plan.assets.model, plan.assets.tokenizer) == (wide, source)
         assert len(plan.tokenizers.notes) == len(notes)
         assert all(note.startswith(start) for note, start in zip(plan.tokenizers.notes, notes, strict=True))
         assert plan.text.endswith("\n".join(plan.tokenizers.notes))

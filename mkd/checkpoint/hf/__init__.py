@@ -7,6 +7,7 @@ hf_check.py                      compares a folder's tensors with its config.jso
 hf_causes.py                     one cause of many differences: prefixes, sizes, numbers of layers
 hf_reader.py                     opens a folder and reads the slices of a rank
 hf_assets.py                     configuration, tokenizer and templates beside the weights
+hf_changes.py                    what a run changes in them: image processor, stop ids, tokenizer's class
 hf_shards.py                     the layout of the written files
 hf_folder.py                     what a folder holds, and how a new model replaces it
 hf_writer.py                     collects tensors from all ranks and writes them

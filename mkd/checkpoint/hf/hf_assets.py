@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-IMAGE_ASSETS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+from mkd.checkpoint.hf.hf_changes import IMAGE_ASSETS, SavesFiles
+
 MODEL_ASSETS = ("config.json", "generation_config.json", *IMAGE_ASSETS)
 SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (
@@ -21,33 +21,13 @@ TEMPLATES = "*.jinja"
 TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, TOKENIZER_CODE, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 
-class SavesFiles(Protocol):
-    """Settings that a run has changed, such as those of an image processor."""
-
-    def save(self, folder: Path) -> None:
-        """Write the changed settings into a folder that has the files of the source."""
-
-
-@dataclass(frozen=True)
-class SavedProcessor:
-    """The image processor in a folder, as the run left it that saved the folder."""
-
-    source: Path
-
-    def save(self, folder: Path) -> None:
-        """Copy its files, if there are any."""
-        for name in IMAGE_ASSETS:
-            if (self.source / name).is_file():
-                shutil.copyfile(self.source / name, folder / name)
-
-
 @dataclass(frozen=True)
 class HFAssets:
     """Sources of the small files of a written model; its tokenizer may come from another folder."""
 
     model: Path  # folder with config.json
     tokenizer: Path | None  # folder with a tokenizer, or a SentencePiece file; None: no tokenizer
-    changed: SavesFiles | None = None  # writes over the copies; None: they are the source's
+    changes: tuple[SavesFiles, ...] = ()  # write over the copies, in order
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:
@@ -89,5 +69,5 @@ class HFAssets:
         for name, path in self.files().items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-        if self.changed is not None:
-            self.changed.save(folder)
+        for change in self.changes:
+            change.save(folder)

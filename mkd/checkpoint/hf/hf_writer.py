@@ -242,7 +242,7 @@ def write_folder(
         stage = start_writing(out_dir)
         write_shards(plan, stream, stage)
         assets.copy_to(stage)
-        (stage / "config.json").write_text(_config_text(assets.model, plan.dtype), encoding="utf-8")
+        (stage / "config.json").write_text(_config_text(stage, plan.dtype), encoding="utf-8")
         if plan.last_file == INDEX_FILE:
             (stage / INDEX_FILE).write_text(plan.index(), encoding="utf-8")
         record(stage)
@@ -257,12 +257,12 @@ def write_folder(
     return None
 
 
-def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
+def _config_text(folder: Path, dtype: torch.dtype) -> str:
     """Return the model's configuration with the written dtype, under the key that it already uses.
 
     The written weights are not quantised and have no layers that predict further tokens.
     """
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
     name = str(dtype).removeprefix("torch.")

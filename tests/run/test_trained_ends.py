@@ -1,0 +1,118 @@
+"""Exports stop where the training texts end, and have the tokenizer that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mkd.checkpoint.folders import HF_FOLDER
+from mkd.checkpoint.hf.hf_changes import StopIds
+from mkd.commands.preprocess import main as preprocess
+from mkd.config.load import load_config
+from mkd.convert.mcore_to_hf import assets_of
+from mkd.run.run_plan import plan_run
+from tests.tiny_models import make_model
+from tests.tokenizers.test_tokenizer_files import with_digits, write
+from tests.train.command import flags, write_records
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Make a base model that stops at 0, a teacher's tokenizer that stops at 2, and both kinds of records.
+
+    The base model's own tokenizer has EOS 0 and the same ChatML template, like Qwen2.5's base models.
+    """
+    folder = tmp_path_factory.mktemp("ends")
+    sizes = {"vocab_size": 320, "eos_token_id": 0, "num_hidden_layers": 1}
+    make_model(folder / "base", "llama", **sizes)
+    write(folder / "base", with_digits(), None, "PreTrainedTokenizerFast", eos_token="<|endoftext|>")
+    write(folder / "chat", with_digits(), "llama", "PreTrainedTokenizerFast")
+    write_records(folder / "chat.jsonl", *[CHAT] * 20)
+    write_records(folder / "text.jsonl", *[{"text": "2024 " * 20}] * 20)
+    for name in ("chat", "text"):
+        argv = ["--input", folder / f"{name}.jsonl", "--output-prefix", folder / f"{name}-ids"]
+        argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder / "base"]
+        assert preprocess([str(word) for word in argv]) == 0
+    return folder
+
+
+def plan_of(files, *more, student="base", **paths):
+    argv = flags(files, "run", "--kd-ratio", 0, *more, student_hf=student, teacher_hf=None, **paths)
+    return plan_run(load_config(argv).config, 1)
+
+
+def written(plan, out: Path) -> list:
+    """Return the stop ids of the folder that `plan` exports."""
+    plan.assets.copy_to(out)
+    return [
+        json.loads((out / name).read_text())["eos_token_id"]
+        for name in ("generation_config.json", "config.json")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer", "stops", "note"),
+    [
+        ("chat.jsonl", "chat", [2, 0], True),
+        ("chat.jsonl", None, [2, 0], True),
+        ("chat-ids", None, [2, 0], True),
+        ("text.jsonl", "chat", [2, 0], True),  # its EOS ends the texts
+        ("text.jsonl", None, 0, False),
+        ("text-ids", None, 0, False),
+    ],
+)
+def test_stop_ids_of_exports(data, tokenizer, stops, note, files, tmp_path):
+    more = ("--tokenizer-model", files / tokenizer) if tokenizer else ()
+    plan = plan_of(files, "--export-hf", tmp_path / "hf", *more, data_path=data)
+    assert written(plan, tmp_path / "out") == [stops, stops]
+    found = [line for line in plan.text.splitlines() if "exports have eos_token_id" in line]
+    assert len(found) == note
+    if note:
+        assert "2 '<|im_end|>'" in found[0] and "[2, 0]" in found[0]
+
+
+def test_exports_of_checkpoints_agree(files, tmp_path):
+    """`mkd export` with the student's folder as reference takes tokenizer and stop ids of the checkpoint."""
+    plan = plan_of(files, "--tokenizer-model", files / "chat", data_path="chat.jsonl")
+    own = written(plan, tmp_path / "iter_0000001" / HF_FOLDER)
+    for reference in (tmp_path / "iter_0000001" / HF_FOLDER, files / "base"):
+        out = tmp_path / reference.name
+        assets_of(tmp_path / "iter_0000001", reference).copy_to(out)
+        stops = [json.loads((out / name).read_text())["eos_token_id"] for name in ("config.json",)]
+        assert stops == own[1:] == [[2, 0]]
+        assert AutoTokenizer.from_pretrained(out).eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"eos_token_id": 0}, {"eos_token_id": [2, 0]}),
+        ({"eos_token_id": [0, 5]}, {"eos_token_id": [2, 0, 5]}),
+        ({"eos_token_id": [0, 2]}, {"eos_token_id": [0, 2]}),
+        ({"eos_token_id": None, "x": 1}, {"eos_token_id": 2, "x": 1}),
+        (
+            {"eos_token_id": 2, "text_config": {"eos_token_id": 0}, "vision_config": {"depth": 1}},
+            {"eos_token_id": 2, "text_config": {"eos_token_id": [2, 0]}, "vision_config": {"depth": 1}},
+        ),
+    ],
+)
+def test_ids_are_added_and_none_is_lost(before, after):
+    assert StopIds((2,)).added_to(before) == after
+
+
+def test_an_export_is_read_as_it_was_trained(files, tmp_path):
+    """transformers would split digits that tokenizer.json merges; the export names another class."""
+    model = shutil.copytree(files / "base", tmp_path / "model")
+    write(model, with_digits(), None, "Qwen2Tokenizer", eos_token="<|endoftext|>")
+    assert len(AutoTokenizer.from_pretrained(model)("x 2024").input_ids) == 6
+    plan = plan_of(files, student=model, data_path="text.jsonl")
+    plan.assets.copy_to(tmp_path / "out")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported("x 2024").input_ids == plan.tokenizers.student.encode("x 2024")
+    assert exported.eos_token == "<|endoftext|>" and exported.chat_template
