@@ -53,7 +53,7 @@ def common_causes(
         return [prefix]
     stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
     if sum(stored.values()) >= MANY:
-        return [_quantised(place, stored)]
+        return [_quantised(place, stored, "quantization_config" in config)]
     kept = {name: shape for name, shape in found.items() if _number(LAYER, name) not in left_out}
     causes, numbers = [], set()
     for pattern, keys in COUNTS.items():
@@ -98,13 +98,14 @@ def _prefix(place: str, expected: Shapes, found: Shapes) -> CheckpointError | No
     )
 
 
-def _quantised(place: str, stored: Counter[str]) -> CheckpointError:
+def _quantised(place: str, stored: Counter[str], is_described: bool) -> CheckpointError:
     """Return the error for tensors of these dtypes, which config.json does not describe."""
     count, kinds = sum(stored.values()), ", ".join(sorted(stored))
+    lacks = "they have no scales beside them" if is_described else "config.json has no quantization_config"
     return CheckpointError(
-        f"{place}: {count} tensors are stored as {kinds}, and config.json has no quantization_config",
-        "it says how the values were quantised",
-        "download config.json again, or use the original checkpoint of this model",
+        f"{place}: {count} tensors are stored as {kinds}, and {lacks}",
+        "their values cannot be known",
+        "download the model again, or use the original checkpoint of this model",
         code="hf-quantisation-unknown",
     )
 

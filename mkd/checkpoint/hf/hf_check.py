@@ -32,11 +32,10 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
     where, left_out, problems = checkpoint.directory, extra_layers(shape), []
     raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out))
     for name in expected.keys() - found.keys():
-        what, why, do = (
-            f"{where}: tensor {name} is missing",
-            "config.json calls for it",
-            "download the model again",
-        )
+        what, do = f"{where}: tensor {name} is missing", "download the model again"
+        if name == LM_HEAD:
+            do += ", or set tie_word_embeddings to true in config.json if the head shares the embedding"
+        why = "config.json calls for it"
         problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
     why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
     for name in found.keys() - expected.keys() - allowed.keys():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mkd.checkpoint.finite import is_finite, not_finite
-from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, extra_layers, layer_of, raise_all
+from mkd.checkpoint.hf.hf_check import DERIVED_TENSOR, check_hf_checkpoint, extra_layers, layer_of, raise_all
 from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames, load_tower
@@ -171,17 +171,31 @@ class HFCheckpoint:
         stored = {name: set(file.keys()) for name, file in self._files.items()}
         if weight_map is None:
             weight_map = dict.fromkeys(sorted(stored[SINGLE_FILE]), SINGLE_FILE)
-        problems, why = [], f"{INDEX_FILE} lists it there"
-        for tensor, file in weight_map.items():
-            if tensor not in stored[file]:
-                what, do = f"{self.directory / file} has no tensor {tensor}", "download both again"
-                problems.append(CheckpointError(what, why, do, code="hf-tensor-not-in-shard"))
-        raise_all(problems)
+        raise_all([*self._index_problems(weight_map, stored)])
         headers = {}
         for tensor, file in weight_map.items():
             data = self._files[file].get_slice(tensor)
             headers[tensor] = TensorHeader(file, tuple(data.get_shape()), data.get_dtype())
         return headers
+
+    def _index_problems(
+        self,
+        weight_map: Mapping[str, str],
+        stored: Mapping[str, set[str]],  # file -> its tensors
+    ) -> Iterator[CheckpointError]:
+        """Yield tensors that are not where the index says, and tensors that it does not list."""
+        for tensor, file in weight_map.items():
+            if tensor not in stored[file]:
+                what, why = f"{self.directory / file} has no tensor {tensor}", f"{INDEX_FILE} lists it there"
+                yield CheckpointError(what, why, "download both again", code="hf-tensor-not-in-shard")
+        for file, tensors in stored.items():
+            for tensor in sorted(name for name in tensors if weight_map.get(name) != file):
+                if DERIVED_TENSOR.fullmatch(tensor):
+                    continue
+                listed = f"lists it in {weight_map[tensor]}" if tensor in weight_map else "does not list it"
+                what = f"{self.directory / file} has tensor {tensor}, and {INDEX_FILE} {listed}"
+                do = "download both again, or save the model again with save_pretrained()"
+                yield CheckpointError(what, "it would be left out", do, code="hf-tensor-not-in-index")
 
 
 @torch.no_grad()

@@ -210,6 +210,17 @@ def test_index_that_names_a_tensor_its_shard_lacks(folder):
         HFCheckpoint(folder)
 
 
+def test_no_tensor_of_a_shard_is_left_out(folder):
+    """An index of another save: a tensor that it does not list, and one that is in two files."""
+    norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    edit_tensor(folder, norm, lambda tensors: tensors.update({"model.more.weight": torch.ones(2)}))
+    edit_tensor(folder, norm, lambda tensors: tensors.update({up: torch.ones(96, 48)}))
+    with pytest.raises(ErrorList) as caught:
+        HFCheckpoint(folder)
+    assert caught.value.codes == ["hf-tensor-not-in-index"] * 2
+    assert f"{up}, and {INDEX_FILE} lists it in" in str(caught.value)
+
+
 @pytest.mark.fault(31)
 def test_every_mismatch_is_reported_before_anything_is_read(folder):
     name, more = "model.layers.0.mlp.up_proj.weight", "model.layers.1.more.weight"
@@ -225,8 +236,10 @@ def test_every_mismatch_is_reported_before_anything_is_read(folder):
 
 @pytest.mark.fault(31)
 def test_missing_tensor(folder):
+    name = "model.layers.3.self_attn.k_proj.weight"
+    edit_tensor(folder, name, lambda tensors: tensors.pop(name))
     index = json.loads((folder / INDEX_FILE).read_text())
-    del index["weight_map"]["model.layers.3.self_attn.k_proj.weight"]
+    del index["weight_map"][name]
     (folder / INDEX_FILE).write_text(json.dumps(index))
     (problem,) = problems_of(folder)
     assert problem.code == "hf-tensor-missing" and "layers.3.self_attn.k_proj.weight" in problem.what
