@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
 from transformers.utils import cached_file
@@ -23,7 +24,8 @@ from mkd.tokenizers.kimi import RANKS_FILE, is_kimi, load_kimi
 
 LOG = logging.getLogger("mkd")
 TOKENIZER_JSON = "tokenizer.json"
-TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer.model", "vocab.json", "vocab.txt", RANKS_FILE)
+PIECES_FILE = "tokenizer.model"
+TOKENIZER_FILES = (TOKENIZER_JSON, PIECES_FILE, "vocab.json", "vocab.txt", RANKS_FILE)
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 SHOWN = 80  # characters of an example
 OWN_TOKENS = 3000  # tokens of the vocabulary that are compared, each as a text
@@ -52,11 +54,15 @@ def open_hf(model: str) -> tuple[Any, bool]:
     if is_kimi(model):
         return load_kimi(model), False
     hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    if not hf.is_fast or type(hf) is PreTrainedTokenizerFast:  # the latter is read from the file
-        return hf, False
     path = tokenizer_json(model)
-    example = None if path is None else first_difference(hf, path)
-    if path is None or example is None:
+    if not hf.is_fast:
+        return hf, False
+    if path is None:
+        compare_with_sentencepiece(hf, Path(model) / PIECES_FILE)
+        return hf, False
+    # A tokenizer of the general class is read from the file as it is.
+    example = None if type(hf) is PreTrainedTokenizerFast else first_difference(hf, path)
+    if example is None:
         return hf, False
     note_once(
         f"note: {path} is used as it is. transformers {__version__} replaces its "
@@ -71,6 +77,24 @@ def open_hf(model: str) -> tuple[Any, bool]:
 def note_once(text: str) -> None:
     """Log `text`, the first time only: a run opens its tokenizers more than once."""
     LOG.warning(text)
+
+
+def compare_with_sentencepiece(hf: Any, file: Path) -> None:
+    """Log a note if `hf`, which transformers made of a SentencePiece file, encodes text in another way."""
+    try:
+        pieces = SentencePieceProcessor(model_file=str(file))
+    except (OSError, RuntimeError):  # there is none, or it is none
+        return
+    for text in TEXTS:
+        own, made = pieces.encode(text), hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        if own != made:
+            other, right = (_example(hf.backend_tokenizer, *pair) for pair in ((made, own), (own, made)))
+            note_once(
+                f"note: transformers {__version__} makes another tokenizer of {file}: it encodes text as "
+                f"{other} instead of {right}. To train with SentencePiece's ids, give a tokenizer.json that "
+                "has them, or --tokenizer-type SentencePieceTokenizer"
+            )
+            return
 
 
 def tokenizer_json(model: str) -> str | None:

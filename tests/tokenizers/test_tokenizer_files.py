@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import logging
 import pickle
@@ -10,6 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
@@ -129,6 +131,31 @@ def test_leading_blanks_of_llama_2(tmp_path, notes):
         assert tokenizer.encode(text) == hf.backend_tokenizer.encode(text).ids
     assert AutoTokenizer.from_pretrained(tmp_path)(" the fox").input_ids != tokenizer.encode(" the fox")
     assert len(notes()) == 1
+
+
+@pytest.mark.parametrize("adds_blank", [True, False])
+def test_folders_of_a_sentencepiece_file_alone(adds_blank, tmp_path, notes):
+    """transformers 5 leaves out the blank before the text, if it does not know the class."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        vocab_size=330,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=adds_blank,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert len(notes()) == adds_blank
+    if adds_blank:
+        assert "SentencePieceTokenizer" in notes()[0] and str(tmp_path / "tokenizer.model") in notes()[0]
 
 
 BASE = 380  # ranks
