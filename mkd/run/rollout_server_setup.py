@@ -7,6 +7,7 @@ import json
 import math
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def build_server_source(
 
 def _export(plan: Plan, state: TrainingState, context: ParallelContext, folder: Path) -> None:
     parts = [(part, part.first_layer) for part in state.models]
-    export_hf(parts, plan.student.shape, folder, context=context, assets=plan.assets)
+    assets = replace(plan, trained_ends=()).assets  # completions end where those of this process would
+    export_hf(parts, plan.student.shape, folder, context=context, assets=assets)
 
 
 def _oldest_checkpoint(folder: Path) -> int:
