@@ -217,7 +217,7 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
         assert (plan.assets.model, plan.assets.tokenizer) == (wide, source)
         assert len(plan.tokenizers.notes) == len(notes)
         assert all(note.startswith(start) for note, start in zip(plan.tokenizers.notes, notes, strict=True))
-        assert plan.text.endswith("\n".join(plan.tokenizers.notes))
+        assert "\n".join(plan.tokenizers.notes) in plan.text
     unwritten = flags(files, "source", "--kd-ratio", 0, *more, student_hf=wide, teacher_hf=None)
     assert len(plan_run(load_config(unwritten).config, 1).tokenizers.notes) == 1
 
