@@ -1,4 +1,4 @@
-"""What a run changes in the small files of its student: image processor, stop ids, class of the tokenizer."""
+"""Changes of a run to the small files of its student: image processor, stop ids, class of the tokenizer."""
 
 from __future__ import annotations
 
