@@ -92,7 +92,7 @@ def open_datasets(
         )
         raise DataError(what, do=do, code="split-leaves-no-training")
     is_weighted = [blend.weights is not None for blend, *_ in parts]
-    known = dict(vocab_size=vocab_size, pad_id=tokenizer.pad_id, images=images)
+    known = dict(vocab_size=vocab_size, pad_id=tokenizer.padding_id(vocab_size), images=images)
     train_data, valid_data = _open(prepared, is_weighted, teachers, known)
     assert train_data is not None
     return train_data, valid_data

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.config.data_files import RAW_SUFFIXES
+from mkd.config.data_files import RAW_SUFFIXES, no_such_file
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -76,12 +76,7 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
                 code="corpus-file-missing",
             )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
-    raise DataError(
-        f"{flag} {path}: nothing found",
-        f"looked for {looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}",
-        "check the path, or make the pair with `mkd preprocess`",
-        code="data-path-not-found",
-    )
+    raise no_such_file(path, flag, f"{looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}")
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from mkd.config.data_files import no_such_file
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.encoding import EncodedBatch, encode_files
 from mkd.data.images.conversation import ConversationImages
@@ -78,11 +79,7 @@ def build_store(
     and may raise.
     """
     inputs = [str(path) for path in inputs]
-    for path in inputs:
-        if not Path(path).is_file():
-            raise DataError(
-                f"{path} not found", do="check the path of the input file", code="corpus-input-not-found"
-            )
+    _require_files(inputs)
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         with closing(
@@ -115,6 +112,16 @@ def build_store(
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def _require_files(inputs: Sequence[str]) -> None:
+    for path in inputs:
+        if not Path(path).is_file():
+            error = no_such_file(path, "--input")
+            if error.code == "data-path-not-found":
+                what, do = f"{path} not found", "check the path of the input file"
+                error = DataError(what, do=do, code="corpus-input-not-found")
+            raise error
 
 
 def cache_key(

@@ -78,7 +78,8 @@ class AlignedRollouts:
 
         A document without room is cut after its last chunk that fits, or left out with its prompt.
         """
-        part = empty_teacher_pack(self.seq_length, self.text.tokenizer.pad_id)
+        pad_id = self.text.tokenizer.padding_id(self.text.vocab_size)
+        part = empty_teacher_pack(self.seq_length, pad_id)
         lengths, chunks, place = [], [NO_CHUNK], 0
         for document, start in zip(documents, starts, strict=True):
             fits = document.chunks[:, 3] <= self.seq_length - place

@@ -166,12 +166,11 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Yield a problem if text or padding can have ids beyond the model. Unused special tokens may."""
+    """Yield a problem if text can have ids beyond the model. Special tokens that no text has may."""
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
     used = [i for string, i in tokenizer.vocabulary.items() if string not in tokenizer.special_tokens]
-    used.append(tokenizer.pad_id)
     if config.data.append_eod and tokenizer.eos_id is not None:
         used.append(tokenizer.eos_id)
     if max(used) >= rows:

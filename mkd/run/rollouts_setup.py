@@ -161,7 +161,7 @@ def build_rollouts(
         batch=RolloutBatch.from_config(config, plan.batch.global_batch_size),
         micro_batch_size=plan.batch.micro_batch_size,
         seq_length=training.seq_length,
-        pad_id=tokenizer.pad_id,
+        pad_id=tokenizer.padding_id(plan.known_ids),
         teachers=_rollout_teachers(plan, prompts, cross_tokenizer, seq_lengths),
         seed=training.seed,
         shuffle=config.data.shuffle,

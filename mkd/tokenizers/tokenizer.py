@@ -149,6 +149,10 @@ class Tokenizer(ABC):
         """Largest id + 1: the least number of rows of an embedding."""
         return max(self.vocabulary.values()) + 1
 
+    def padding_id(self, num_ids: int) -> int:
+        """Return an id for padding below `num_ids`: the pad token's, else EOS, else 0. It is never read."""
+        return next((one for one in (self.pad_id, self.eos_id) if one is not None and one < num_ids), 0)
+
     @cached_property
     def vocabulary_fingerprint(self) -> str:
         """SHA-256 over the base vocabulary alone: the same for tokenizers of one family."""

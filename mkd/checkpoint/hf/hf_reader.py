@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ from mkd.plan.model_shape import ADAPTER_FILE, ModelShape, adapter_error
 LOG = logging.getLogger("mkd")
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
 
@@ -53,18 +55,21 @@ def contained_file(directory: Path, name: str) -> Path:
 
     Links are followed. In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files
     are links to `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a
-    private file.
+    private file, unless it leads into a folder that the user trusts: see TRUSTED_FOLDERS.
     """
     home = directory.resolve()
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
         home = home.parent.parent
     path = directory / name
     target = path.resolve()
-    if not target.is_relative_to(home):
+    trusted = [Path(one).resolve() for one in os.environ.get(TRUSTED_FOLDERS, "").split(os.pathsep) if one]
+    if not any(target.is_relative_to(one) for one in (home, *trusted)):
         raise CheckpointError(
             f"{path} is a link to {target}, outside the model's folder",
             "a downloaded model must not read other files of this machine",
-            "copy the file into the model's folder if you trust it",
+            f"if you trust that place, set the environment variable {TRUSTED_FOLDERS}={target.parent} "
+            f"(several folders with {os.pathsep!r} between them), or copy the file. A link of the whole "
+            "folder works too, and so does a folder of the hub's cache",
             code="hf-link-outside-folder",
         )
     return path

@@ -115,7 +115,7 @@ class TeacherSide:
 
     def empty_pack(self) -> TeacherPack:
         """Return a pack of padding alone."""
-        return empty_teacher_pack(self.seq_length, self.text.tokenizer.pad_id)
+        return empty_teacher_pack(self.seq_length, self.text.tokenizer.padding_id(self.text.vocab_size))
 
     def needed(self, first: int, last: int) -> int:
         """Return the teacher tokens of the whole pieces [first, last), before any is cut to fit."""

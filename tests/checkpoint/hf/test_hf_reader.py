@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, HFCheckpoint, load_hf_weights, resolve_hf
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, TRUSTED_FOLDERS, HFCheckpoint, load_hf_weights, resolve_hf
 from mkd.errors import CheckpointError, ErrorList, MkdError
 from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
@@ -115,6 +115,26 @@ def test_links_may_not_leave_the_model(folder, tmp_path):
     with refused("hf-link-outside-folder", CheckpointError) as caught:
         HFCheckpoint(folder)
     assert shard.name in caught.value.what
+
+
+def test_links_may_lead_into_folders_that_the_user_trusts(folder, tmp_path, monkeypatch):
+    store, private = tmp_path / "store" / "deep", tmp_path / "store of another"
+    store.mkdir(parents=True)
+    private.mkdir()
+    shape = ModelShape.from_hf_dir(folder)
+    for shard in folder.glob("model-*.safetensors"):
+        shard.rename(store / shard.name)
+        shard.symlink_to(store / shard.name)
+    with pytest.raises(ErrorList) as caught:
+        HFCheckpoint(folder)
+    assert all(f"{TRUSTED_FOLDERS}={store} " in one.do for one in caught.value.errors)
+    monkeypatch.setenv(TRUSTED_FOLDERS, f"/nowhere:{store.parent}")
+    check_hf_checkpoint(shape, HFCheckpoint(folder))
+    shard.unlink()
+    (store / shard.name).rename(private / shard.name)
+    shard.symlink_to(private / shard.name)
+    with refused("hf-link-outside-folder", CheckpointError):
+        HFCheckpoint(folder)
 
 
 def test_links_in_a_circle(folder):
