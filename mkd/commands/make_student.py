@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     detect()  # before Megatron is imported, to silence its warnings
     from mkd.pruning.sizes import Sizes
     from mkd.pruning.student import StudentRequest, make_student
+    from mkd.run_command import mkd_command, quoted
 
     sizes = Sizes(
         args.num_layers, args.ffn_hidden_size, args.num_query_groups, args.hidden_size, args.target_params
@@ -106,3 +107,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = tuple(args.data_path)
     measured = args.method, text, args.tokens, args.seq_length
     make_student(StudentRequest(args.hf, args.out, sizes, *measured, overwrite=args.overwrite))
+    data = " ".join(map(quoted, text)) or "FILE.jsonl"
+    models = f"--teacher-hf {quoted(args.hf)} --student-hf {quoted(args.out)}"
+    print(f"next     {mkd_command()} train {models} --data-path {data} --train-iters N --lr 1e-4")

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"file to write (default: {OUT} in the first run's folder)"
     )
-    parser.add_argument("--title", default="", help="heading of the page (default: the names of the runs)")
+    parser.add_argument("--title", default="", help="heading of the page (default: names of the runs)")
     args = parser.parse_args(argv)
     from mkd.report.page import build_page, check_file, write_page
     from mkd.report.run_folder import open_runs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -10,7 +11,29 @@ from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.documents import Document
 from mkd.data.encoding import encode_files
 from mkd.errors import DataError
+from mkd.human import duration
 from mkd.tokenizers.tokenizer import Tokenizer
+
+EVERY_S = 10.0  # between two lines of progress
+
+
+class TimedBatches(list[PackedBatch]):
+    """Batches that say during every pass over them how far it is, and how long the rest takes at most."""
+
+    def __init__(self, batches: Sequence[PackedBatch], say: Callable[[str], None], every_s: float = EVERY_S):
+        """`say` gets a line at most every `every_s` seconds."""
+        super().__init__(batches)
+        self._say, self._every_s = say, every_s
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        start = shown = time.monotonic()
+        for done, batch in enumerate(super().__iter__()):
+            now = time.monotonic()
+            if done and now - shown >= self._every_s:
+                left = duration((now - start) / done * (len(self) - done))
+                self._say(f"measured {done} of {len(self)} batches, at most {left} left")
+                shown = now
+            yield batch
 
 
 def read_batches(

@@ -17,7 +17,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
 from mkd.pruning.cut import Cut, evenly_spaced, first_parts, without_middle
-from mkd.pruning.measured_text import read_batches
+from mkd.pruning.measured_text import TimedBatches, read_batches
 from mkd.pruning.probe import Probe, Score
 from mkd.pruning.search import Option, depth_table, measure_option, option_table, ranges, score_student
 from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, StudentSizes, num_parameters
@@ -77,7 +77,7 @@ def make_student(
     batches = read_batches(request.text, tokenizer, **lengths)
     joined = context or ParallelContext.create(detect())
     try:
-        return _measured(request, folder, alternatives, batches, joined, say)
+        return _measured(request, folder, alternatives, TimedBatches(batches, say), joined, say)
     finally:
         if context is None:
             joined.leave()

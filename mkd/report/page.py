@@ -96,7 +96,7 @@ def build_page(runs: Sequence[RunFolder], title: str = "") -> str:
     scripts = [_asset(name) for name in SCRIPTS]
     panels, data = panels_of(runs), chart_data(runs)
     return environment.get_template("report.html.j2").render(
-        title=title or f"mkd: {', '.join(run.name for run in runs[:4])}{' ...' if len(runs) > 4 else ''}",
+        title=title or f"mkd: {', '.join(run.title for run in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         version=__version__,
         made=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         policy=_policy(scripts),

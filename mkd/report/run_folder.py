@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mkd.config.load import SavedSetting, read_saved_config
+from mkd.config.load import DEFAULT, SavedSetting, read_saved_config
 from mkd.errors import UsageError
 from mkd.log.records import TRAIN, each_record
 from mkd.operations.event_log import DONE, EVENTS_FILE, FAILURE, RESUME, START, STOP
@@ -17,6 +17,7 @@ from mkd.report.columns import Split, split_columns
 
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 TRAIN_ITERS = "training.train_iters"
+NAME = "log.name"
 ENDS = (DONE, STOP, FAILURE)
 T = TypeVar("T")
 
@@ -49,6 +50,12 @@ class RunFolder:
     def setting(self, path: str) -> Any:
         """Return the value of a setting, None if the file does not have it."""
         return next((one.value for one in self.settings if one.path == path), None)
+
+    @property
+    def title(self) -> str:
+        """The --name that was given, else the name."""
+        given = (one.value for one in self.settings if one.path == NAME and one.origin != DEFAULT)
+        return str(next(given, None) or self.name)
 
     @property
     def train_iters(self) -> int | None:

@@ -23,5 +23,6 @@ Read in this order:
     loop.py                   steps, evaluations, checkpoints
     one_model.py              one model alone: planned, built, evaluated
     topk_description.py       what a stored teacher is made of
+    end_text.py               where everything is at the end of a run, and the next commands
     topk_export.py            a teacher's predictions, exported for later runs
 """

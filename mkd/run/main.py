@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -121,10 +122,11 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
     from mkd.operations.cleanup import Cleanup
     from mkd.operations.event_log import STOP, EventLog
     from mkd.operations.run_folders import remove_markers
+    from mkd.run.end_text import end_text
     from mkd.run.loop import train
     from mkd.run.setup import build_run
 
-    checkpoint = loaded.config.checkpoint
+    checkpoint, started = loaded.config.checkpoint, time.monotonic()
     with Cleanup() as cleanup:
         events = EventLog() if _is_rank_0() else None
         if events:
@@ -147,6 +149,8 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
         if checkpoint.export_hf and not (stop and stop.is_preempted):
             export(current, Path(checkpoint.export_hf))
         end(current, stop)
+        if events:
+            show(end_text(current, folder, time.monotonic() - started))
     current.engine.context.leave()
 
 

@@ -62,6 +62,14 @@ def test_tables_need_no_script(tmp_path):
         assert part in text, part
 
 
+def test_the_name_of_a_run_is_the_title(tmp_path):
+    """If --name was given; the default names no run, so the folder does."""
+    for origin, title in (("--name", "mkd: my run"), ("default", "mkd: a")):
+        folder = full_run(tmp_path / "a")
+        (folder / "config.yaml").write_text(f'log:\n  name: "my run"  # {origin}\n')
+        assert f"<title>{title}</title>" in build_page(open_runs([folder]))
+
+
 def test_text_of_a_run_is_never_markup(tmp_path):
     """Names, settings, events, samples and keys may hold anything that means something to HTML or JSON."""
     evil = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&lt;'\"]]>{{ 7 * 7 }}"

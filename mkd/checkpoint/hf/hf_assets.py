@@ -8,6 +8,9 @@ from pathlib import Path
 
 from mkd.checkpoint.hf.hf_changes import IMAGE_ASSETS, SavesFiles
 
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
 MODEL_ASSETS = ("config.json", "generation_config.json", *IMAGE_ASSETS)
 SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (

@@ -15,8 +15,13 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from mkd.checkpoint.hf.hf_assets import MODEL_ASSETS, TEMPLATE_FOLDER, TOKENIZER_ASSETS
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
+from mkd.checkpoint.hf.hf_assets import (
+    INDEX_FILE,
+    MODEL_ASSETS,
+    SINGLE_FILE,
+    TEMPLATE_FOLDER,
+    TOKENIZER_ASSETS,
+)
 from mkd.errors import UsageError
 
 NEW, OLD = ".mkd-new", ".mkd-old"

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mkd.checkpoint.finite import is_finite, not_finite
+from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_check import DERIVED_TENSOR, check_hf_checkpoint, extra_layers, layer_of, raise_all
 from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
@@ -27,8 +28,6 @@ from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ADAPTER_FILE, ModelShape, adapter_error
 
 LOG = logging.getLogger("mkd")
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)

@@ -1,0 +1,69 @@
+"""Text at the end of a run: where everything is, what it reached, and the next commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkd.human import duration, fixed
+from mkd.log.records import read_records, split_of
+from mkd.run_command import mkd_command, quoted
+
+if TYPE_CHECKING:
+    from mkd.run.loop import Run
+
+FIGURES = {
+    "kd": ("kd_loss", 6),
+    "ce": ("ce_loss", 5),
+    "top1": ("top1_agreement", 5),
+    "acc": ("dpo/accuracy", 4),
+}
+"""Label -> held-out metric and its columns, of the summary."""
+
+
+def end_text(run: Run, folder: Path, seconds: float) -> str:
+    """Return the summary of a run that logs to `folder` and has ended without being preempted."""
+    checkpoint, asked = run.config.checkpoint, run.config.training.train_iters
+    kept = run.progress.kept_in if run.progress.kept_iteration == run.position.iteration else None
+    rows = {
+        "weights": f"{kept}" if kept else "not saved (--no-save)",
+        "export": checkpoint.export_hf or "none",
+        "metrics": f"{folder / 'metrics.jsonl'}, settings in config.yaml, events in events.jsonl",
+        **dict(_held_out(read_records(folder))),
+    }
+    iteration = run.position.iteration
+    end = "done" if iteration >= asked else "stopped"
+    lines = [f"{end}: {iteration} of {asked} steps, {duration(seconds)}"]
+    lines += [f"  {name:9} {text}" for name, text in rows.items()]
+    commands = [*_commands(run, folder)]
+    return "\n".join([*lines, "next:", *(f"  {command}" for command in commands)])
+
+
+def _held_out(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the first and the last evaluation of held-out text, side by side."""
+    valid = [record for record in records if split_of(record) == "valid"]
+    if not valid:
+        return
+    first, last = valid[0], valid[-1]
+    figures = []
+    for label, (key, width) in FIGURES.items():
+        values = [record.get(key) for record in (first, last)]
+        if all(isinstance(value, (int, float)) for value in values):
+            before, after = (fixed(value, width).strip() for value in values)
+            figures.append(f"{label} {before} -> {after}" if last is not first else f"{label} {after}")
+    steps = [first["iteration"]] * (last is not first) + [last["iteration"]]
+    yield "held-out", f"{', '.join(figures)} (after step {' and '.join(map(str, steps))})"
+
+
+def _commands(run: Run, folder: Path) -> Iterator[str]:
+    mkd, checkpoint = mkd_command(), run.config.checkpoint
+    model, save = checkpoint.export_hf, checkpoint.save
+    if model is None and save:
+        model = str(Path(save) / "hf")
+        yield f"{mkd} export --load {quoted(save)} --hf-out {quoted(model)}    # a Hugging Face model"
+    if model is not None:
+        yield f"{mkd} evaluate --student-hf {quoted(model)} --completions FILE.jsonl    # your own task"
+    yield f"{mkd} report {quoted(folder)}    # the run as one page"
+    if save:
+        yield f"the same command with --load {quoted(save)} and a larger --train-iters trains further"
