@@ -64,8 +64,8 @@ def test_tables_need_no_script(tmp_path):
 
 def test_the_name_of_a_run_is_the_title(tmp_path):
     """If --name was given; the default names no run, so the folder does."""
+    folder = full_run(tmp_path / "a")
     for origin, title in (("--name", "mkd: my run"), ("default", "mkd: a")):
-        folder = full_run(tmp_path / "a")
         (folder / "config.yaml").write_text(f'log:\n  name: "my run"  # {origin}\n')
         assert f"<title>{title}</title>" in build_page(open_runs([folder]))
 
