@@ -1,4 +1,4 @@
-"""How a user calls mkd here, for the commands that mkd proposes."""
+"""The command that calls mkd here, for the next steps that mkd proposes."""
 
 from __future__ import annotations
 
