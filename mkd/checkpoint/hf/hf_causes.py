@@ -12,7 +12,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.errors import CheckpointError
-from mkd.families.weight_rules import EMBEDDING
+from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import adapter_error
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -29,10 +29,7 @@ WRAPPERS = {
     "base_model.model": "PEFT",
     "model": "a module that has the model as `model`",
 }
-RENAME = (
-    "save it with model.save_pretrained(DIR) from the AutoModelForCausalLM itself, or rename the tensors: "
-    "safetensors.torch.save_file({{{rule}: t for n, t in safetensors.torch.load_file(FILE).items()}}, FILE)"
-)
+SAVE_WHOLE = "save it with model.save_pretrained(DIR) from the AutoModelForCausalLM itself"
 
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
 
@@ -89,13 +86,25 @@ def _prefix(place: str, expected: Shapes, found: Shapes) -> CheckpointError | No
     parts += [f"lack the prefix {added!r}"] if added else []
     why = [f"{WRAPPERS.get(cut.rstrip('.'), 'a wrapper')} adds {cut!r}"] if cut else []
     why += ["AutoModel saves the model without its head, and without this prefix"] if added else []
-    new_name = f"n.removeprefix({cut!r})" if cut else "n"
+    lacks_head = LM_HEAD in expected and cut + LM_HEAD not in found
+    if lacks_head:
+        why.append(f"{LM_HEAD} is not there either")
     return CheckpointError(
         f"{place}: {count} tensor names {' and '.join(parts)}: {name} should be {should}",
         "; ".join(why),
-        RENAME.format(rule=f"{added!r} + {new_name}" if added else new_name),
+        SAVE_WHOLE if lacks_head else f"{SAVE_WHOLE}, or rename the tensors: {_renaming(cut, added, found)}",
         code="hf-tensor-prefix",
     )
+
+
+def _renaming(cut: str, added: str, found: Shapes) -> str:
+    """Return the Python that gives the tensors of a file their names."""
+    rule = f"n.removeprefix({cut!r})" if cut else "n"
+    if added:
+        head = cut + LM_HEAD
+        rule = f"{rule} if n == {head!r} else {added!r} + {rule}" if head in found else f"{added!r} + {rule}"
+    read = "safetensors.torch.load_file(FILE)"
+    return f"safetensors.torch.save_file({{{rule}: t for n, t in {read}.items()}}, FILE)"
 
 
 def _quantised(place: str, stored: Counter[str], is_described: bool) -> CheckpointError:

@@ -6,8 +6,9 @@ import json
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
@@ -42,31 +43,37 @@ def renamed(source, folder, rename):
 
 
 @pytest.mark.parametrize(
-    ("rename", "says", "new_name"),
+    ("rename", "says"),
     [
-        (
-            lambda n: n.removeprefix("model.") if n.startswith("model.") else None,
-            "lack the prefix 'model.'",
-            "'model.' + n:",
-        ),
-        (lambda n: "module." + n, "have the prefix 'module.'", "n.removeprefix('module.'):"),
-        (lambda n: "_orig_mod." + n, "have the prefix '_orig_mod.'", "n.removeprefix('_orig_mod.'):"),
+        (lambda n: n.removeprefix("model."), "lack the prefix 'model.'"),
+        (lambda n: "module." + n, "have the prefix 'module.'"),
+        (lambda n: "_orig_mod." + n, "have the prefix '_orig_mod.'"),
+        (lambda n: "base_model.model." + n, "have the prefix 'base_model.model.'"),
         (
             lambda n: "module." + n.removeprefix("model."),
             "have the prefix 'module.' and lack the prefix 'model.'",
-            "'model.' + n.removeprefix('module.'):",
-        ),
-        (
-            lambda n: "base_model.model." + n,
-            "have the prefix 'base_model.model.'",
-            "n.removeprefix('base_model.model.'):",
         ),
     ],
 )
-def test_a_prefix_is_one_problem_with_the_new_names(rename, says, new_name, llama, tmp_path):
+def test_a_prefix_is_one_problem_and_its_remedy_works(rename, says, llama, tmp_path):
+    folder = renamed(llama, tmp_path / "model", rename)
+    with refused("hf-tensor-prefix", CheckpointError) as caught:
+        check(folder)
+    assert says in caught.value.what
+    file = folder / "model.safetensors"
+    exec(
+        caught.value.do.partition("rename the tensors: ")[2], {"safetensors": safetensors, "FILE": str(file)}
+    )
+    check(folder)
+    assert load_file(file).keys() == all_tensors(llama).keys()
+
+
+def test_a_model_saved_without_its_head_is_to_be_saved_again(llama, tmp_path):
+    """AutoModel's save_pretrained: no prefix and no head; renaming would not be enough."""
+    rename = {n: n.removeprefix("model.") for n in all_tensors(llama) if n.startswith("model.")}.get
     with refused("hf-tensor-prefix", CheckpointError) as caught:
         check(renamed(llama, tmp_path / "model", rename))
-    assert says in caught.value.what and new_name in caught.value.do
+    assert "lm_head.weight is not there" in caught.value.why and "rename" not in caught.value.do
 
 
 def edit(source, folder, **keys):
