@@ -50,11 +50,23 @@ class SharedBuild:
         self.phases.enter(INIT, 0)
         return self.context.broadcast_object(value)
 
-    def _beat(self, is_done: bool) -> bool:
-        """Return True if rank 0 is done (all-reduce MAX). On rank 0, an earlier signal raises Preempted."""
+    def end_if_asked(self) -> None:
+        """Raise Preempted on all ranks if one was told to end, before the models are loaded. Collective."""
+        number = self._exchange(False)[0]
+        if number:
+            what = f"received {signal.Signals(number).name}"
+            why = "no step was done: there is nothing to save"
+            raise Preempted(what, why, "start the same command again", code="preempted-before-loading")
+
+    def _exchange(self, is_done: bool) -> list[int]:
+        """Return the largest of (signal, is_done) over all ranks. All-reduce MAX."""
         flags = torch.tensor([self.signals.received, is_done], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        number, all_done = flags.tolist()
+        return flags.tolist()
+
+    def _beat(self, is_done: bool) -> bool:
+        """Return True if rank 0 is done (all-reduce MAX). On rank 0, an earlier signal raises Preempted."""
+        number, all_done = self._exchange(is_done)
         self._last_beat = time.monotonic()
         if self.context.rank == 0 and number and not all_done:
             what = f"received {signal.Signals(number).name}"

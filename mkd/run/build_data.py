@@ -48,6 +48,7 @@ def build_data(
         train_set, valid_set = open_data(
             config, tokenizers.student, vocab_size, build, texts, tokenizers.images
         )
+        build.end_if_asked()
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(config.checkpoint.save, stop)

@@ -66,6 +66,28 @@ def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> t
     return outcome, now - start, now - watchdog._since
 
 
+def end_if_one_is_asked(asked_rank: int) -> str:
+    """Return the code of the error on this rank if rank `asked_rank` has a signal when the data are ready."""
+    from mkd.operations.phases import Phases
+    from mkd.operations.shared_build import SharedBuild
+    from mkd.operations.signals import Signals
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+
+    context = ParallelContext.create(detect())
+    signals = Signals(signal.SIGINT if context.rank == asked_rank else 0)
+    try:
+        SharedBuild(context, signals, Phases()).end_if_asked()
+    except Preempted as stop:
+        return stop.code
+    return ""
+
+
+@pytest.mark.parametrize("asked_rank, code", [(None, ""), (1, "preempted-before-loading")])
+def test_a_signal_ends_all_before_models_are_loaded(asked_rank, code, ranks):
+    assert ranks.run(end_if_one_is_asked, 2, asked_rank) == [code, code]
+
+
 def test_all_have_the_result(ranks):
     for outcome, seconds, idle in ranks.run(build_together, 2, 1.5, None, False):
         assert outcome == "prefix" and 1 < seconds < 5 and idle < 1

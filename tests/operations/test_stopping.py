@@ -60,9 +60,9 @@ def run_and_signal(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         )
-    for text in (after, again_after) if again_after else (after,):
+    for moment in (after, again_after) if again_after else (after,):
         deadline = time.monotonic() + 120
-        while text not in (files / f"{run}-0.out").read_text():
+        while not (moment() if callable(moment) else moment in (files / f"{run}-0.out").read_text()):
             assert time.monotonic() < deadline and all(process.poll() is None for process in started), (
                 "it never got there"
             )
