@@ -20,10 +20,10 @@ from mkd.plan.model_shape import ModelShape
 def run(
     hf: str,
     save: Path,
-    overwrite: bool,
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
+    overwrite: bool = False,
 ) -> None:
     """Convert `hf` to a checkpoint in `save`; `dtype` defaults to that of the files. Arguments are flags.
 

@@ -65,11 +65,11 @@ def run(
     load: Path,
     ckpt_step: int | None,
     hf_out: Path,
-    overwrite: bool,
     reference_hf: str | None,
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
+    overwrite: bool = False,
 ) -> None:
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
