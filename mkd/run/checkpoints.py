@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mkd.checkpoint.distributed import TrainingState, start_save
 from mkd.checkpoint.folders import (
     ABANDONED,
+    BY_STEPS,
     MEGATRON_FILE,
     Retention,
     TrainingPosition,
@@ -150,7 +151,7 @@ class Saver:
         position: TrainingPosition,
         wait: bool,
         open_interval: Mapping,
-        cause: str,  # see mkd.checkpoint.folders
+        cause: str = BY_STEPS,  # see mkd.checkpoint.folders
     ) -> None:
         """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""
         self.finish()
