@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mkd.config import megatron_flags  # noqa: E402
+from mkd.config.flags import FIRST_FLAGS  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
 from mkd.log.compact import COLUMNS, ONLY_HELD_OUT, CompactLines  # noqa: E402
 from mkd.log.metrics import AUXILIARY, METRICS, PER_TEACHER, Metric  # noqa: E402
@@ -24,18 +25,6 @@ from tools.docs.errors_page import errors_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
 TABLE_BELOW = "<!-- below: made by tools/make_docs.py from tools/benchmarks/results/*.csv -->\n"
-FIRST_FLAGS = (  # chosen by hand: what a first real run sets
-    "--student-hf",
-    "--teacher-hf",
-    "--data-path",
-    "--seq-length",
-    "--global-batch-size",
-    "--train-iters",
-    "--lr",
-    "--bf16",
-    "--save",
-    "--load",
-)
 DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # the value that applies if the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,6 +18,19 @@ _DESCRIPTION = (
     "Distil a teacher language model into a student. "
     "The command line wins over the file, the file over defaults."
 )
+FIRST_FLAGS = (  # chosen by hand: what a first real run sets
+    "--student-hf",
+    "--teacher-hf",
+    "--data-path",
+    "--seq-length",
+    "--global-batch-size",
+    "--train-iters",
+    "--lr",
+    "--bf16",
+    "--save",
+    "--load",
+)
+_WIDTH = 100  # columns of the short help
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -48,8 +62,10 @@ def whole_number(text: str, least: int = 1) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser, with a group of flags per section. Values stay text."""
-    parser = FlagParser(prog="mkd train", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser = _empty_parser()
     run = parser.add_argument_group("run")
+    run.add_argument("-h", "--help", action=_Help, build=short_help, help="show the flags of a first run")
+    run.add_argument("--help-all", action=_Help, build=_long_help, help="describe every flag")
     run.add_argument(
         "--config",
         metavar="FILE.yaml",
@@ -57,12 +73,55 @@ def build_parser() -> argparse.ArgumentParser:
     )
     groups = {"": run}
     for section, cls in section_types().items():
-        title = section.removeprefix(FIRST_TEACHER + ".").removesuffix("s[0]")
-        groups[section] = parser.add_argument_group(title, cls.__doc__)
+        groups[section] = parser.add_argument_group(_title(section), cls.__doc__)
     for option in all_options():
         if option.has_flag:
             _add_flag(groups[option.section], option)
     return parser
+
+
+def _empty_parser() -> FlagParser:
+    texts = dict(prog="mkd train", usage=_USAGE, description=_DESCRIPTION)
+    return FlagParser(**texts, allow_abbrev=False, add_help=False)
+
+
+def _title(section: str) -> str:
+    return section.removeprefix(FIRST_TEACHER + ".").removesuffix("s[0]")
+
+
+class _Help(argparse.Action):
+    """Print the text that `build` makes, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], build: Callable[[], str], **kwargs: Any):
+        super().__init__(option_strings, nargs=0, **{**kwargs, "dest": argparse.SUPPRESS})
+        self._build = build
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        print(self._build(), end="")
+        parser.exit()
+
+
+def _long_help() -> str:
+    return build_parser().format_help()
+
+
+def short_help() -> str:
+    """Return the help of the flags of a first run, and the names of all others by section."""
+    first, by_flag = _empty_parser(), {option.flag: option for option in all_options() if option.has_flag}
+    group = first.add_argument_group("the ten flags of a first run")
+    for flag in FIRST_FLAGS:
+        _add_flag(group, by_flag[flag])
+    lines = [first.format_help(), "all flags by section; `mkd train --help-all` describes each:", ""]
+    for section, cls in [*section_types().items(), ("", None)]:
+        names = ["--config FILE.yaml"] * (not section)
+        names += [flag for flag, option in by_flag.items() if option.section == section]
+        lines.append(
+            f"{_title(section) or 'run'}: {(cls.__doc__ or '').splitlines()[0] if cls else ''}".rstrip(": ")
+        )
+        text = "  ".join(names)
+        indents = dict(initial_indent="  ", subsequent_indent="  ")
+        lines += [*textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False), ""]
+    return "\n".join(lines)
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
@@ -134,7 +193,7 @@ def known_flags() -> list[str]:
     negations = [
         "--no-" + option.flag[2:] for option in options if option.kind is bool and not option.is_negation
     ]
-    return ["--help", "--config", *(option.flag for option in options), *negations]
+    return ["--help", "--help-all", "--config", *(option.flag for option in options), *negations]
 
 
 def _unknown(flag: str, flags: list[str]) -> UsageError:

@@ -6,8 +6,9 @@ import pytest
 
 from mkd.config import other_names
 from mkd.config.divergence import DIVERGENCES
-from mkd.config.flags import build_parser, known_flags, parse_command_line
+from mkd.config.flags import FIRST_FLAGS, build_parser, known_flags, parse_command_line
 from mkd.config.megatron_flags import unsupported
+from mkd.config.options import all_options
 
 PUBLIC_CONTRACT = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -152,9 +153,20 @@ def test_choices_are_listed():
     assert all(name in problem("--kd-divergence", "tvd").do for name in DIVERGENCES)
 
 
-def test_help_is_grouped_and_ends_with_0(capsys):
+def test_short_help_has_the_first_flags_in_full_and_names_the_others(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command_line(["--help"])
+    assert caught.value.code == 0
+    head, _, rest = capsys.readouterr().out.partition("all flags by section")
+    assert re.findall(r"^  (--[a-z0-9-]+)", head, re.MULTILINE) == list(FIRST_FLAGS)
+    flags = {option.flag for option in all_options() if option.has_flag}
+    assert set(re.findall(r"--[a-z0-9-]+", rest)) == flags | {"--help-all", "--config"}
+    assert len((head + rest).splitlines()) < 150
+
+
+def test_long_help_is_grouped_and_ends_with_0(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(["--help-all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for title in (
