@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mkd.tokenizers.load import open_tokenizer
 from tests.reported import reported_codes
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, read_weights, run_main, with_fault, write_records
@@ -73,6 +74,13 @@ def test_completions_become_documents_as_sampled(single):
         ends.add(int(ids[-1] == 0))
     assert ends == {0, 1}, "the test needs completions of both kinds"
     assert single["sums"]["num_loss_tokens"] == sum(int(mask.sum()) for *_, mask in single["documents"])
+
+
+def test_every_sampled_id_is_a_token(single, files):
+    """The models have 307 and 300 rows, the tokenizer 289 ids."""
+    tokens = set(open_tokenizer(str(files / "student")).vocabulary.values())
+    sampled = {token for _, ids, _ in single["rollouts"].values() for token in ids.tolist()}
+    assert len(sampled) > 20 and sampled <= tokens
 
 
 def test_loss_gradients_and_figures_equal_transformers(single, files):

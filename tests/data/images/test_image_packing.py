@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -145,3 +147,22 @@ def test_texts_have_the_same_packs_with_a_limit_of_patches(make_store):
     assert PackSettings(16).identity.keys() == PackSettings(16, max_patches=4).identity.keys() - {
         "max_patches"
     }
+
+
+@pytest.mark.parametrize(
+    "rule, kept, dropped, cut",
+    [("drop", 1, 2, 0), ("truncate-left", 1, 2, 0), ("truncate", 2, 1, 1), ("split", 2, 1, 1)],
+)
+def test_the_rule_for_conversations_holds_for_images(rule, kept, dropped, cut, reader, write_jsonl, tmp_path):
+    """One that may be cut ends after the last answer that fits; it is never cut from the left or split."""
+    images, wide, narrow = reader(), question((60, 60)), question((16, 16))
+    path = write_jsonl("a.jsonl", *({"messages": one} for one in (wide, narrow + wide, narrow)))
+    listed, tokenizer = tmp_path / "quarantine.jsonl", images.processor.tokenizer
+    options = dict(tokenizer=tokenizer, vocab_size=400, cache_dir=str(tmp_path / "cache"), images=images)
+    options |= dict(seq_length=60, overlong_conversations=rule, quarantine=str(listed))
+    dataset, _ = open_datasets(data_path=[path], **options)
+    pieces, found = dataset.members[0].index.pieces(0, 9), dataset.members[0].index.dropped
+    assert len(pieces) == kept and not pieces.offset.any()
+    assert (found.conversations, found.cut_conversations, found.too_long) == (dropped, cut, 0)
+    lines = [json.loads(line)["line"] for line in listed.read_text().splitlines()]
+    assert lines == ([1, 2] if dropped == 2 else [1])
