@@ -188,7 +188,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, chat)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
     with worker_deaths_explained(), console(0):
-        return build_store(
+        summary = build_store(
             args.input,
             args.output_prefix,
             tokenizer,
@@ -200,6 +200,9 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
                 args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
             ),
         )
+    if {"messages", "pair"} & set(summary.kinds):
+        print(*tokenizer.describe_chat(), sep="\n")
+    return summary
 
 
 @returns_exit_code

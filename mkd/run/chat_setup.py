@@ -32,15 +32,8 @@ def chat_settings(config: Config) -> ChatSettings:
 
 
 def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError]:
-    """Yield the problems of the flags with the chat template of the student's tokenizer."""
+    """Yield the problems of flags that need a chat template, if the tokenizer has none."""
     if tokenizer.has_chat_template:
-        if data.chat_loss == "marks" and not tokenizer.has_chat_marks:
-            yield UsageError(
-                "--chat-loss marks: the chat template has no {% generation %} marks",
-                "no token of a conversation would have loss",
-                "add marks to the template, or use --chat-loss turns",
-                code="chat-template-without-marks",
-            )
         return
     for flag, value, default in (
         ("chat-loss", data.chat_loss, DataConfig.chat_loss),

@@ -95,7 +95,7 @@ class ChatTemplate:
         date = self.settings.date
         if date is None or DATE + "(" in self.source(Conversation(PROBE)):
             return [*lines, "note: the chat template writes the present date: its ids change every day"]
-        return [*lines, f"note: the chat template writes a date: {date} for the whole run (--chat-date)"]
+        return [*lines, f"note: the chat template writes a date: {date}, kept to the end (--chat-date)"]
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of the conversation. Raises DataError if the template refuses it."""

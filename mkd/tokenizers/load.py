@@ -19,7 +19,7 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings
     """Load the tokenizer of `--tokenizer-type` and `--tokenizer-model`; `chat`: how it reads conversations.
 
     The model is a local folder, a Hugging Face id, a `.model` or a `.tiktoken` file. Code that comes with a
-    model is never run. Raises UsageError if the tokenizer cannot be loaded.
+    model is never run. Raises UsageError if the tokenizer cannot be loaded, or lacks marks that `chat` wants.
     """
     loaders: Mapping[str, Callable[[str], Tokenizer]] = {
         "HuggingFaceTokenizer": lambda model: load_hugging_face(model, chat),
@@ -29,7 +29,20 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings
     if tokenizer_type not in loaders:
         what, do = f"--tokenizer-type {tokenizer_type} is not known", f"use one of {', '.join(loaders)}"
         raise UsageError(what, do=do, code="tokenizer-type-unknown")
-    return loaders[tokenizer_type](tokenizer_model)
+    tokenizer = loaders[tokenizer_type](tokenizer_model)
+    if (
+        chat is not None
+        and chat.loss == "marks"
+        and tokenizer.has_chat_template
+        and not tokenizer.has_chat_marks
+    ):
+        raise UsageError(
+            "--chat-loss marks: the chat template has no {% generation %} marks",
+            "no token of a conversation would have loss",
+            "add marks to the template, or use --chat-loss turns",
+            code="chat-template-without-marks",
+        )
+    return tokenizer
 
 
 def open_tokenizer(
