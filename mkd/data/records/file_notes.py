@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ LOOKED_AT = 100  # records of a file
 
 def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer) -> list[str]:
     """Return what every start of a run says about the file, of whose records `keys` were ignored."""
-    found = IgnoredKeys(keys.records + unread_columns(path), keys.messages, keys.read)
+    found = replace(keys, records=keys.records + unread_columns(path))
     texts = [] if path.endswith(TEXT_SUFFIX) else list(_texts(path))
     notes = (str(found), reasoning_note(keys.reasoning), control_token_note(texts, tokenizer))
     return [note for note in notes if note]

@@ -13,6 +13,7 @@ from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ALWAYS_READ = ("role", "content", "tool_calls")
+VARIABLE = "chat_template_kwargs."
 SHOWN_KEYS = 12
 TRIED_RECORDS = 2  # of every batch, for every key of messages
 
@@ -23,20 +24,24 @@ class IgnoredKeys:
 
     records: Counter[str] = field(default_factory=Counter)  # keys that nothing reads
     messages: Counter[str] = field(default_factory=Counter)  # keys that only a chat template may read
-    read: set[str] = field(default_factory=set)  # those of messages that a template does read
-
+    variables: Counter[str] = field(default_factory=Counter)  # chat_template_kwargs.NAME, likewise
+    read: set[str] = field(default_factory=set)  # messages' keys and variables that a template does read
     reasoning: Counter[str] = field(default_factory=Counter)  # counts of `dropped_reasoning`
 
     def add(self, other: IgnoredKeys) -> None:
         self.records += other.records
         self.messages += other.messages
+        self.variables += other.variables
         self.read |= other.read
         self.reasoning += other.reasoning
 
     def __str__(self) -> str:
         """Return a line for people; an empty one if every key is read."""
-        messages = {key: count for key, count in self.messages.items() if key not in self.read}
-        of_records, of_messages = _listed(self.records), _listed(messages)
+        messages, variables = (
+            Counter({key: count for key, count in counts.items() if key not in self.read})
+            for counts in (self.messages, self.variables)
+        )
+        of_records, of_messages = _listed(self.records + variables), _listed(messages)
         if of_records and of_messages:
             return f"ignored keys: {of_records}; of messages: {of_messages}"
         return (of_records and f"ignored keys: {of_records}") or (
@@ -47,19 +52,23 @@ class IgnoredKeys:
 def ignored_keys(records: Sequence[Record], tokenizer: Tokenizer) -> IgnoredKeys:
     """Return the counts of records.
 
-    A template reads a key of messages if the conversation is rendered in another way without it. That is
-    tried on the first records of every batch that have the key, so it does not depend on the worker.
+    A template reads a key of messages if the conversation is rendered in another way without it, and a
+    variable if another value is. That is tried on the first records of every batch that have the key, so it
+    does not depend on the worker.
     """
     found, tried = IgnoredKeys(), Counter[str]()
     for record in records:
         found.records.update(record.ignored)
         found.reasoning += dropped_reasoning(_conversations(record), tokenizer)
         keys = Counter(key for message in _messages(record) for key in message if key not in ALWAYS_READ)
+        variables = Counter(VARIABLE + name for one in _parts(record)[:1] for name in one.template_kwargs)
         found.messages += keys
-        for key in keys:
+        found.variables += variables
+        for key in (*keys, *variables):
             if key not in found.read and tried[key] < TRIED_RECORDS:
                 tried[key] += 1
-                if any(_reads(tokenizer, one, key) for one in _conversations(record)):
+                reads = _reads if key in keys else _reads_variable
+                if any(reads(tokenizer, one, key) for one in _conversations(record)):
                     found.read.add(key)
     return found
 
@@ -87,7 +96,19 @@ def _reads(tokenizer: Tokenizer, conversation: Conversation, key: str) -> bool:
     without = [{k: v for k, v in message.items() if k != key} for message in conversation.messages]
     if without == list(conversation.messages):
         return False
+    return _differ(tokenizer, [conversation, replace(conversation, messages=without)])
+
+
+def _reads_variable(tokenizer: Tokenizer, conversation: Conversation, key: str) -> bool:
+    name = key.removeprefix(VARIABLE)
+    others = {one: value for one, value in conversation.template_kwargs.items() if one != name}
+    variables = (others, {**others, name: True}, {**others, name: False}, conversation.template_kwargs)
+    return _differ(tokenizer, [replace(conversation, template_kwargs=one) for one in variables])
+
+
+def _differ(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> bool:
+    """Return True if the template renders the conversations in several ways, or refuses one."""
     try:
-        return tokenizer.render(conversation) != tokenizer.render(replace(conversation, messages=without))
+        return len({tokenizer.render(one) for one in conversations}) > 1
     except DataError:
-        return True  # the template insists on it
+        return True

@@ -118,6 +118,14 @@ def test_texts_that_were_rendered_are_noted(tmp_path, write_jsonl, tokenizer, ki
         assert "`messages`" in said[0]
 
 
+def test_variables_that_the_template_does_not_read_are_named(tmp_path, write_jsonl):
+    template = "{% set brief = brief | default(true) %}{% if brief %}brief{% endif %}" + CHATML
+    ask = {"messages": [{"role": "user", "content": "a fox?"}, {"role": "assistant", "content": "Yes."}]}
+    path = write_jsonl("a.jsonl", *[ask | {"chat_template_kwargs": {"brief": True, "thinking": True}}] * 3)
+    said = notes(path, tmp_path, HuggingFaceTokenizer(train_hf_tokenizer(template)))
+    assert said == [f"{path}: ignored keys: chat_template_kwargs.thinking (3)"]
+
+
 def test_meta_holds_what_is_said(tmp_path, write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", {"text": "a fox", "id": 1})
     build_store([path], str(tmp_path / "c"), tokenizer, True)
