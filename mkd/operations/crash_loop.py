@@ -78,6 +78,11 @@ class CrashCounter(Follower):
         if not (isinstance(error, Exception) and exit_code_of(error) == 1):
             self.path.unlink(missing_ok=True)
 
+    def forgive(self) -> None:
+        """Remove the marker of a run that is told to end at once. May be called from another thread."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
 
 def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     """Build the counter of a run that starts now. Collective; raises CrashLoop on all ranks."""

@@ -135,6 +135,7 @@ def begin(
         cleanup.add(lambda error: lock.release())
     crashes = count_crashes(config, context)
     cleanup.add(crashes.end)
+    signals.when_forced.append(crashes.forgive)
     profiler = Profiler.from_config(config.log, log_folder(config) / "profile", context.rank)
     cleanup.add(profiler.close)
     phases.follow(crashes)
