@@ -12,6 +12,7 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.notes import precision_note
 from mkd.plan.parameters import active_parameters
 from mkd.plan.prefetch import ideal_ms
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several
@@ -199,3 +200,24 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     with pytest.raises(UsageError) as caught:
         _ = given.prefetch
     assert caught.value.code == "prefetch-plan-not-possible"
+
+
+def test_fp32_is_slower_and_gets_a_note():
+    """Without --bf16 products run at the rate of fp32; the note has both times."""
+    given = [
+        "--student-hf",
+        "s",
+        "--teacher-hf",
+        "t",
+        "--data-path",
+        "d",
+        "--train-iters",
+        "1",
+        "--global-batch-size",
+        "8",
+    ]
+    bf16, fp32 = forecast(*given, "--bf16"), forecast(*given, "--no-bf16")
+    assert fp32.planned_step_ms() > 8 * bf16.planned_step_ms()
+    assert "predicted on H200 in fp32" in fp32.describe()
+    (note,) = precision_note(fp32)
+    assert "--bf16 is usual: " in note and precision_note(bf16) == []
