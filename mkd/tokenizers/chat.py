@@ -175,7 +175,7 @@ def _without_marks() -> DataError:
         "the chat template has no {% generation %} marks",
         "--chat-loss marks takes the loss from them alone",
         "add marks to the template, or use --chat-loss turns",
-        code="chat-template-without-marks",
+        code="chat-record-without-marks",
     )
 
 

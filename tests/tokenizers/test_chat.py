@@ -202,7 +202,7 @@ def test_a_template_that_marks_nothing_of_a_record_falls_back_to_turns():
 
 
 def test_marks_that_are_missing_or_of_unknown_messages_are_refused():
-    with refused("chat-template-without-marks", DataError):
+    with refused("chat-record-without-marks", DataError):
         predicted_text(EOS_AT_THE_END, CHAT, ChatSettings("marks"))
     all_in_one = "{% generation %}" + EOS_AT_THE_END + "{% endgeneration %}"
     assert len(predicted_text(all_in_one, CHAT)) == 1
