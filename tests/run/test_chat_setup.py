@@ -14,12 +14,8 @@ from mkd.run.run_plan import plan_run
 from tests.train.command import Result, call_main, flags, make_files, write_records
 
 TEMPLATE = (
-    "{{ 'fox ' + strftime_now('%Y-%m-%d') }}{% for m in messages %}"
+    "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}"
     "{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
-)
-MARKED = TEMPLATE.replace(
-    "{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}",
-    "{{ m['role'] }}{% generation %}{{ m['content'] }}{% endgeneration %}",
 )
 
 
@@ -27,7 +23,7 @@ MARKED = TEMPLATE.replace(
 def files(tmp_path_factory):
     folder = make_files(tmp_path_factory.mktemp("chat"))
     (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
-    said = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}]
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "fox"}]
     write_records(folder / "chat.jsonl", *[{"messages": said}] * 20)
     return folder
 
