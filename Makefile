@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The suite starts some hundred processes: compiled modules are kept, and two cores are shared.
-TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# The suite starts some hundred processes: compiled modules are kept, and two cores are shared. Each of the WORKERS takes whole
+# files, with ranks of its own; WORKERS=0 runs all tests in one process.
+WORKERS ?= 2
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 # What differs first between versions of megatron-core, torch and transformers.
 VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/test_saving.py \
@@ -37,7 +39,7 @@ test-versions: $(READY)  ## the tests that depend most on megatron-core: PYTHON=
 	$(TESTS) $(VERSION_TESTS)
 
 faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
-	MKD_SLOW=1 $(TESTS) -m fault -p tests.faults
+	MKD_SLOW=1 $(TESTS) -n 0 -m fault -p tests.faults
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py

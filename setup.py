@@ -59,7 +59,16 @@ setup(
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
         "plot": ["matplotlib"],  # `mkd plot`
-        "dev": ["pytest", "pillow>=10.1", "matplotlib", "accelerate", "ruff", "import-linter", "mypy"],
+        "dev": [
+            "pytest",
+            "pytest-xdist",
+            "pillow>=10.1",
+            "matplotlib",
+            "accelerate",
+            "ruff",
+            "import-linter",
+            "mypy",
+        ],
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard", "pillow>=10.1"],
     },
 )
