@@ -5,6 +5,7 @@ SAVE/iter_0000010.partial/                a checkpoint that is being written or 
 SAVE/iter_0000010.replaced/               the old checkpoint of an iteration while the new one takes its name
 SAVE/iter_0000010.abandoned/              a checkpoint after the one that a run rewound to; never read
 SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
+SAVE/SLURM_JOB_ID                         the Slurm job that wrote here last, if there was one
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ STATE_FILE = "mkd.json"
 COMMON_FILE = "common.pt"  # all content except tensors that is equal on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
+SLURM_JOB = "SLURM_JOB_ID"  # variable, and file of SAVE with its value
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
 CAUSE = "cause"  # entry of STATE_FILE: why a checkpoint was saved, one of these
 BY_STEPS, BY_TIME, STOPPED, LAST = "steps", "time", "stop", "last"

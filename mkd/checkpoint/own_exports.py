@@ -1,4 +1,4 @@
-"""The exports that a run has written, so that the run may replace them when it resumes, and no other's.
+"""Remember which exports a run wrote: on resume it may replace those, and no others.
 
 SAVE/exports.json: absolute folder -> name -> [[bytes, time of the last change in ns], ...]
 
@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 
 from mkd.checkpoint.hf.hf_folder import model_files
 
@@ -56,5 +57,5 @@ def _key(folder: Path) -> str:
 
 def _state(path: Path) -> list[int]:
     """Return [bytes, time of the last change in ns]; of a folder the name alone counts."""
-    status = path.stat()
-    return [0, 0] if path.is_dir() else [status.st_size, status.st_mtime_ns]
+    status = path.lstat()  # mkd writes no links, so a link, dangling or not, is never its own
+    return [0, 0] if S_ISDIR(status.st_mode) else [status.st_size, status.st_mtime_ns]

@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from mkd.checkpoint.folders import SLURM_JOB
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.errors import CheckpointError
 from mkd.parallel.agreement import on_rank_0
@@ -21,7 +22,6 @@ ADAM_BYTES = 8  # two fp32 moments of a parameter
 MASTER_BYTES = 4  # the fp32 copy of a bf16 one
 LOCK_FILE = "writer.lock"
 HELD = frozenset({errno.EACCES, errno.EAGAIN})
-SLURM_JOB = "SLURM_JOB_ID"
 
 
 def weight_bytes(shape: ModelShape, bf16: bool) -> int:

@@ -11,7 +11,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from types import MappingProxyType
 
-from mkd.checkpoint.folders import TrainingPosition, holds_checkpoints
+from mkd.checkpoint.folders import SLURM_JOB, TrainingPosition, holds_checkpoints
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.own_exports import OwnExports
 from mkd.config.load import read_saved_config
@@ -22,12 +22,18 @@ SAVED_CONFIG = "config.yaml"
 LOG_FILES = ("metrics.jsonl", "events.jsonl", SAVED_CONFIG, "loss_card.txt", "plan.json")
 SLURM_RESTARTS = "SLURM_RESTART_COUNT"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if torchrun keeps one store for all restarts
 DONE, PREEMPTED = "DONE", "PREEMPTED"  # markers in --save: torchrun's exit code hides ours
 
 
 def log_folder(config: Config) -> Path:
     """Return the folder of metrics and of the saved configuration."""
-    return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
+    save = None if config.log.log_dir else config.checkpoint.save
+    return Path(save) if save else _default_folder(config)
+
+
+def _default_folder(config: Config) -> Path:
+    return Path(config.log.log_dir or Path("runs") / config.log.name)
 
 
 def with_save_folder(config: Config) -> Config:
@@ -70,36 +76,49 @@ def describe_saves(config: Config) -> list[str]:
     checkpoint = config.checkpoint
     export = f"; exports the student to {checkpoint.export_hf} at the end" if checkpoint.export_hf else ""
     if not checkpoint.save:
-        return [f"saves no checkpoints{export}"]
+        return [f"saves no checkpoints{export}", *restart_notes(checkpoint)]
     steps, minutes = checkpoint.save_interval, checkpoint.save_interval_in_mins
     times = [f"every {steps} steps"] if steps else []
     times += [f"after {minutes:g} minutes without a save"] if minutes else []
     lines = [f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"]
-    earlier = _passed_over(config)
-    lines += [f"{earlier} holds an earlier run, which --load {earlier} would resume"] if earlier else []
+    if not checkpoint.load:
+        for earlier in _passed_over(config)[-1:]:
+            lines.append(f"{earlier} holds an earlier run, which --load {earlier} would resume")
     return lines + restart_notes(checkpoint)
 
 
-def _passed_over(config: Config) -> Path | None:
-    """Return the latest run that is in the way of a start without --save and --load; None: there is none."""
-    checkpoint, first = config.checkpoint, Path(config.log.log_dir or Path("runs") / config.log.name)
-    taken = list(takewhile(holds_checkpoints, _numbers(first)))
-    is_new = (
-        checkpoint.save is not None and not checkpoint.load and Path(checkpoint.save) == _free_folder(first)
-    )
-    return taken[-1] if taken and is_new else None
+def _passed_over(config: Config) -> list[Path]:
+    """Return the earlier runs in the folders before that of a run without --save, which resumes none."""
+    checkpoint, first = config.checkpoint, _default_folder(config)
+    if not checkpoint.save or continues(checkpoint) or Path(checkpoint.save) != _free_folder(first):
+        return []
+    return list(takewhile(holds_checkpoints, _numbers(first)))
 
 
 def requeue_problems(
     config: Config, environment: Mapping[str, str] = MappingProxyType(os.environ)
 ) -> Iterator[UsageError]:
-    """Yield the problem of a Slurm job that has been started again and would train from the beginning."""
-    earlier = _passed_over(config)
-    if earlier is not None and environment.get(SLURM_RESTARTS, "0") != "0":
-        what = "Slurm has started this job again, and without --load the run would start from its beginning"
-        why = f"{earlier} holds the steps of an earlier start"
+    """Yield the problem of a Slurm job that has been started again and would not resume its own steps."""
+    job = environment.get(SLURM_JOB)
+    if not job or environment.get(SLURM_RESTARTS, "0") == "0":
+        return
+    own = [folder for folder in _passed_over(config) if _job_of(folder) == job]
+    if own:
+        what = f"Slurm has started this job again, and the run would not resume what is in {own[-1]}"
+        why = "that folder holds the steps of an earlier start of the same job"
         do = "give --save DIR --load DIR, so that the same command starts and resumes"
         yield UsageError(what, why, do, code="requeued-without-load")
+
+
+def write_job(folder: Path, environment: Mapping[str, str] = MappingProxyType(os.environ)) -> None:
+    """Write the number of the Slurm job to its folder of checkpoints, if there is one."""
+    if job := environment.get(SLURM_JOB):
+        (folder / SLURM_JOB).write_text(f"{job}\n", encoding="utf-8")
+
+
+def _job_of(folder: Path) -> str | None:
+    path = folder / SLURM_JOB
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def logs_of_another_run(config: Config) -> bool:
@@ -158,12 +177,19 @@ def continues(checkpoint: CheckpointConfig) -> bool:
 def restart_notes(
     checkpoint: CheckpointConfig, environment: Mapping[str, str] = MappingProxyType(os.environ)
 ) -> list[str]:
-    """Return a line if torchrun would restart a failed run from its beginning."""
+    """Return what a restart by torchrun would do wrong."""
     restarts = environment.get(MAX_RESTARTS, "0")
-    if restarts == "0" or continues(checkpoint):
+    if restarts == "0":
         return []
+    notes = []
+    is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    if environment.get(SHARES_STORE) == "True" and not is_one_machine:
+        what = f"after a restart by torchrun --max-restarts {restarts} the machines would not find each other"
+        notes.append(f"{what}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them")
+    if continues(checkpoint):
+        return notes
     do = f"give --load {checkpoint.save}" if checkpoint.save else "leave out --no-save and give --load"
-    return [f"torchrun --max-restarts {restarts} would restart a failed run from its beginning: {do}"]
+    return [*notes, f"torchrun --max-restarts {restarts} would restart a failed run from its beginning: {do}"]
 
 
 def export_in_the_way(checkpoint: CheckpointConfig) -> UsageError | None:

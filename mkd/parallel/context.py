@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
-from mkd.parallel.start_store import is_restart, start_store
+from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.plan.batch import document_multiple
 from mkd.plan.peer_groups import peer_ranks, weight_shards
 from mkd.platform import Platform
@@ -287,7 +287,7 @@ def join_process_group(platform: Platform, timeout: timedelta) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         device_id = platform.device if platform.is_cuda else None
         options: dict[str, Any] = {}
-        if is_restart():
+        if needs_own_keys():
             options |= {"store": start_store(timeout)}
             options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         dist.init_process_group(platform.backend, timeout=timeout, device_id=device_id, **options)

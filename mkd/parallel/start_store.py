@@ -15,13 +15,15 @@ def start_store(timeout: timedelta) -> dist.Store:
     """Return the store of this start. Call it with torchrun's environment.
 
     torchrun keeps one store for all its restarts, so a restarted process would find the addresses of those
-    that are gone (pytorch #135712). Every restart therefore has its own keys.
+    that are gone (pytorch #135712). On one machine every restart therefore has its own keys. On several, each
+    torchrun counts only the failures of its own machine, so the numbers differ and name no common keys.
     """
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"mkd/attempt {os.environ[ATTEMPT]}", store) if is_restart() else store
+    return dist.PrefixStore(f"mkd/attempt {os.environ[ATTEMPT]}", store) if needs_own_keys() else store
 
 
-def is_restart() -> bool:
-    """Return True if torchrun has started this process in the place of one that failed."""
-    return os.environ.get(ATTEMPT, "0") != "0"
+def needs_own_keys() -> bool:
+    """Return True if torchrun has restarted all ranks, which are on this machine."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return is_one_machine and os.environ.get(ATTEMPT, "0") != "0"

@@ -121,7 +121,7 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
     """Build, train, export."""
     from mkd.operations.cleanup import Cleanup
     from mkd.operations.event_log import STOP, EventLog
-    from mkd.operations.run_folders import remove_markers
+    from mkd.operations.run_folders import remove_markers, write_job
     from mkd.run.end_text import end_text
     from mkd.run.loop import train
     from mkd.run.setup import build_run
@@ -132,13 +132,15 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
         if events:
             cleanup.add(events.end)
         current = build_run(plan, platform, signals, watchdog, cleanup)
-        if events:  # not earlier: the folder may belong to another run
+        # Not earlier: the folder may belong to another run, as `logs_of_another_run` sees in its settings.
+        if events:
             with folder_errors(folder):
                 events.open(folder, current.position.iteration, appends=bool(checkpoint.load))
                 write_plan(loaded, plan, platform, folder)
             current.phase.follow(events)
             if checkpoint.save:
                 remove_markers(Path(checkpoint.save))
+                write_job(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
         if done > asked:
             LOG.warning("%d iterations are done, --train-iters asks for %d: nothing is trained", done, asked)
@@ -243,13 +245,13 @@ def show(*texts: str) -> None:
 
 def export(current, folder: Path) -> None:
     """Write the student as a Hugging Face folder, and list its files in --save."""
-    from mkd.checkpoint.hf.hf_writer import export_hf, without_record
+    from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.checkpoint.own_exports import OwnExports
     from mkd.operations.run_folders import export_in_the_way
 
     models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
     parts = [(part, part.first_layer) for part in models]
-    record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else without_record
+    record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else None
     with current.engine.parameters_gathered():
         export_hf(
             parts,
@@ -257,7 +259,7 @@ def export(current, folder: Path) -> None:
             folder,
             context=current.engine.context,
             assets=assets,
-            in_the_way=lambda _: export_in_the_way(checkpoint),
+            in_the_way=partial(export_in_the_way, checkpoint),
             record=record,
         )
     LOG.info("exported the student to %s", folder)

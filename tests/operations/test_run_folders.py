@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from mkd.operations.run_folders import (
     restart_notes,
     start_problems,
     with_save_folder,
+    write_job,
 )
 from tests.train.command import flags, make_files, read_metrics, run_main
 
@@ -114,17 +116,37 @@ def test_restarts_by_torchrun_need_load():
     assert "--max-restarts 2" in note and "--load a" in note
     assert restart_notes(CheckpointConfig(save="a", load="a"), environment) == []
     assert restart_notes(CheckpointConfig(save="a"), {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
+    several = environment | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": "8",
+        "WORLD_SIZE": "16",
+    }
+    (note,) = restart_notes(CheckpointConfig(save="a", load="a"), several)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note
+    assert restart_notes(CheckpointConfig(save="a", load="a"), several | {"WORLD_SIZE": "8"}) == []
+
+
+def test_a_run_that_saves_nothing_hears_of_restarts(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    first, note = describe_saves(Config(checkpoint=CheckpointConfig(no_save=True)))
+    assert first == "saves no checkpoints" and note.endswith("leave out --no-save and give --load")
 
 
 def test_a_job_that_slurm_starts_again_needs_load(folders):
-    """Otherwise it would train from its beginning at every start, into one folder after the other."""
+    """Otherwise it would train from the same step at every start, into one folder after the other."""
 
-    def codes(restarts, **given):
+    def codes(restarts, job="7", **given):
         config = with_save_folder(Config(checkpoint=CheckpointConfig(**given), log=LogConfig(log_dir="a")))
-        return [one.code for one in requeue_problems(config, {"SLURM_RESTART_COUNT": restarts})]
+        environment = {"SLURM_RESTART_COUNT": restarts, "SLURM_JOB_ID": job}
+        return [one.code for one in requeue_problems(config, environment)]
 
-    assert codes("1") == ["requeued-without-load"]
+    assert codes("1") == codes("1", save="a-2") == []  # the run in `a` is no start of this job
+    write_job(Path("a"), {"SLURM_JOB_ID": "7"})
+    shutil.copytree("b", "a-2")
+    write_job(Path("a-2"), {"SLURM_JOB_ID": "8"})
+    assert codes("1") == codes("1", load="b") == codes("1", "8") == ["requeued-without-load"]
     assert codes("0") == codes("1", load="a") == codes("1", no_save=True) == codes("1", save="new") == []
+    assert codes("1", "9") == codes("1", "9", load="b") == []
 
 
 def test_every_run_without_save_is_kept(tmp_path, ranks):

@@ -38,7 +38,13 @@ def test_every_attempt_has_keys_of_its_own(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     stores = []
     for attempt in ("0", "1", "2", "1"):
         for name, value in (world | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
@@ -47,6 +53,17 @@ def test_every_attempt_has_keys_of_its_own(monkeypatch):
     for number, store in enumerate(stores[:3]):
         store.set("address", str(number))
     assert [store.get("address") for store in stores] == [b"0", b"1", b"2", b"1"]
+
+
+def test_machines_that_count_their_failures_apart_share_their_keys(monkeypatch):
+    """Each torchrun counts the failures of its own machine."""
+    from mkd.parallel.start_store import needs_own_keys
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for world_size, needed in (("8", True), ("16", False)):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert needs_own_keys() == needed
 
 
 @pytest.mark.slow

@@ -56,16 +56,6 @@ class HFAssets:
             found |= {f"{TEMPLATE_FOLDER}/{path.name}": path for path in templates}
         return {name: path for name, path in found.items() if path.exists()}
 
-    @property
-    def replaced(self) -> frozenset[str]:
-        """Names of the files and folders of another model that must not stay beside these.
-
-        A tokenizer replaces all tokenizer files, because a mixture of two would be a third one. Without a
-        tokenizer those files stay.
-        """
-        has_tokenizer = not self.files().keys().isdisjoint(TOKENIZER_ASSETS)
-        return frozenset((*MODEL_ASSETS, *((*TOKENIZER_ASSETS, TEMPLATE_FOLDER) if has_tokenizer else ())))
-
     def copy_to(self, folder: Path) -> None:
         """Copy every file to a new folder, following the symbolic links of a hub cache."""
         folder.mkdir(parents=True, exist_ok=True)

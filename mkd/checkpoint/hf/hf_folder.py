@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import (
@@ -21,13 +22,15 @@ from mkd.checkpoint.hf.hf_assets import (
     SINGLE_FILE,
     TEMPLATE_FOLDER,
     TOKENIZER_ASSETS,
+    TOKENIZER_CODE,
 )
 from mkd.errors import UsageError
 
 NEW, OLD = ".mkd-new", ".mkd-old"
 SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-OTHER_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|.*\.bin\.index\.json|.*\.gguf")
-ASSETS = frozenset((*MODEL_ASSETS, *TOKENIZER_ASSETS, TEMPLATE_FOLDER))
+OTHER_WEIGHTS = re.compile(
+    r".*\.safetensors|pytorch_model.*\.bin|.*\.bin\.index\.json|.*\.gguf|adapter_config\.json|adapter_model\.bin"
+)
 NUM_SHOWN = 3
 
 
@@ -38,8 +41,13 @@ def model_files(folder: Path) -> list[Path]:
 
 def _model_files(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name in ASSETS or SHARD_FILE.fullmatch(path.name) or OTHER_WEIGHTS.fullmatch(path.name):
+        is_weights = SHARD_FILE.fullmatch(path.name) or OTHER_WEIGHTS.fullmatch(path.name)
+        if is_weights or path.name in MODEL_ASSETS or _is_of_tokenizer(path.name):
             yield path
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return name in (*TOKENIZER_ASSETS, TEMPLATE_FOLDER) or fnmatch(name, TOKENIZER_CODE)
 
 
 def model_in_the_way(flag: str, folder: Path) -> UsageError | None:
@@ -66,19 +74,21 @@ def give_up(folder: Path) -> None:
     shutil.rmtree(folder / NEW, ignore_errors=True)
 
 
-def publish(
-    folder: Path,
-    replaced: Collection[str],  # names in the folder that go, besides weights and what the new model has
-) -> None:
-    """Put the complete model of `start_writing` in place of the old one.
+def publish(folder: Path) -> None:
+    """Put the complete model of `start_writing` in place of the old one, of which no file stays.
+
+    A tokenizer replaces all tokenizer files, because a mixture of two would be a third one. If the new model
+    has none, those files stay.
 
     Meanwhile the folder has neither an index nor a single file, so that no reader sees a mixture. Raises
     OSError after everything is back in its place.
     """
     stage, old = folder / NEW, folder / OLD
     new = sorted((path.name for path in stage.iterdir()), key=lambda name: name in (INDEX_FILE, SINGLE_FILE))
-    going = [path.name for path in folder.iterdir() if SHARD_FILE.fullmatch(path.name)]
-    going += [name for name in {*replaced, *new} - set(going) if _exists(folder / name)]
+    brings_tokenizer = any(map(_is_of_tokenizer, new))
+    going = [path.name for path in _model_files(folder)]
+    going = [name for name in going if brings_tokenizer or not _is_of_tokenizer(name)]
+    going += [name for name in set(new) - set(going) if _exists(folder / name)]
     going.sort(key=lambda name: name not in (INDEX_FILE, SINGLE_FILE))
     old.mkdir(exist_ok=True)
     moves = [(folder / name, old / name) for name in going] + [(stage / name, folder / name) for name in new]

@@ -32,14 +32,6 @@ from mkd.plan.model_shape import ModelShape
 OTHER_FOLDER = "choose another folder"
 
 
-def anything(folder: Path) -> None:
-    """Allow to replace whatever is in the folder."""
-
-
-def without_record(stage: Path) -> None:
-    """Keep no record of the files that are about to be published."""
-
-
 @dataclass(frozen=True)
 class Owner:
     """The place of a tensor, or of one expert in it: a pipeline rank, a parameter and its shard's shape."""
@@ -62,8 +54,8 @@ def export_hf(
     assets: HFAssets,  # configuration of the same model, and the tokenizer that belongs to it
     dtype: torch.dtype | None = None,  # dtype of the files; default: the parameters' dtype
     max_shard_bytes: int = 5_000_000_000,
-    in_the_way: Callable[[Path], Exception | None] = anything,  # returns why the folder must not be replaced
-    record: Callable[[Path], None] = without_record,  # gets the complete folder that is about to be published
+    in_the_way: Callable[[], Exception | None] | None = None,  # why the folder must not be replaced
+    record: Callable[[Path], None] | None = None,  # gets the complete folder that is about to be published
 ) -> None:
     """Write the model as a Hugging Face folder.
 
@@ -72,7 +64,7 @@ def export_hf(
     `CheckpointError` on every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
-    problem = in_the_way(out_dir) if context.rank == 0 else None
+    problem = in_the_way() if in_the_way and context.rank == 0 else None
     problem = problem or (prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
     _raise_everywhere(context, problem)
     # Global rank 0 holds the first stage, which has the tower.
@@ -232,7 +224,7 @@ def write_folder(
     stream: Iterator[Tensor],
     out_dir: Path,
     assets: HFAssets,
-    record: Callable[[Path], None] = without_record,
+    record: Callable[[Path], None] | None = None,
 ) -> CheckpointError | None:
     """Write all files on rank 0.
 
@@ -245,8 +237,9 @@ def write_folder(
         (stage / "config.json").write_text(_config_text(stage, plan.dtype), encoding="utf-8")
         if plan.last_file == INDEX_FILE:
             (stage / INDEX_FILE).write_text(plan.index(), encoding="utf-8")
-        record(stage)
-        publish(out_dir, assets.replaced)
+        if record:
+            record(stage)
+        publish(out_dir)
     except OSError as error:
         _drain(stream)
         give_up(out_dir)

@@ -13,6 +13,9 @@ from mkd.checkpoint.own_exports import OwnExports
 MINE = {"README.md": "mine", "corpus.bin": "tokens"}
 OLD_MODEL = {"model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
 OLD_MODEL |= {"model.safetensors.index.json": "index", "config.json": "old", "vocab.json": "old"}
+OTHER_FORMS = {"adapter_config.json": "a", "adapter_model.safetensors": "a", "consolidated.safetensors": "c"}
+OTHER_FORMS |= {"pytorch_model.bin": "p", "generation_config.json": "g"}
+OLD_TOKENIZER = {"vocab.json": "old", "tokenization_old.py": "old"}
 NEW_MODEL = {"model.safetensors": "new", "config.json": "new"}
 
 
@@ -30,7 +33,13 @@ def texts(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     ["model.safetensors", "x.safetensors", "pytorch_model-00001-of-00002.bin", "config.json", "q4.gguf"]
-    + ["tokenizer.json", "additional_chat_templates", "pytorch_model.bin.index.json"],
+    + [
+        "adapter_config.json",
+        "tokenization_x.py",
+        "tokenizer.json",
+        "additional_chat_templates",
+        "pytorch_model.bin.index.json",
+    ],
 )
 def test_a_file_of_a_model_is_in_the_way(name, tmp_path):
     fill(tmp_path, MINE)
@@ -45,8 +54,17 @@ def test_a_new_model_takes_the_place_of_the_old_one(tmp_path):
     fill(tmp_path, MINE | OLD_MODEL)
     fill(start_writing(tmp_path), NEW_MODEL)
     assert texts(tmp_path) == MINE | OLD_MODEL
-    publish(tmp_path, {"vocab.json", "merges.txt"})
-    assert texts(tmp_path) == MINE | NEW_MODEL and not list(tmp_path.glob(".mkd*"))
+    publish(tmp_path)
+    assert texts(tmp_path) == MINE | NEW_MODEL | {"vocab.json": "old"} and not list(tmp_path.glob(".mkd*"))
+
+
+def test_no_file_of_the_old_model_stays(tmp_path):
+    """Readers prefer an adapter or other weights to the new model's. A tokenizer goes if another comes."""
+    for new in (NEW_MODEL, NEW_MODEL | {"tokenizer.json": "new"}):
+        fill(tmp_path, MINE | OLD_MODEL | OTHER_FORMS | OLD_TOKENIZER)
+        fill(start_writing(tmp_path), new)
+        publish(tmp_path)
+        assert texts(tmp_path) == MINE | new | (OLD_TOKENIZER if new == NEW_MODEL else {})
 
 
 @pytest.mark.parametrize("place", range(1, 7))
@@ -62,7 +80,7 @@ def test_a_failure_puts_the_old_model_back(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", fail_once)
     with pytest.raises(OSError, match="no room"):
-        publish(tmp_path, {"vocab.json"})
+        publish(tmp_path)
     assert texts(tmp_path) == MINE | OLD_MODEL and texts(tmp_path / NEW) == NEW_MODEL
     assert not (tmp_path / OLD).exists()
 
@@ -80,7 +98,10 @@ def test_a_run_knows_its_own_exports(tmp_path):
             (out / OLD).mkdir()
             (out / "config.json").rename(out / OLD / "config.json")
             assert own.has_written(out)
-        publish(out, {"vocab.json"})
+        publish(out)
         assert own.has_written(out) and not own.has_written(fill(tmp_path / "copy", model))
+    (out / "model.gguf").symlink_to("gone")
+    assert not own.has_written(out)
+    (out / "model.gguf").unlink()
     os.utime(out / "config.json", ns=(1, 1))
     assert not own.has_written(out) and not OwnExports(tmp_path).has_written(out)
