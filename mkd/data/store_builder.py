@@ -134,7 +134,7 @@ def cache_key(
     images: ConversationImages | None = None,
 ) -> str:
     """Return the SHA-256 over the content of a raw file and all settings that decide its tokens."""
-    settings = [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample]
+    settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, characters_per_sample]
     settings += images.settings if images else []
     return known.content_hash(settings, [path], progress)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,19 @@ def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError
             yield no_effect(f"--{flag} {value}", "the tokenizer has no chat template", "remove it")
 
 
-def describe_chat(tokenizer: Tokenizer, data_sets: Iterable[Any], prompts: PromptSet | None) -> list[str]:
+def describe_chat(
+    tokenizers: Sequence[Tokenizer],  # the student's first
+    data_sets: Iterable[Any],
+    prompts: PromptSet | None,
+) -> list[str]:
     """Return lines on how the run reads conversations; none if it has none."""
     members = [member for one in data_sets if one is not None for member in one.members]
     kinds = {kind for member in members for kind in member.store.meta.get("kinds", ())}
     has_chat_prompts = prompts is not None and any(one.is_chat for one in prompts.prompts)
-    return tokenizer.describe_chat() if kinds & {MESSAGES, PAIR} or has_chat_prompts else []
+    if not (kinds & {MESSAGES, PAIR} or has_chat_prompts):
+        return []
+    dates = [line for tokenizer in tokenizers for line in tokenizer.describe_date()]
+    return list(dict.fromkeys([*tokenizers[0].describe_chat(), *dates]))
 
 
 def _saved_date(checkpoint: CheckpointConfig) -> str | None:

@@ -85,8 +85,9 @@ def fingerprints(
             found["loss.stored_precision"] = plan.stored_teacher.meta.precision
     found |= _teacher_processors(plan)
     found["tokenizer"] = tokenizer.fingerprint
-    if tokenizer.chat_date is not None:
-        found[CHAT_DATE] = tokenizer.chat_date
+    dates = {one.chat_date for one in (plan.tokenizers.opened if plan.tokenizers else [tokenizer])} - {None}
+    if dates:  # one: all have the settings of the run
+        (found[CHAT_DATE],) = dates
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
         known = KnownFiles(cache_folder(plan.config))

@@ -54,6 +54,11 @@ class Tokenizers:
     notes: tuple[str, ...]  # shown to the user
     images: ConversationImages | None = None  # reads the images of conversations; None: the student has none
 
+    @property
+    def opened(self) -> list[Tokenizer]:
+        """All tokenizers of the run, the student's first."""
+        return [self.student, *(one for one in self.teachers if one is not None)]
+
 
 def open_tokenizers(
     problems: list[MkdError],

@@ -95,7 +95,7 @@ def build_run(
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
     lines = describe_data(train_set, valid_set, tasks) + ([prompts.describe()] if prompts else [])
-    for line in lines + describe_chat(tokenizer, (train_set, valid_set), prompts):
+    for line in lines + describe_chat(plan.tokenizers.opened, (train_set, valid_set), prompts):
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:

@@ -65,7 +65,9 @@ class ChatTemplate:
         settings = self.settings
         date = settings.date if self.writes_date else None
         found = [settings.loss, dict(settings.template_kwargs), date]
-        return [] if found == ["auto", {}, None] else found
+        found = [] if found == ["auto", {}, None] else found
+        more_stops = sorted(self.stops - {self._hf.eos_token})
+        return [*found, more_stops] if more_stops else found
 
     def has_marks(self, conversation: Conversation) -> bool:
         """Return True if the template has {% generation %} marks."""
@@ -76,8 +78,8 @@ class ChatTemplate:
         source = self._hf.get_chat_template(tools=conversation.tools)
         return with_date(source, self.settings.date)
 
-    def describe(self) -> list[str]:
-        """Return lines for people: which messages have loss, and which date the template writes."""
+    def describe(self) -> str:
+        """Return a line for people: which messages have loss."""
         rule = self.settings.loss
         has_marks = GENERATION_MARK.search(self.source(Conversation(PROBE))) is not None
         loss = {
@@ -89,13 +91,16 @@ class ChatTemplate:
             "marks": "what the chat template marks with {% generation %}",
             "last": "the assistant's messages after the last user message",
         }[rule]
-        lines = [f"conversations have loss on {loss} (--chat-loss {rule})"]
+        return f"conversations have loss on {loss} (--chat-loss {rule})"
+
+    def describe_date(self) -> list[str]:
+        """Return a line for people on the date that the template writes, if it writes one."""
         if not self.writes_date:
-            return lines
+            return []
         date = self.settings.date
         if date is None or DATE + "(" in self.source(Conversation(PROBE)):
-            return [*lines, "note: the chat template writes the present date: its ids change every day"]
-        return [*lines, f"note: the chat template writes a date: {date}, kept to the end (--chat-date)"]
+            return ["note: a chat template writes the present date: its ids change every day"]
+        return [f"note: a chat template writes a date: {date}, kept to the end (--chat-date)"]
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of the conversation. Raises DataError if the template refuses it."""
@@ -135,7 +140,10 @@ class ChatTemplate:
 
     def _listed_stops(self) -> Sequence[Any]:
         """Return `eos_token_id` of the generation_config.json beside the tokenizer, if it is there."""
-        path = Path(self._hf.name_or_path or "") / "generation_config.json"
+        folder = Path(self._hf.name_or_path or "")
+        if not self._hf.name_or_path or not folder.is_dir():  # a tokenizer in memory, or of the hub
+            return ()
+        path = folder / "generation_config.json"
         try:
             listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):

@@ -109,7 +109,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._chats.encode_turns(conversation, self._pieces)
 
     def describe_chat(self) -> list[str]:
-        return self._template.describe() if self.has_chat_template else []
+        return [self._template.describe(), *self.describe_date()] if self.has_chat_template else []
+
+    def describe_date(self) -> list[str]:
+        return self._template.describe_date() if self.has_chat_template else []
 
     @property
     def chat_date(self) -> str | None:
@@ -163,10 +166,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        found = [self._backend.to_str(), self.eos_id, self._hf.chat_template]
-        if self.has_chat_template:
-            found += self._template.fingerprint  # empty with the settings of older versions
-        return sha256_of(found)
+        return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template])
+
+    @cached_property
+    def chat_fingerprint(self) -> str:
+        settings = self._template.fingerprint if self.has_chat_template else []
+        return sha256_of([self.fingerprint, *settings]) if settings else self.fingerprint
 
     @cached_property
     def _chats(self) -> ChatEncoder:

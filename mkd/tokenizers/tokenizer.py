@@ -86,6 +86,10 @@ class Tokenizer(ABC):
         """Return lines for people on how conversations are read; none without a chat template."""
         return []
 
+    def describe_date(self) -> list[str]:
+        """Return a line for people on the date that the chat template writes, if it writes one."""
+        return []
+
     @property
     def chat_date(self) -> str | None:
         """Date that the chat template writes, if it asks for the present one and the settings name one."""
@@ -126,7 +130,12 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the ids of a text or conversation; the key of token caches."""
+        """SHA-256 over the tokenizer's files: what decides the ids of a text, and its chat template."""
+
+    @property
+    def chat_fingerprint(self) -> str:
+        """SHA-256 over everything that decides ids and losses of conversations too; the key of caches."""
+        return self.fingerprint
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:

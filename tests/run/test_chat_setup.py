@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, ErrorList
 from mkd.run import chat_setup
+from mkd.run.chat_setup import describe_chat
+from mkd.run.fingerprints import fingerprints
 from mkd.run.run_plan import plan_run
 from tests.train.command import Result, call_main, flags, make_files, write_records
 
@@ -17,6 +21,7 @@ TEMPLATE = (
     "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}"
     "{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
 )
+UNDATED = TEMPLATE.removeprefix("{{ strftime_now('%Y-%m-%d') }}")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,19 @@ def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
     second = start("2026-11-27", "second", "--load", files / "saved")
     assert second.exit_code == 0, second.stderr
     assert "writes a date: 2026-11-26" in second.stdout + second.stderr
+
+
+def test_a_run_keeps_the_date_that_only_a_teacher_writes(files):
+    """Its checkpoints have the date, and its start says it."""
+    for name, template in (("undated", UNDATED), ("dated", TEMPLATE)):
+        shutil.copytree(files / "student", files / name)
+        (files / name / "chat_template.jinja").write_text(template)
+    more = ("--xtoken-loss", "partition_kl", "--chat-date", "2026-11-26")
+    paths = dict(student_hf="undated", teacher_hf="dated", data_path="chat.jsonl")
+    plan = plan_run(load_config(list(map(str, flags(files, "teacher's", *more, **paths)))).config, 1)
+    assert fingerprints(plan, plan.tokenizers.student, None)["chat.date"] == "2026-11-26"
+    chats = SimpleNamespace(prompts=[SimpleNamespace(is_chat=True)])
+    assert "2026-11-26" in describe_chat(plan.tokenizers.opened, [], chats)[-1]
 
 
 @pytest.mark.parametrize(

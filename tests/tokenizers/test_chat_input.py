@@ -9,6 +9,7 @@ import pytest
 from mkd.errors import DataError, UsageError
 from mkd.tokenizers.chat_input import ChatSettings, Conversation, check_template_kwargs
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from mkd.tokenizers.load import load_tokenizer
 from tests.reported import refused
 from tests.tokenizers.chat_templates import PLAIN
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
@@ -56,15 +57,33 @@ def test_a_template_writes_the_date_of_the_settings():
     ):
         assert tokenizer.decode(ids).startswith("<|im_start|>29 Feb 2020/02<|im_end|>")
     assert tokenizer.chat_date == "2020-02-29" and "2020-02-29" in tokenizer.describe_chat()[1]
-    prints = [
-        HuggingFaceTokenizer(train_hf_tokenizer(template), ChatSettings(date=date)).fingerprint
+    tokenizers = [
+        HuggingFaceTokenizer(train_hf_tokenizer(template), ChatSettings(date=date))
         for template in (DATED, CHATML)
         for date in ("2020-02-29", "2020-03-01", None)
     ]
-    assert len(set(prints)) == 4, "the date counts only in a template that writes one"
+    assert len({one.chat_fingerprint for one in tokenizers}) == 4, "the date counts only where it is written"
+    assert len({one.fingerprint for one in tokenizers}) == 2, "texts have the same ids on every day"
 
 
 def test_a_date_that_cannot_be_kept_is_said():
     changing = DATED.replace("'%d %b %Y'", "'%d' + ' %b'")
     tokenizer = HuggingFaceTokenizer(train_hf_tokenizer(changing), ChatSettings(date="2020-02-29"))
     assert "change every day" in tokenizer.describe_chat()[1]
+
+
+def test_stops_of_the_models_folder_count_as_what_decides_masks(tmp_path, monkeypatch):
+    train_hf_tokenizer().save_pretrained(tmp_path)
+    stops = tmp_path / "generation_config.json"
+
+    def prints() -> tuple[str, str]:
+        tokenizer = load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        return tokenizer.fingerprint, tokenizer.chat_fingerprint
+
+    alone, chats = prints()
+    stops.write_text('{"eos_token_id": 0}')
+    assert prints() == (alone, chats) == (alone, alone), "all know EOS"
+    stops.write_text('{"eos_token_id": [0, 2]}')
+    assert prints()[0] == alone != prints()[1]
+    monkeypatch.chdir(tmp_path)
+    assert HuggingFaceTokenizer(train_hf_tokenizer()).chat_fingerprint == alone, "no file of this folder"

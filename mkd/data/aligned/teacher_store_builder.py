@@ -57,8 +57,8 @@ def cached_teacher_store(
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod, *readers)
     settings = [
         ALIGNMENT_VERSION,
-        tokenizer.fingerprint,
-        text.tokenizer.fingerprint,
+        tokenizer.chat_fingerprint,
+        text.tokenizer.chat_fingerprint,
         text.alignment,
         text.reasoning,
         *(reader.settings for reader in readers if reader),

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from mkd.errors import UsageError
+from mkd.tokenizers.chat_input import ChatSettings
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import build_projection
 from mkd.xtoken.vocabulary.relation import ProjectionSettings, build_relation
 from mkd.xtoken.vocabulary.relation_cache import save_relation
 from tests.reported import refused
-from tests.xtoken.small_tokenizers import byte_level, sentence_piece
+from tests.xtoken.small_tokenizers import byte_level, sentence_piece, train_byte_level
 
 
 def assert_same(one, other) -> None:
@@ -65,6 +67,14 @@ def test_tokenizers_directions_and_settings_have_files_of_their_own(tmp_path):
 def test_a_file_may_be_named(tmp_path):
     read = build_projection(byte_level(), sentence_piece(), projection=stored(tmp_path))
     assert_same(read, build_projection(byte_level(), sentence_piece()))
+
+
+def test_settings_for_conversations_make_no_other_relation(tmp_path):
+    hf = train_byte_level()
+    hf.chat_template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for chat in (None, ChatSettings("last", {"a": 1}, "2026-11-26"), ChatSettings(date="2026-11-27")):
+        build_projection(HuggingFaceTokenizer(hf, chat), sentence_piece(), cache_dir=tmp_path)
+    assert len(list(tmp_path.glob("*.npz"))) == 1
 
 
 def test_the_published_form_replaces_the_matrix_alone(tmp_path):
