@@ -194,7 +194,8 @@ def test_a_folder_holds_one_cache(single, files, ranks):
 
 
 def test_a_teacher_that_is_not_finite(files, ranks):
-    poison(files / "teacher", files / "nan teacher", float("nan"))
+    """A finite weight of the head overflows."""
+    poison(files / "teacher", files / "nan teacher", 3e38, "lm_head.weight")
     results = export(ranks, files, "nan", teacher_hf="nan teacher", world_size=2)
     assert [result.exit_code for result in results] == [70, 70]
     assert f"{files / 'nan teacher'}: the teacher's predictions of " in results[0].stderr
