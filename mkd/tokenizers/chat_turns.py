@@ -17,6 +17,7 @@ from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.chat_template import PROBE, REASONING, ChatTemplate, Message, text_part
 
+SAME_ENDING = 16  # characters, by which the end of a conversation is known again
 Place = tuple[int, int]
 Change = Callable[[str], Message]  # word -> the message with one of its texts replaced by the word
 
@@ -95,7 +96,8 @@ class TurnSearch:
         """Find a turn by two answers in the place of the whole message.
 
         What follows an answer is the end of the turn, and its beginning is that of the generation prompt.
-        If the template has no prompt, or none that begins the text, it is where the answer stands.
+        If the template has no prompt, or none that begins the text, it is where the answer stands, or the
+        blanks that the template writes before it.
         """
         first, second = (self._answered(number, word) for word in self._words)
         if first is None or second is None:
@@ -109,7 +111,7 @@ class TurnSearch:
             content_end, end = self._snapped(content_end, down=True), self._snapped(content_end)
         start = self._prompt_end(number, end)
         if start is None and self._text.startswith(before_word):
-            start = len(before_word)
+            start = self._before_blanks(number, len(before_word))
         if start is None:
             shared = min(common(self._text, first), common(self._text, second))
             start = self._snapped(shared, down=True)
@@ -142,7 +144,7 @@ class TurnSearch:
         if start is None:
             start = self._prompt_part(number, least, first)
         if start is None:
-            start = self._after_previous(number, first) if has_calls else first
+            start = self._after_previous(number, first) if has_calls else self._before_blanks(number, first)
         return None if start is None or start < least else TurnPlace(start, max(start, content_end), end)
 
     def _prompt_end(self, number: int, limit: int) -> int | None:
@@ -163,6 +165,20 @@ class TurnSearch:
             if place >= 0:
                 return place + length
         return None
+
+    def _before_blanks(self, number: int, start: int) -> int:
+        """Return `start` without the blanks that a template without prompt writes before an answer.
+
+        A completion begins where the messages before end, so the model has to write these blanks.
+        """
+        before = self._conversation.beginning(number)
+        if not number or self._template.prompt(before) is not None:
+            return start
+        asked = self._template.render(before)
+        ending, place = asked.rstrip(), len(self._text[:start].rstrip())
+        if not ending or not self._text[:place].endswith(ending[-SAME_ENDING:]):
+            return start
+        return min(start, place + len(asked) - len(ending))
 
     def _after_previous(self, number: int, limit: int) -> int | None:
         """Return the end of the token that closes the message before, for templates without prompt."""

@@ -85,7 +85,7 @@ def test_assistant_turns_with_their_end_of_turn_token(tokenizer):
     [
         (EOS_AT_THE_END, ["The quick brown fox.<|im_end|>", "Lazy.<|im_end|>"]),
         (DROPS_REASONING, ["The quick brown fox.<|im_end|>", "<think>\n\n</think>\n\nLazy.<|im_end|>"]),
-        (INSTRUCTION, ["The quick brown fox. <|endoftext|>", "Lazy. <|endoftext|>"]),
+        (INSTRUCTION, [" The quick brown fox. <|endoftext|>", " Lazy. <|endoftext|>"]),
         (PROMPTS_REASONING, ["The quick brown fox.<|im_end|>", "Lazy.<|im_end|>"]),
         (PLAIN, ["The quick brown fox.", "Lazy."]),
         (COUNTS_MARKED, ["THE QUICK BROWN FOX.<|im_end|>", "LAZY.<|im_end|>"]),

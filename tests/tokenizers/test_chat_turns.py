@@ -90,7 +90,7 @@ CASES = [
     (HEADERS, ONE_CALL, TOOLS, ['{"name": "add", "arguments": {"a": 2}}<|eom|>', "It is 5.<|eot|>"]),
     (RENAMED, PLAIN, None, ["Hi there.<end>", "4.<end>"]),
     (RENAMED, REPEATED, None, ["yes<end>", "yes<end>"]),
-    (NO_PROMPT, PLAIN, None, ["Hi there.</s>", "4.</s>"]),
+    (NO_PROMPT, PLAIN, None, [" Hi there.</s>", " 4.</s>"]),
     (TWO_ENDS, PLAIN, None, ["<answer>Hi there.</answer><end>", "<answer>4.</answer><end>"]),
     (TWO_ENDS, REPEATED, None, ["<answer>yes</answer><end>"] * 2),
 ]
@@ -107,7 +107,7 @@ def test_turns_reach_from_the_prompt_through_all_tokens_that_close_them(
 def test_a_call_of_a_template_without_prompt_starts_behind_the_message_before(with_template):
     hf, tokenizer = with_template(NO_PROMPT)
     found = parts_with_loss(hf, tokenizer, Conversation(ROUNDS[:3] + PLAIN[1:2], TOOLS))
-    assert [part.split(" ")[0] for part in found] == ["[CALLS]", "Hi"]
+    assert [part.split()[0] for part in found] == ["[CALLS]", "Hi"]
     assert all(part.endswith("</s>") for part in found) and '"a": 2' in found[0]
 
 
