@@ -40,16 +40,19 @@ def with_save_folder(config: Config) -> Config:
     """Return the settings with the folder that a run without --save saves in.
 
     That is the log folder; if it holds checkpoints, the first of FOLDER-2, FOLDER-3 ... without any, so that
-    two runs never mix. A run that resumes from one of these folders stays in it. All share one cache.
+    two runs never mix. A run that resumes from one of these folders stays in it. All share one cache. With
+    --no-save the same folder is that of the log, unless --log-dir names one.
     """
     checkpoint = config.checkpoint
-    if checkpoint.save or checkpoint.no_save:
+    if checkpoint.save or (checkpoint.no_save and config.log.log_dir):
         return config
     first = log_folder(config)
     folder = _resumed_folder(first, checkpoint.load) or _free_folder(first)
     data = config.data
     if folder != first and data.data_cache_path is None:
         data = replace(data, data_cache_path=str(cache_folder(config)))
+    if checkpoint.no_save:
+        return replace(config, log=replace(config.log, log_dir=str(folder)), data=data)
     return replace(config, checkpoint=replace(checkpoint, save=str(folder)), data=data)
 
 

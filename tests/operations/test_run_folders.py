@@ -110,6 +110,13 @@ def test_where_a_run_without_save_saves(given, save, folders):
     assert bool(more) == (save in ("runs/qwen-3", "a-2") and "load" not in given)
 
 
+def test_a_run_that_saves_nothing_leaves_the_metrics_of_one_that_does(folders):
+    shutil.copytree("a", "runs/qwen")
+    nothing = CheckpointConfig(no_save=True)
+    for log, folder in ((LogConfig(name="qwen"), "runs/qwen-2"), (LogConfig(log_dir="a"), "a")):
+        assert str(log_folder(with_save_folder(Config(checkpoint=nothing, log=log)))) == folder
+
+
 def test_restarts_by_torchrun_need_load():
     environment = {"TORCHELASTIC_MAX_RESTARTS": "2"}
     (note,) = restart_notes(CheckpointConfig(save="a"), environment)

@@ -351,7 +351,7 @@ def test_read_only_save_folder(files):
     """Row 33: the error comes before anything is read or trained, also for a folder yet to be made."""
     locked = files / "locked"
     locked.mkdir(mode=0o555)
-    for path in (*files.rglob("*"), files, *list(files.parents)[:2]):
+    for path in (*files.rglob("*"), files, *list(files.parents)[:3]):
         path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))  # safetensors are private
     for save in (locked, locked / "deeper" / "still"):
         ((_, (exit_code, _, stderr)),) = run_forked(
