@@ -12,22 +12,31 @@ from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
 from mkd.data.records.kinds import MESSAGES, PAIR
-from mkd.errors import CheckpointError, UsageError
+from mkd.data.stored.teacher_topk import TopKMeta
+from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
+from mkd.run import stored_teacher
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
 CHAT_DATE = "chat.date"  # among the fingerprints of a checkpoint
 
 
-def chat_settings(config: Config) -> ChatSettings:
+def chat_settings(
+    config: Config,
+    out: Path | None = None,  # folder of a teacher cache that is made
+) -> ChatSettings:
     """Return the settings of the flags. Raises UsageError for values that are not valid.
 
-    Without --chat-date, the date is that of the run that saved the checkpoint of --load, else today's.
+    Without --chat-date, the date is that of the run that saved the checkpoint of --load, else that of the
+    teacher cache, else today's.
     """
     data = config.data
     settings = ChatSettings.from_flags(data.chat_loss, data.chat_template_kwargs, data.chat_date)
-    found = settings.date or _saved_date(config.checkpoint) or date.today().isoformat()
+    caches = [out, *(Path(one.topk) for one in config.teachers if one.topk)]
+    exported = (_exported_date(one) for one in caches if one is not None)
+    known = settings.date or _saved_date(config.checkpoint) or next(filter(None, exported), None)
+    found = known or date.today().isoformat()
     return ChatSettings(settings.loss, settings.template_kwargs, found)
 
 
@@ -67,4 +76,13 @@ def _saved_date(checkpoint: CheckpointConfig) -> str | None:
     except CheckpointError:  # reported where the checkpoint is loaded
         return None
     found = saved.get(CHAT_DATE)
+    return found if isinstance(found, str) else None
+
+
+def _exported_date(folder: Path) -> str | None:
+    """Return the date in the teacher cache, if there is one."""
+    try:
+        found = TopKMeta.read(folder).data.get(stored_teacher.CHAT_DATE)
+    except DataError:  # reported where the cache is read, or there is none yet
+        return None
     return found if isinstance(found, str) else None

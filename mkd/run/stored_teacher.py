@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkd.config.run_files import rule_for_conversations
+from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 22
 OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions
+CHAT_DATE = "chat_date"  # absent if no template wrote it, and in exports of earlier versions
 DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     "seq_length": ("--seq-length", "it is the length of a pack"),
     "pack": ("--pack", "it decides which documents share a pack"),
@@ -36,6 +37,9 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
         "documents are padded to multiples of 2 x --context-parallel-size (1 without context parallelism)",
     ),
     "max_patches_per_pack": ("--max-patches-per-pack", "it decides which documents with images share a pack"),
+    "chat_loss": ("--chat-loss", "it decides which messages have loss"),
+    "chat_template_kwargs": ("--chat-template-kwargs", "the chat template reads them"),
+    CHAT_DATE: ("--chat-date", "the chat template writes it"),
 }
 IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
 
@@ -130,6 +134,8 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
         value, exported = settings.get(name), meta.data.get(name)
         follows = name == OVERLONG_CONVERSATIONS and meta.data.get("overlong") != settings["overlong"]
         is_known = name in meta.data or name != OVERLONG_CONVERSATIONS  # else the packs alone are compared
+        if name == CHAT_DATE:  # without the flag the run takes the export's
+            is_known = None not in (value, exported)
         if exported != value and is_known and not follows:
             what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"
@@ -162,6 +168,10 @@ def data_settings(config: Config) -> dict[str, Any]:
     }
     if config.data.max_patches_per_pack is not None:  # absent as in earlier versions
         found["max_patches_per_pack"] = config.data.max_patches_per_pack
+    for name in ("chat_loss", "chat_template_kwargs", CHAT_DATE):  # absent as in earlier versions
+        value = getattr(config.data, name)
+        if value != getattr(DataConfig, name):
+            found[name] = value
     return found
 
 

@@ -11,7 +11,13 @@ from mkd.data.stored.teacher_topk import META_FILE, UNKNOWN_PRECISION, TopKMeta
 from mkd.errors import DataError
 from mkd.run.one_model import ModelPlan
 from mkd.run.preflight import require_same_tokenizer
-from mkd.run.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
+from mkd.run.stored_teacher import (
+    CHAT_DATE,
+    IMAGE_PROCESSOR,
+    data_settings,
+    temperature_of,
+    weights_fingerprint,
+)
 from mkd.tokenizers.tokenizer import Tokenizer
 
 TEACHER = 0  # number of the exported teacher
@@ -53,6 +59,9 @@ def _description(
 ) -> TopKMeta:
     source, tokenizer = plan.teacher.source, plan.tokenizer
     data = data_settings(plan.config)
+    data.pop(CHAT_DATE, None)
+    if tokenizer.chat_date is not None:
+        data[CHAT_DATE] = tokenizer.chat_date
     if plan.images is not None:
         data[IMAGE_PROCESSOR] = plan.images.processor.fingerprint
     return TopKMeta(

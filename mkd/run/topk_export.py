@@ -63,7 +63,7 @@ def export_teacher(
     Collective. With --dry-run it ends with None after the checks. Raises the errors of a training run, and
     DataError if the folder holds another cache.
     """
-    plan = plan_export(config, world_size)
+    plan = plan_export(config, world_size, settings.out)
     if len(config.teachers) > 1:
         names = teacher_names(config.teachers)
         LOG.warning("%d teachers are configured: the first, %s, is exported", len(names), names[TEACHER])
@@ -90,7 +90,11 @@ def export_teacher(
     return meta
 
 
-def plan_export(config: Config, world_size: int) -> ExportPlan:
+def plan_export(
+    config: Config,
+    world_size: int,
+    out: Path | None = None,  # a cache there is resumed
+) -> ExportPlan:
     """Plan the first teacher of `config` alone. Ignore settings of the student, the loss and training.
 
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
@@ -109,7 +113,7 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     tokenizer = images = None
     if teacher is not None:
         source, folder = teacher.source, name or str(teacher.source.assets)
-        chat = collect_error(problems, partial(chat_settings, config))
+        chat = collect_error(problems, partial(chat_settings, config, out))
         tokenizer = collect_error(problems, lambda: load_tokenizer(kind, folder, chat))
     if teacher is not None and tokenizer is not None:
         problems += chat_problems(tokenizer, config.data)

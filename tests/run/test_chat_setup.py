@@ -12,9 +12,12 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, ErrorList
 from mkd.run import chat_setup
-from mkd.run.chat_setup import describe_chat
+from mkd.run.chat_setup import chat_settings, describe_chat
 from mkd.run.fingerprints import fingerprints
 from mkd.run.run_plan import plan_run
+from mkd.run.topk_description import ExportSettings, write_description
+from mkd.run.topk_export import plan_export
+from tests.reported import refused
 from tests.train.command import Result, call_main, flags, make_files, write_records
 
 TEMPLATE = (
@@ -76,6 +79,31 @@ def test_a_run_keeps_the_date_that_only_a_teacher_writes(files):
     assert fingerprints(plan, plan.tokenizers.student, None)["chat.date"] == "2026-11-26"
     chats = SimpleNamespace(prompts=[SimpleNamespace(is_chat=True)])
     assert "2026-11-26" in describe_chat(plan.tokenizers.opened, [], chats)[-1]
+
+
+def test_a_teacher_cache_has_one_date(files):
+    """An export that goes on another day, and a run from the cache, take its date; others are refused."""
+    paths = dict(student_hf="student", teacher_hf="student", data_path="chat.jsonl")
+    out = files / "teacher cache"
+    out.mkdir()
+
+    def config(*more, **others):
+        return load_config(list(map(str, flags(files, "cached", *more, **paths | others)))).config
+
+    def described(day, *more):
+        today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
+        with mock.patch.object(chat_setup, "date", today):
+            plan = plan_export(config(*more), 1, out)
+        return write_description(plan, ExportSettings(out, 4, "float32", 8), 300, {"train": 20})
+
+    assert described("2026-11-26").data["chat_date"] == "2026-11-26"
+    assert described("2026-11-27").data["chat_date"] == "2026-11-26"
+    for more in (("--chat-date", "2026-11-27"), ("--chat-loss", "last")):
+        with refused("teacher-cache-of-another-run"):
+            described("2026-11-27", *more)
+        found = problems_of(list(map(str, flags(files, "c", "--teacher-topk", out, *more, **paths))))
+        assert [one.code for one in found] == ["teacher-cache-setting-differs"]
+    assert chat_settings(config("--teacher-topk", out, teacher_hf=None)).date == "2026-11-26"
 
 
 @pytest.mark.parametrize(
