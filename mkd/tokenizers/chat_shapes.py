@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
-from mkd.tokenizers.chat_template import REASONING, ChatTemplate, Message
+from mkd.tokenizers.chat_input import REASONING, Conversation
+from mkd.tokenizers.chat_template import ChatTemplate, Message
 from mkd.tokenizers.chat_turns import TurnPlace, TurnSearch, require_tools
 
 MAX_SHAPES = 1024  # kept at a time
