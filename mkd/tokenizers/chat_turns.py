@@ -204,7 +204,7 @@ class TurnSearch:
         is_closed = self._conversation.messages is not PROBE and bool(self._enders)
         for number, turn in turns.items():
             if is_closed and turn.end == turn.content_end:
-                return False  # the text goes on where the token that ends a turn should stand
+                return False  # no closing token follows the content
             places = [one.place for one in own[number] if one.place is not None]
             if not all(turn.start <= start and end <= turn.end for start, end in places):
                 return False
