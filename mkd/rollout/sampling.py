@@ -71,8 +71,8 @@ def sample_tokens(
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp_group)
     centred = logits - highest[0][:, None]
     weights, total, mean = _sums_at_1(centred)
-    if temperature not in (0.0, 1.0):
-        weights = (centred / temperature).exp()
+    if temperature not in (0.0, 1.0) or barred is not None:  # what can be drawn must not underflow
+        weights = ((logits - highest[1][:, None]) / (temperature or 1.0)).exp()
     if barred is not None:
         weights = weights.masked_fill(barred, 0.0)
     blocks = _blocks(weights).sum(dim=2, dtype=torch.float64)  # [n, blocks]

@@ -11,12 +11,20 @@ from typing import Any
 from mkd.errors import DataError, UsageError
 
 ASSISTANT = "assistant"
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, first one first
 RESERVED = frozenset(  # names that mkd or transformers give a meaning
     ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize")
     + ("add_generation_prompt", "continue_final_message", "return_dict", "return_assistant_tokens_mask")
     + ("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "strftime_now")
     + ("sanitize_control_tokens",)
 )
+
+
+def reasoning_of(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return (key, text) of the reasoning that transformers 5.23 takes of a message; "" if it has none."""
+    key = next((key for key in REASONING if message.get(key) is not None), "")
+    text = message.get(key)
+    return (key, text) if isinstance(text, str) else ("", "")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Turns of conversations of a known shape, found without rendering them again.
 
 The shape of a conversation is the same conversation with a word in place of each text. Its turns are
-searched and checked once. A later conversation has them too if its rendering is that of the shape with its
-own texts in place of the words, letter by letter.
+searched and checked once. If a later conversation renders to the shape with its own texts in place of the
+words, letter by letter, its turns are at the same places.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
-from mkd.tokenizers.chat_template import REASONING, ChatTemplate, Message
+from mkd.tokenizers.chat_input import REASONING, Conversation
+from mkd.tokenizers.chat_template import ChatTemplate, Message
 from mkd.tokenizers.chat_turns import TurnPlace, TurnSearch, require_tools
 
 MAX_SHAPES = 1024  # kept at a time

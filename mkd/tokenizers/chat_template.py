@@ -15,10 +15,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mkd.errors import DataError
 from mkd.tokenizers.call_arguments import argument_form, with_arguments
-from mkd.tokenizers.chat_input import ASSISTANT, ChatSettings, Conversation, check_template_kwargs
+from mkd.tokenizers.chat_input import (
+    ASSISTANT,
+    ChatSettings,
+    Conversation,
+    check_template_kwargs,
+    reasoning_of,
+)
 
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message's reasoning
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 DATE = "strftime_now"  # the function of transformers that gives templates the present date
 DATE_CALL = re.compile(DATE + r"""\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
@@ -197,8 +202,8 @@ def with_date(source: str, date: str | None) -> str:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its reasoning under the keys that templates read, as transformers 5.23 does."""
-    reasoning = next((message[key] for key in REASONING if key in message), None)
-    if reasoning is None:
+    key, reasoning = reasoning_of(message)
+    if not key:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

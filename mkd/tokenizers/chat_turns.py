@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import ASSISTANT, Conversation
-from mkd.tokenizers.chat_template import PROBE, REASONING, ChatTemplate, Message, text_part
+from mkd.tokenizers.chat_input import ASSISTANT, REASONING, Conversation, reasoning_of
+from mkd.tokenizers.chat_template import PROBE, ChatTemplate, Message, text_part
 
 SAME_ENDING = 16  # characters, by which the end of a conversation is known again
 Place = tuple[int, int]
@@ -220,7 +220,7 @@ class TurnSearch:
         is_closed = self._conversation.messages is not PROBE and bool(self._enders)
         for number, turn in turns.items():
             if is_closed and turn.end == turn.content_end:
-                return False  # the text goes on where the token that ends a turn should stand
+                return False  # no closing token follows the content
             places = [one.place for one in own[number] if one.place is not None]
             if not all(turn.start <= start and end <= turn.end for start, end in places):
                 return False
@@ -356,11 +356,11 @@ def _drops_a_call(number: int) -> DataError:
 
 def _changes(message: Message) -> Iterator[tuple[str, int, Change]]:
     """Yield (key, characters, change) of each text of an assistant message."""
-    reasoning = next((key for key in REASONING if message.get(key)), None)
+    key, reasoning = reasoning_of(message)
     calls = message.get("tool_calls") or []
-    if reasoning is not None:
-        others = {key: None for key in REASONING}
-        yield reasoning, len(message[reasoning]), lambda word: {**message, **others, reasoning: word}
+    if reasoning:
+        others = dict.fromkeys(REASONING)
+        yield key, len(reasoning), lambda word: {**message, **others, key: word}
     content = message.get("content")
     if content or not (reasoning or calls):
         yield "content", len(content or ""), _content_change(message)

@@ -114,6 +114,7 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     student, teacher = pair.student, pair.teacher
     if record.kind == MESSAGES:
         conversation = record.values[0]
+        student.apply_chat_template(conversation)  # raises for all that its corpus refuses, marks included
         aligned = align_chat(student, teacher, conversation, reasoning=pair.reasoning, mode=pair.alignment)
         return _with_images(aligned, record, pair)
     if record.kind == PROMPT_COMPLETION:

@@ -26,7 +26,7 @@ from mkd.data.store_builder import replaced_when_complete
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 5  # raise it when the alignment of the same text changes
+ALIGNMENT_VERSION = 6  # raise it when the alignment of the same text changes
 TOKENS_VERSION = 2  # raise it when the texts made from a tokenised corpus change
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import ASSISTANT, Conversation
-from mkd.tokenizers.chat_template import REASONING
+from mkd.tokenizers.chat_input import ASSISTANT, Conversation, reasoning_of
 from mkd.tokenizers.tokenizer import Tokenizer
 
 OPENED, CLOSED = "<think>", "</think>"  # around reasoning in a content
@@ -46,7 +45,7 @@ def _reasoning(message: Mapping[str, object]) -> str:
     """Return the reasoning of an assistant message, from its key or before the answer in its content."""
     if message.get("role") != ASSISTANT:
         return ""
-    named = next((text for key in REASONING if isinstance(text := message.get(key), str)), "")
+    _, named = reasoning_of(message)
     content = message.get("content")
     if named or not isinstance(content, str):
         return named.strip()

@@ -10,7 +10,7 @@ import numpy as np
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat, Turn
-from mkd.tokenizers.chat_input import Conversation
+from mkd.tokenizers.chat_input import Conversation, reasoning_of
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.spans import EncodedText
 from mkd.xtoken.align.align_text import AlignedText, TokenizerSource, aligner
@@ -30,8 +30,7 @@ def align_chat(
 
     If both templates close an assistant turn with a control token, this pair is a separate chunk, so that the
     student learns to stop. An answer of blanks only gives no other chunk. Reasoning (`<think>` ...
-    `</think>`, or the field reasoning_content) is aligned if both templates keep it, unless `reasoning` is
-    False.
+    `</think>`, or a key of its own) is aligned if both templates keep it, unless `reasoning` is False.
 
     Raises DataError for a conversation that a template refuses, or whose answers it hides or rewrites, and
     for a tokenizer without chat template; UsageError as `align`.
@@ -107,7 +106,7 @@ def _candidates(message: Mapping, reasoning: bool) -> Iterator[tuple[str, tuple[
 
 
 def _of_content(message: Mapping, reasoning: bool) -> list[tuple[str, tuple[str, ...]]]:
-    content, given = message.get("content") or "", (message.get("reasoning_content") or "").strip()
+    content, given = message.get("content") or "", reasoning_of(message)[1].strip()
     if not isinstance(content, str):
         texts = tuple(part["text"].strip() for part in content if part.get("text", "").strip())
         found = [("", texts or ("",))]

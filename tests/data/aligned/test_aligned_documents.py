@@ -14,8 +14,9 @@ from mkd.data.aligned.aligned_documents import (
     align_record,
 )
 from mkd.data.documents import encode_record
-from mkd.data.encoding import FileBatch
+from mkd.data.encoding import FileBatch, each_row
 from mkd.data.records.kinds import Record
+from mkd.data.records.parsing import parse_row
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.data.pairs import STUDENT, TEACHER, chat_tokenizer, texts
@@ -29,6 +30,12 @@ MESSAGES = [
     {"role": "user", "content": "Answers?"},
     {"role": "assistant", "content": "Reasons have questions."},
 ]
+MARKS_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.last %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 CHAT = chat_tokenizer(350), chat_tokenizer(290)
 
 
@@ -158,6 +165,19 @@ def test_rows_that_the_student_refuses_are_in_neither_corpus():
         and not chunk.refused.size
         and not chunk.errors
     )
+
+
+def test_a_row_whose_marks_the_student_refuses_is_in_neither_corpus():
+    """Its template marks only the last turn, so a flag of loss on the first one cannot be obeyed."""
+    student = HuggingFaceTokenizer(train_hf_tokenizer(MARKS_LAST))
+    flagged = [MESSAGES[0], {**MESSAGES[1], "loss": True}, MESSAGES[2], {**MESSAGES[3], "loss": False}]
+    rows = [(1, {"messages": MESSAGES}), (2, {"messages": flagged}), (3, {"messages": MESSAGES[2:]})]
+    batch, pair = FileBatch("a.jsonl", rows), pair_of(student, CHAT[1])
+    encoded, refused_rows = each_row(batch, lambda row: encode_record(parse_row(row), student, True))
+    chunk = RowAligner(pair)(batch)
+    assert [line for line, _ in encoded] == [1, 3] and len(refused_rows) == 1
+    assert chunk.student_lengths.tolist() == [len(one.ids) for _, one in encoded]
+    assert not chunk.refused.size and not chunk.errors
 
 
 def test_documents_of_a_corpus(make_store):

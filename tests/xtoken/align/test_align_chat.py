@@ -137,6 +137,15 @@ def test_a_template_without_end_of_turn_gives_no_pair_for_it():
     ]
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_aligned_whatever_its_key(key):
+    template = chatml_with("(m['reasoning_content'] or '') + '|' + m['content']")
+    student, teacher = with_template(template), with_template(template, vocab_size=290)
+    answer = {"role": "assistant", "content": "The fox.", key: "The lazy dog."}
+    pairs = texts(align_chat(student, teacher, [CHAT[0], answer]), student, teacher)
+    assert pairs == [(part, part) for part in ("The lazy dog.", "The fox.<|im_end|>")]
+
+
 def test_modes_agree_and_an_answer_of_blanks_has_only_its_end():
     student, teacher = with_template(CHATML), with_template(DROPS_REASONING, vocab_size=290)
     exact, found = (align_chat(student, teacher, CHAT, mode=mode).chunks for mode in ("byte_offset", "dp"))
