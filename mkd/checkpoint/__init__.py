@@ -11,6 +11,6 @@ verifying.py          the checkpoint to resume from: the newest one that equals 
 pickles.py            a search for code in a checkpoint, before anything is unpickled
 folders.py            names, pointer, retention, state file
 own_exports.py        exports that a run may replace when it resumes
-save_folder.py        size of a checkpoint; one writer a folder
+save_folder.py        one writer a folder
 hf/                   Hugging Face folders, in and out
 """

@@ -160,7 +160,7 @@ def later_than_pointer(directory: Path) -> list[Path]:
     except CheckpointError:
         return []
     found = [] if named is None else saved_iterations(directory)
-    return [folder for folder in found if _iteration(folder) > named]
+    return [folder for folder in found if iteration_of(folder) > named]
 
 
 def abandon(folders: Iterable[Path]) -> None:
@@ -181,14 +181,10 @@ def saved_iterations(directory: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-def latest_iteration(directory: Path) -> int:
-    """Return the latest iteration in `directory`, or that of `directory` itself; 0 if there is none."""
-    folder = next(iter(saved_iterations(directory)), directory)
-    return _iteration(folder) if ITERATION_FOLDER.fullmatch(folder.name) else 0
-
-
-def _iteration(folder: Path) -> int:
-    return int(ITERATION_FOLDER.fullmatch(folder.name).group(1))
+def iteration_of(folder: Path) -> int:
+    """Return the iteration in the name of a checkpoint's folder; 0 for another name."""
+    match = ITERATION_FOLDER.fullmatch(folder.name)
+    return 0 if match is None else int(match.group(1))
 
 
 def has_valid_names(folder: Path) -> bool:
@@ -235,7 +231,7 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
     """
     doomed, place = [], 0
     for folder in saved_iterations(directory):
-        iteration = _iteration(folder)
+        iteration = iteration_of(folder)
         if iteration > latest or not has_valid_names(folder):
             continue
         if not retention.keeps(iteration, place, _is_temporary(folder)):

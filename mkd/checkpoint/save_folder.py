@@ -1,38 +1,22 @@
-"""The --save folder before the first save: the size of a checkpoint, and the lock that admits one writer."""
+"""The --save folder before the first save: the lock that admits one writer."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
-import math
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.folders import SLURM_JOB
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.errors import CheckpointError
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
 
-ADAM_BYTES = 8  # two fp32 moments of a parameter
-MASTER_BYTES = 4  # the fp32 copy of a bf16 one
 LOCK_FILE = "writer.lock"
 HELD = frozenset({errno.EACCES, errno.EAGAIN})
-
-
-def weight_bytes(shape: ModelShape, bf16: bool) -> int:
-    """Return the bytes of the weights alone, as in a Hugging Face export."""
-    return sum(math.prod(full) for full in hf_tensor_shapes(shape).values()) * (2 if bf16 else 4)
-
-
-def checkpoint_bytes(shape: ModelShape, bf16: bool) -> int:
-    """Return the bytes of weights, fp32 copies and moments. Small entries add a few percent."""
-    learned = weight_bytes(shape, bf16=False) // 4
-    return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
 
 
 def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:

@@ -9,6 +9,7 @@ from mkd.checkpoint.folders import (
     MEGATRON_FILE,
     REPLACED,
     find_checkpoint,
+    iteration_of,
     named_by_pointer,
     read_state,
     saved_iterations,
@@ -63,6 +64,17 @@ def choose_checkpoint(
     )
     error.on_all_ranks = True
     raise error
+
+
+def first_iteration(directory: Path, step: int | None) -> int:
+    """Return the iteration that `choose_checkpoint` resumes from if the files are whole; 0 for a new run."""
+    if step is not None:
+        return step
+    if (directory / MEGATRON_FILE).exists():
+        return iteration_of(directory)
+    named, _ = _named(directory)
+    folders = [*([named] if named else []), *_others(directory, named)]
+    return next((iteration_of(folder) for folder in folders if folder.is_dir()), 0)
 
 
 def verify(

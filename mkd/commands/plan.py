@@ -23,11 +23,13 @@ from mkd.errors import CheckpointError, ErrorList, MkdError, first_line, returns
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_totals
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe
 
 HUB_TIMEOUT_S = 5.0
+PLANNED_STEPS = 1000  # of a run without --train-iters
 
 
 @returns_exit_code
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan."""
     own, rest = own_flags(sys.argv[1:] if argv is None else argv)
     forecast = plan(load_config(rest).config, own.world_size, own.document_length)
-    print("\n".join([describe(forecast), *plan_notes(forecast), *precision_note(forecast)]))
+    totals = describe_totals(forecast)
+    print("\n".join([describe(forecast), totals, *plan_notes(forecast), *precision_note(forecast)]))
 
 
 def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -72,7 +75,7 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     prompts = ("-",) if config.rollout.is_on else ()
     config = replace(
         config,
-        training=replace(config.training, train_iters=config.training.train_iters or 1),
+        training=replace(config.training, train_iters=config.training.train_iters or PLANNED_STEPS),
         data=replace(config.data, data_path=config.data.data_path or ("-",)),
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.flags import FlagParser
@@ -139,8 +138,10 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def require_room(args: argparse.Namespace) -> None:
     """Raise UsageError if files of PREFIX would be replaced."""
-    parts = [".bin", ".idx", ".loss_mask.bin", ".images.bin", ".image_sources.bin", ".meta.json"]
-    found = [part for part in parts if Path(args.output_prefix + part).exists()]
+    from mkd.data.store import StoreFiles
+
+    files = StoreFiles(args.output_prefix).in_order
+    found = [str(file).removeprefix(args.output_prefix) for file in files if file.exists()]
     if found and not args.overwrite:
         raise UsageError(
             f"--output-prefix {args.output_prefix} holds a corpus: {', '.join(found)}",
@@ -171,11 +172,11 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             code="characters-per-sample-below-one",
         )
     check_numbers(args)
-    require_room(args)
     # not in the workers, which import this file
     from mkd.platform import prepare_for_files
 
     prepare_for_files()
+    require_room(args)
     from mkd.data.images.conversation import image_reader
     from mkd.data.store_builder import build_store
     from mkd.data.workers import worker_deaths_explained

@@ -14,7 +14,7 @@ ARROW_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 LIKELY, UNLIKELY = (".parquet", ".arrow", ".jsonl", ".bin"), (".json", TEXT_SUFFIX)  # data in a folder
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of a data set
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def require_file(path: str, flag: str) -> None:
@@ -41,7 +41,7 @@ def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") 
             code="data-path-is-pattern",
         )
     do = "check the path, or make a tokenised pair with `mkd preprocess`"
-    if HUB_ID.fullmatch(path) and Path(path).suffix not in RAW_SUFFIXES:
+    if "/" in path and HUB_ID.fullmatch(path) and Path(path).suffix not in RAW_SUFFIXES:
         do = (
             f"check the path; a data set of the Hugging Face hub is downloaded first: `hf download {path} "
             "--repo-type dataset --local-dir FOLDER`, and then named by its files, such as FOLDER/*.parquet"

@@ -27,7 +27,7 @@ _NAMES = {  # ours -> names in transformers, TRL, NeMo, torchtitan, Axolotl, LLa
     "global-batch-size": "total-batch-size effective-batch-size gbs",
     "seq-length": "max-length max-seq-length max-seq-len seq-len sequence-length sequence-len context-length "
     "max-position block-size cutoff-len",
-    "bf16": "fp32 dtype torch-dtype precision mixed-precision model-dtype",
+    "bf16": "dtype torch-dtype precision mixed-precision model-dtype",
     "seed": "random-seed",
     "eval-interval": "eval-steps eval-every evaluation-strategy eval-strategy val-interval",
     "eval-iters": "eval-batches max-eval-batches",
@@ -35,10 +35,10 @@ _NAMES = {  # ours -> names in transformers, TRL, NeMo, torchtitan, Axolotl, LLa
     "student-hf": "model model-name-or-path model-name model-path pretrained-model student student-model "
     "student-model-name-or-path student-name base-model",
     "teacher-hf": "teacher teacher-model teacher-model-name-or-path teacher-name teacher-path ref-model",
-    "kd-ratio": "alpha kd-alpha kd-loss-alpha distillation-weight kd-weight lmbda",
+    "kd-ratio": "alpha kd-alpha kd-loss-alpha distillation-weight kd-weight",
     "kd-temperature": "temperature temp kd-temp distillation-temperature logit-kl-temperature",
     "kd-divergence": "loss loss-type kd-loss divergence kl-type",
-    "kd-jsd-beta": "beta jsd-beta",
+    "kd-jsd-beta": "jsd-beta",
     "dpo-beta": "dpo-temperature",
     "data-path": "data dataset dataset-name train-file train-data train-dataset datasets dataset-path "
     "training-data data-dir input",
@@ -63,7 +63,7 @@ _NAMES = {  # ours -> names in transformers, TRL, NeMo, torchtitan, Axolotl, LLa
     "expert-model-parallel-size": "ep ep-size expert-parallel expert-parallel-size expert-parallel-degree",
     "max-new-tokens": "max-completion-length max-tokens max-generation-length",
     "samples-per-prompt": "num-generations n-samples num-samples-per-prompt group-size",
-    "on-policy-fraction": "on-policy student-data-fraction",
+    "on-policy-fraction": "on-policy student-data-fraction lmbda",
     "pack": "packing packing-strategy",
     "split": "val-split validation-split eval-split train-split",
     "reward": "reward-fn reward-funcs reward-model",
@@ -82,6 +82,8 @@ _TEXTS = {  # what no flag of mkd sets
     "torchrun --nproc-per-node N: it starts one process for each GPU": (
         "gpus num-gpus n-gpus devices num-processes nproc-per-node num-nodes nnodes device"
     ),
+    "--no-bf16, which is the default": "fp32",
+    "--kd-jsd-beta for the jsd divergence, or --dpo-beta for preferences": "beta",
     "--use-distributed-optimizer, and parallelism by --tensor-model-parallel-size and others": (
         "deepspeed fsdp zero zero-stage fsdp-config"
     ),

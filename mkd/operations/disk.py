@@ -11,14 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.folders import NEWEST_TEMPORARY, latest_iteration, saved_iterations
-from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
+from mkd.checkpoint.folders import NEWEST_TEMPORARY, saved_iterations
+from mkd.checkpoint.verifying import first_iteration
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
 from mkd.errors import UsageError
 from mkd.human import size
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import checkpoint_bytes, weight_bytes
 
 # Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
 CACHE_SHARE = 1 / 3
@@ -50,7 +51,7 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     if checkpoint.save:
         count = checkpoints_to_come(config)
         what = "a checkpoint" if count < 2 else f"{count} checkpoints"
-        num_bytes = count * checkpoint_bytes(student, bf16) if student else 0
+        num_bytes = count * checkpoint_bytes(student, bf16, config.student.train_parts) if student else 0
         yield Written(what, "--save", Path(checkpoint.save), num_bytes)
     if checkpoint.export_hf:
         num_bytes = weight_bytes(student, bf16) if student else 0
@@ -97,7 +98,8 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     if not checkpoint.save:
         return []
     save = Written("checkpoints", "--save", Path(checkpoint.save))
-    each, staying = checkpoint_bytes(student, config.training.bf16), checkpoints_to_stay(config)
+    each = checkpoint_bytes(student, config.training.bf16, config.student.train_parts)
+    staying = checkpoints_to_stay(config)
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:
         return _room_for_saves_by_time(config, save, each, free)
@@ -131,7 +133,7 @@ def checkpoints_to_stay(config: Config) -> int:
     retained = checkpoint.save_retain_interval
     if checkpoint.keep_checkpoints is not None and retained is None:
         return 0
-    start = checkpoint.ckpt_step or (latest_iteration(Path(checkpoint.load)) if checkpoint.load else 0)
+    start = first_iteration(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else 0
     interval = checkpoint.save_interval or train_iters
     step = interval if retained is None else math.lcm(interval, retained)
     at_the_end = start < train_iters and (retained is None or train_iters % retained == 0)

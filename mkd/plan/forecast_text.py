@@ -10,7 +10,7 @@ from mkd.plan.bubble import balanced_bubble
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import active_parameters, model_parameters
+from mkd.plan.parameters import active_parameters, checkpoint_bytes, model_parameters, weight_bytes
 from mkd.plan.planned_teachers import plan_teachers
 from mkd.plan.rollout_plan import RolloutBatch
 
@@ -151,19 +151,17 @@ def _times(forecast: Forecast) -> list[str]:
             for what, ms in sent.items()
             if ms
         ),
-        _totals(forecast, step_ms),
     ]
 
 
-def _totals(forecast: Forecast, step_ms: float) -> str:
-    """Return time, GPU-hours, tokens and disk of the run, or of 1000 steps of a run of unknown length."""
-    training = forecast.config.training
-    steps = training.train_iters if training.train_iters > 1 else 1000
-    hours = steps * step_ms / 3.6e6
-    parameters = model_parameters(forecast.student).total
-    weights, checkpoint = (2, 14) if training.bf16 else (4, 12)  # bytes of a parameter
+def describe_totals(forecast: Forecast) -> str:
+    """Return time, GPU-hours, tokens and disk of a whole run as a line."""
+    config, student = forecast.config, forecast.student
+    steps, bf16 = config.training.train_iters, config.training.bf16
+    hours = steps * forecast.planned_step_ms() / 3.6e6
+    checkpoint = checkpoint_bytes(student, bf16, config.student.train_parts)
     return (
         f"{steps:,} steps: {duration(3600 * hours)}, {hours * forecast.num_gpus:.3g} GPU-hours, "
         f"{number(steps * forecast.batch.tokens_per_step)} tokens; on disk a checkpoint takes about "
-        f"{size(checkpoint * parameters)}, the exported student {size(weights * parameters)}"
+        f"{size(checkpoint)}, the exported student {size(weight_bytes(student, bf16))}"
     )

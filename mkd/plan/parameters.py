@@ -1,4 +1,4 @@
-"""Parameters of models and processes. Those of routed experts are counted apart.
+"""Parameters of models and processes, and their size on disk. Those of routed experts are counted apart.
 
 Expert parallelism spreads whole experts over the processes of a pipeline stage, tensor-parallel ones
 included. Copies of experts, and shards of their optimizer state, are therefore on other processes than those
@@ -14,6 +14,9 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.flops import expert_parameters, projection_parameters
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.towers import tower_parameters
+
+ADAM_BYTES = 8  # two fp32 moments of a parameter
+MASTER_BYTES = 4  # the fp32 copy of a bf16 one
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,21 @@ def model_parameters(shape: ModelShape) -> Parameters:
     """
     text = stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
     return text + Parameters(tower_parameters(shape).total)
+
+
+def weight_bytes(shape: ModelShape, bf16: bool) -> int:
+    """Return the bytes of a model's weights alone, as in a Hugging Face export."""
+    return model_parameters(shape).total * (2 if bf16 else 4)
+
+
+def checkpoint_bytes(shape: ModelShape, bf16: bool, train_parts: Sequence[str]) -> int:
+    """Return the bytes of weights, and of fp32 copies and moments of what learns: text and `train_parts`.
+
+    Small entries add a few percent.
+    """
+    tower = tower_parameters(shape)
+    learned = model_parameters(shape).total - tower.total + tower.trained(train_parts)
+    return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
 
 
 def active_parameters(shape: ModelShape) -> int:

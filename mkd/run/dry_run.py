@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkd.checkpoint.folders import latest_iteration
+from mkd.checkpoint.verifying import first_iteration
 from mkd.config.schema import Config
 from mkd.human import duration, number, size
 from mkd.operations.disk import Written, writes_of
@@ -42,18 +42,15 @@ def _memory_problem(plan: Plan) -> str:
     return f"pipeline rank {rank} needs {need_gib:.1f} GiB of a GPU's {gib:.1f} (see `memory:` above)"
 
 
-def first_iteration(config: Config) -> int:
-    """Return the iteration from which a run starts; 0 for a new one."""
+def _first_iteration(config: Config) -> int:
     checkpoint = config.checkpoint
-    if not checkpoint.load:
-        return 0
-    return checkpoint.ckpt_step or latest_iteration(Path(checkpoint.load))
+    return first_iteration(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else 0
 
 
 def _start(config: Config) -> str:
-    start, steps, load = first_iteration(config), config.training.train_iters, config.checkpoint.load
+    start, steps, load = _first_iteration(config), config.training.train_iters, config.checkpoint.load
     if start:
-        return f"resumed from iteration {start} in {load}, up to {steps}"
+        return f"resumes from iteration {start} in {load}, up to {steps}"
     empty = f"; --load {load} holds no checkpoint yet" if load else ""
     return f"new run of {steps} steps{empty}"
 
@@ -80,7 +77,7 @@ def _evaluations(config: Config) -> str:
 
 
 def _effort(plan: Plan) -> str:
-    steps = max(plan.config.training.train_iters - first_iteration(plan.config), 0)
+    steps = max(plan.config.training.train_iters - _first_iteration(plan.config), 0)
     hours, gpus = steps * plan.forecast.planned_step_ms() / 3.6e6, plan.forecast.num_gpus
     tokens = number(steps * plan.batch.tokens_per_step)
     what = f"{duration(3600 * hours)} predicted on {gpus} H200, {hours * gpus:.3g} GPU-hours"

@@ -1,24 +1,21 @@
 """Problems that can be found before torch is imported, which takes seconds.
 
-Only what files and flags say by themselves is checked here: everything is checked again, with all else, by
-`plan_run`. A model on the hub and a corpus that is not a file of records are left to it.
+Only files and flags are checked here; `plan_run` repeats these checks with the rest. Models on the hub, and
+corpora that are not files of records, are left to it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from mkd.config.data_files import RAW_SUFFIXES, require_file
+from mkd.config.data_files import HUB_ID, RAW_SUFFIXES, require_file
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError, collect_error
 from mkd.operations.run_folders import start_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.model_shape import ModelShape
-
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def early_problems(config: Config, world_size: int) -> list[MkdError]:

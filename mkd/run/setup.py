@@ -11,7 +11,6 @@ from typing import Any
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
-from mkd.checkpoint.save_folder import checkpoint_bytes
 from mkd.config.options import flat_settings
 from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
@@ -36,6 +35,7 @@ from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.parameters import checkpoint_bytes
 from mkd.platform import Platform
 from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.build_data import build_data
@@ -190,12 +190,12 @@ def build_streams(
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:
     """Build the checks that run after every step. `samples` has the `documents_of` a sample."""
     config, context = plan.config, engine.context
-    saves, bf16 = bool(config.checkpoint.save), config.training.bf16
+    saves, sizes = bool(config.checkpoint.save), (config.training.bf16, config.student.train_parts)
     stopper = Stopper(
         context,
         signals,
         config.training.exit_duration_in_mins,
-        first_save_bytes=checkpoint_bytes(plan.student.shape, bf16) if saves else 0,
+        first_save_bytes=checkpoint_bytes(plan.student.shape, *sizes) if saves else 0,
         save_interval_in_mins=config.checkpoint.save_interval_in_mins if saves else 0,
     )
     if stopper.note:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -39,8 +40,9 @@ def test_plan_without_torch(models):
         [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    *plan, modules = done.stdout.splitlines()
-    assert modules == "[]"
+    *plan, totals, note, modules = done.stdout.splitlines()
+    assert modules == "[]" and note.startswith("note: this run is in fp32; ")
+    assert re.fullmatch(r"1,000 steps: .*, .* GPU-hours, .* tokens; on disk a checkpoint .*", totals)
     assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batches x 2 data-parallel")
     assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith(
         "memory of pipeline rank 1: "
@@ -64,9 +66,11 @@ def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
     assert main([*argv, "--world-size", "2"]) == 0
     shown = capsys.readouterr().out
     first, _ = run_main(ranks, [*argv, "--dry-run"], world_size=2)
-    assert (
-        "memory of pipeline rank 1: " in shown and "memory: does not fit; " in shown and shown in first.stdout
-    )
+    common, _, totals = shown.rpartition("2 steps: ")
+    assert "memory of pipeline rank 1: " in common and "memory: does not fit; " in common
+    assert common in first.stdout
+    # a dry run knows how many steps are left, and says so once in its verdict
+    assert totals and "GPU-hours" not in first.stdout and totals not in first.stdout
 
 
 def test_every_teacher_is_planned(models, tmp_path, capsys):

@@ -111,6 +111,15 @@ def test_errors_have_their_exit_codes(model, tmp_path, capsys, options, exit_cod
     assert message in output.err and not output.out and not list(tmp_path.glob("c.*"))
 
 
+@pytest.mark.parametrize("part", ["places.bin", "quarantine.jsonl"])
+def test_no_file_of_a_corpus_is_replaced_unasked(part, model, tmp_path, capsys):
+    (tmp_path / f"c.{part}").write_text("mine")
+    argv = ["--input", "none.txt", "--output-prefix", str(tmp_path / "c")]
+    assert main([*argv, "--tokenizer-model", model, "--tokenizer-type", "NullTokenizer"]) == EXIT_USAGE
+    message = capsys.readouterr().err
+    assert reported_codes(message) == ["corpus-exists"] and f"holds a corpus: .{part}" in message
+
+
 def test_eos_can_be_left_out(model, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "The fox"}\n')
     options = ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer", "--no-append-eod"]

@@ -94,6 +94,9 @@ def test_unknown_flag_names_the_nearest():
     "flag, hint",
     [
         ("--learning-rate", "did you mean --lr?"),
+        ("--lmbda", "did you mean --on-policy-fraction?"),
+        ("--fp32", "use --no-bf16, which is the default"),
+        ("--beta", "use --kd-jsd-beta for the jsd divergence, or --dpo-beta for "),
         ("--output-dir", "did you mean --save?"),
         ("--per_device_train_batch_size", "did you mean --micro-batch-size?"),
         ("--model_name_or_path", "did you mean --student-hf?"),

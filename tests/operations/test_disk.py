@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
+from mkd.human import size
 from mkd.operations.disk import (
     Written,
     checkpoints_to_come,
@@ -17,7 +17,16 @@ from mkd.operations.disk import (
     disk_problems,
     writes_of,
 )
+from mkd.plan.batch import BatchPlan
+from mkd.plan.checks.vision_limits import PARTS
+from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_totals
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import checkpoint_bytes, model_parameters, weight_bytes
+from mkd.plan.towers import tower_parameters
 from tests.checkpoint.tiny_saves import small_disk
+from tests.families.test_vision_configs import HUB_QWEN
 from tests.plan.shapes import STUDENT
 
 
@@ -46,7 +55,7 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
     config = settings(tmp_path, **checkpoint)
     assert checkpoints_to_come(config) == count
     write = next(iter(writes_of(config, STUDENT, [])))
-    assert write.num_bytes == count * checkpoint_bytes(STUDENT, bf16=True)
+    assert write.num_bytes == count * checkpoint_bytes(STUDENT, True, ())
     assert write.what == ("a checkpoint" if count == 1 else f"{count} checkpoints")
 
 
@@ -90,7 +99,7 @@ def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
 def test_a_disk_that_will_be_full_is_foretold(checkpoint, text, tmp_path, monkeypatch):
     """`size` is the room of the disk in checkpoints."""
     checkpoint = dict(checkpoint)
-    room = checkpoint.pop("size", 4) * checkpoint_bytes(STUDENT, bf16=True)
+    room = checkpoint.pop("size", 4) * checkpoint_bytes(STUDENT, True, ())
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room))
     (note,) = disk_notes(settings(tmp_path, **checkpoint), STUDENT) or [None]
     assert note is None if text is None else text in note and f"{room / 2**30:.2f} GiB left" in note
@@ -102,6 +111,23 @@ def test_the_export_has_the_weights_alone(bf16, width, with_optimizer, tmp_path)
     sizes = {write.flag: write.num_bytes for write in writes_of(config, STUDENT, []) if write.num_bytes}
     assert sizes["--export-hf"] == weight_bytes(STUDENT, bf16) > 1.7e9 * width
     assert sizes["--save"] / sizes["--export-hf"] == with_optimizer / width
+
+
+@pytest.mark.parametrize("parts, states", [(("text", "projector"), "projector"), (PARTS, "tower projector")])
+def test_a_model_with_images_has_one_size_in_the_plan_and_on_the_disk(parts, states, tmp_path):
+    """Its tower counts; only what learns has an fp32 copy and moments."""
+    config = settings(tmp_path, export_hf=str(tmp_path / "hf"), train_iters=1)
+    config = replace(config, student=replace(config.student, train_parts=parts))
+    shape = ModelShape.from_hf_config(HUB_QWEN)
+    text, tower = model_parameters(replace(shape, vision=None)).total, tower_parameters(shape)
+    learned = text + sum(getattr(tower, part) for part in states.split())
+    weights = 2 * (text + tower.total)
+    sizes = {write.flag: write.num_bytes for write in writes_of(config, shape, []) if write.num_bytes}
+    assert sizes == {"--save": weights + 12 * learned, "--export-hf": weights}
+    layout = PipelineLayout.even(shape.num_layers, 1)
+    totals = describe_totals(Forecast(config, BatchPlan(1, 1, 1, 4096), shape, (), layout, ()))
+    assert totals.startswith("1 steps: ")
+    assert f"takes about {size(sizes['--save'])}, " in totals and totals.endswith(f" {size(weights)}")
 
 
 def test_little_room_is_said_in_mib(tmp_path):

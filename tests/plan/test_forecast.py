@@ -76,8 +76,7 @@ def test_description():
     assert re.fullmatch(r"with \d+\.\d+ ms of the optimizer's update: \d+ ms", lines[7])
     assert "on 4 GPUs: predicted MFU 0." in lines[8]
     assert lines[9] == "share of the teachers in these FLOPs: 0.591"
-    assert re.fullmatch(r"1,000 steps: .*, .* GPU-hours, .* tokens; on disk a checkpoint .*", lines[10])
-    assert [line.split(":")[0] for line in lines[11:]] == [
+    assert [line.split(":")[0] for line in lines[10:]] == [
         f"memory of pipeline rank {rank}" for rank in range(4)
     ]
     alone = forecast(teachers=()).describe()

@@ -11,8 +11,9 @@ import pytest
 
 from mkd.checkpoint.folders import POINTER, saved_iterations
 from mkd.checkpoint.manifest import MANIFEST_FILE
-from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, checkpoint_bytes
+from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import checkpoint_bytes
 from mkd.run.fingerprints import describe_changes
 from tests.checkpoint.tiny_saves import run_forked
 from tests.reported import reported_codes
@@ -76,7 +77,7 @@ def test_manifest_and_expected_size(files, saved):
     entries = json.loads((saved / "iter_0000002" / MANIFEST_FILE).read_text())["files"]
     assert {"common.pt", ".metadata", "mkd.json", "hf/config.json", "hf/tokenizer.json"} < entries.keys()
     tensors = sum(entry["size"] for name, entry in entries.items() if name.endswith(".distcp"))
-    expected = checkpoint_bytes(ModelShape.from_hf_dir(files / "student"), bf16=False)
+    expected = checkpoint_bytes(ModelShape.from_hf_dir(files / "student"), False, ())
     assert expected < tensors < 1.5 * expected
 
 

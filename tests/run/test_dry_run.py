@@ -6,7 +6,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.operations.disk import Written, disk_problems
+from mkd.operations.disk import Written, checkpoints_to_stay, disk_problems
 from mkd.run.dry_run import verdict_text
 from mkd.run.run_plan import plan_run
 from tests.train.command import flags, make_files, write_records
@@ -38,11 +38,22 @@ def test_a_resumed_run_counts_from_its_checkpoint(files):
     (folder / "iter_0000040").mkdir(parents=True)
     (folder / "iter_0000040" / "manifest.json").write_text("{}")
     rows = verdict(files, "--train-iters", 100, "--save", folder, "--load", folder)
-    assert rows["start"] == f"resumed from iteration 40 in {folder}, up to 100"
+    assert rows["start"] == f"resumes from iteration 40 in {folder}, up to 100"
     assert rows["takes"].startswith("7,680 tokens in 60 steps; ")
     empty = files / "empty"
     rows = verdict(files, "--train-iters", 100, "--save", empty, "--load", empty)
     assert rows["start"] == f"new run of 100 steps; --load {empty} holds no checkpoint yet"
+
+
+@pytest.mark.parametrize("pointer, start", [("20", 20), ("30", 20), ("?", 40)])
+def test_after_a_rewind_it_names_the_checkpoint_of_the_pointer(pointer, start, files, tmp_path):
+    """As a run chooses: the one that the pointer names; if it is lost, the newest before it."""
+    for iteration in (20, 40):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(pointer)
+    more = ("--train-iters", 100, "--save", tmp_path, "--save-interval", 10, "--load", tmp_path)
+    assert verdict(files, *more)["start"] == f"resumes from iteration {start} in {tmp_path}, up to 100"
+    assert checkpoints_to_stay(load_config(flags(files, "dry", *more)).config) == (100 - start) / 10
 
 
 def test_held_out_data_is_evaluated_without_an_interval(files):

@@ -40,12 +40,13 @@ def common_causes(
     expected: Shapes,
     headers: Mapping[str, TensorHeader],
     left_out: range,  # layers of the file that mkd does not read
+    is_sharded: bool,
 ) -> list[CheckpointError]:
     """Return the causes that explain several differences each; [] if there are none."""
     found = {name: header.shape for name, header in headers.items()}
     if any(".lora_A." in name for name in found):
         return [adapter_error(place, "it holds the tensors of a LoRA adapter, beside those that it changes")]
-    prefix = _prefix(place, expected, found)
+    prefix = _prefix(place, expected, found, is_sharded)
     if prefix is not None:
         return [prefix]
     stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
@@ -64,8 +65,11 @@ def common_causes(
     return causes + [*_sizes(place, config, expected, kept, numbers)]
 
 
-def _prefix(place: str, expected: Shapes, found: Shapes) -> CheckpointError | None:
-    """Return the error for names that all have a prefix too much or too little."""
+def _prefix(place: str, expected: Shapes, found: Shapes, is_sharded: bool) -> CheckpointError | None:
+    """Return the error for names that all have a prefix too much or too little.
+
+    Shards are not to be renamed, because their index has the names too.
+    """
     rules: Counter[tuple[str, str]] = Counter()
     for name in found.keys() - expected.keys():
         starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
@@ -92,7 +96,9 @@ def _prefix(place: str, expected: Shapes, found: Shapes) -> CheckpointError | No
     return CheckpointError(
         f"{place}: {count} tensor names {' and '.join(parts)}: {name} should be {should}",
         "; ".join(why),
-        SAVE_WHOLE if lacks_head else f"{SAVE_WHOLE}, or rename the tensors: {_renaming(cut, added, found)}",
+        SAVE_WHOLE
+        if lacks_head or is_sharded
+        else f"{SAVE_WHOLE}, or rename the tensors: {_renaming(cut, added, found)}",
         code="hf-tensor-prefix",
     )
 

@@ -30,7 +30,7 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
     expected, found = hf_tensor_shapes(shape), checkpoint.headers
     allowed = {LM_HEAD: expected[EMBEDDING]} if shape.tie_word_embeddings else {}
     where, left_out, problems = checkpoint.directory, extra_layers(shape), []
-    raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out))
+    raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out, checkpoint.is_sharded))
     for name in expected.keys() - found.keys():
         what, do = f"{where}: tensor {name} is missing", "download the model again"
         if name == LM_HEAD:

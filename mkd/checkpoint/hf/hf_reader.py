@@ -88,6 +88,7 @@ class HFCheckpoint:
         self.directory = Path(directory)
         self.bytes_read = 0
         weight_map = self._weight_map()
+        self.is_sharded = weight_map is not None
         self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
         self._stored = self._read_headers(weight_map)
         self._quantised = find_quantised(self.directory, self._stored)

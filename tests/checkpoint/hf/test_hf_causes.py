@@ -76,6 +76,17 @@ def test_a_model_saved_without_its_head_is_to_be_saved_again(llama, tmp_path):
     assert "lm_head.weight is not there" in caught.value.why and "rename" not in caught.value.do
 
 
+def test_shards_are_not_to_be_renamed(llama, tmp_path):
+    """Their index has the names too, so that renamed shards could not be read."""
+    folder = renamed(llama, tmp_path / "model", lambda name: "module." + name)
+    file = (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(file), file.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with refused("hf-tensor-prefix", CheckpointError) as caught:
+        check(folder)
+    assert "save_pretrained" in caught.value.do and "rename" not in caught.value.do
+
+
 def edit(source, folder, **keys):
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
