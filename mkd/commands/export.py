@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reference-hf",
         metavar="DIR_OR_ID",
-        help="source of the configuration (default: CKPT); tokenizer, stop ids and images' processor in "
-        "CKPT count",
+        help="source of the configuration (default: CKPT); the tokenizer, stop ids and image "
+        "processor in CKPT take precedence",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)

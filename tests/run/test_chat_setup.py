@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
+import shutil
 from unittest import mock
 
 import pytest
 
+from mkd.checkpoint.folders import MEGATRON_FILE, POINTER, STATE_FILE
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, ErrorList
 from mkd.run import chat_setup
@@ -58,6 +61,24 @@ def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
     second = start("2026-11-27", "second", "--load", files / "saved")
     assert second.exit_code == 0, second.stderr
     assert "writes a date: 2026-11-26" in second.stdout + second.stderr
+
+
+@pytest.mark.parametrize("damage", ["lost", "damaged"])
+def test_the_date_is_that_of_the_newest_checkpoint_that_can_be_read(damage, tmp_path):
+    """A run that falls back to an earlier checkpoint keeps the date of its first start."""
+    for step in (1, 2):
+        folder = tmp_path / f"iter_000000{step}"
+        folder.mkdir()
+        (folder / MEGATRON_FILE).touch()
+        state = {"iteration": step, "consumed_samples": step, "skipped_iterations": 0}
+        state |= {"fingerprints": {chat_setup.CHAT_DATE: "2026-01-02"}}
+        (folder / STATE_FILE).write_text(json.dumps(state))
+    (tmp_path / POINTER).write_text("2\n")
+    (folder / STATE_FILE).write_text("{")
+    if damage == "lost":
+        shutil.rmtree(folder)
+    config = load_config(["--load", str(tmp_path)]).config
+    assert chat_setup.chat_settings(config).date == "2026-01-02"
 
 
 @pytest.mark.parametrize(
