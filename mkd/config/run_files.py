@@ -54,9 +54,9 @@ class DataConfig:
     overlong_conversations: str | None = option(
         None,
         "treatment of conversations, and of prompts with a completion, that are longer than --seq-length: "
-        "drop, truncate (keep the beginning), truncate-left (keep the last turns that fit whole, else the "
-        "end of the last question and its answer) or split, which trains answers without their question "
-        "(default: drop; truncate with --overlong truncate)",
+        "drop, truncate, truncate-left or split. truncate keeps the beginning. truncate-left keeps the last "
+        "turns that fit whole, else the end of the last question and its answer. split trains answers "
+        "without their question (default: drop; truncate with --overlong truncate)",
         choices=OVERLONG_CONVERSATIONS,
     )
     max_bad_records: int = option(

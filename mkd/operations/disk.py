@@ -26,7 +26,7 @@ CACHE_SHARE = 1 / 3
 
 
 TRIAL_BYTES = 1 << 16
-"""Bytes that must fit beside what a run writes: its metrics and events."""
+"""Size of the trial write: room for metrics and events."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     parts = ", ".join(f"{write.what} {size(write.num_bytes)}" for write in large)
     what = f"the disk of {large[0].folder} has {size(free)} left, the run writes {size(needed)} to it"
     do = f"make room, or choose another {_joined(write.flag for write in large)}"
+    do += ", or save nothing (--no-save)" if any(write.flag == "--save" for write in large) else ""
     return UsageError(what, f"it would fail after all the work before: {parts}", do, code="disk-too-small")
 
 

@@ -37,7 +37,7 @@ class Signals:
     # What happens after the first signal, what a second Ctrl-C loses, and what stays then.
     notice: str = "stopping when the start is over; nothing has been trained yet"
     lost: str = ""
-    kept: str = "nothing had been trained"
+    kept: str = "this start has trained nothing"
     speaks: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")  # one rank is enough
     has_torchrun: bool = field(default_factory=lambda: "TORCHELASTIC_RUN_ID" in os.environ)
     when_forced: list[Callable[[], None]] = field(default_factory=list)  # called in a thread

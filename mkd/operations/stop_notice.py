@@ -31,7 +31,7 @@ class StopNotice(Follower):
         elif phase in (EVAL, TASK_EVALUATION):
             self.signals.notice = f"stopping after this batch of the evaluation{then}"
         elif phase == END:
-            self.signals.notice = "all steps are done: the run ends as soon as it has exported"
+            self.signals.notice = "the training is over: the run ends after its last files are written"
         else:
             self.signals.notice = f"stopping after step {iteration}{then}"
         steps = iteration - self.kept_iteration

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mkd.checkpoint.folders import find_checkpoint, read_state
+from mkd.checkpoint.folders import find_checkpoint, read_state, saved_iterations
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
@@ -69,14 +70,27 @@ def describe_chat(
 
 
 def _saved_date(checkpoint: CheckpointConfig) -> str | None:
-    """Return the date in the checkpoint from which the run resumes, if there is one."""
-    try:
-        folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
-        saved = {} if folder is None else read_state(folder).get("fingerprints", {})
-    except CheckpointError:  # reported where the checkpoint is loaded
-        return None
-    found = saved.get(CHAT_DATE)
-    return found if isinstance(found, str) else None
+    """Return the date in the checkpoint from which the run resumes, if there is one.
+
+    If that is lost or damaged, the run resumes from an earlier one: the newest that can be read counts.
+    """
+    for folder in _candidates(checkpoint):
+        try:
+            found = read_state(folder).get("fingerprints", {}).get(CHAT_DATE)
+        except (CheckpointError, OSError):  # reported where the checkpoint is loaded
+            continue
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _candidates(checkpoint: CheckpointConfig) -> Iterator[Path]:
+    if not checkpoint.load:
+        return
+    with suppress(CheckpointError):
+        if folder := find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step):
+            yield folder
+    yield from saved_iterations(Path(checkpoint.load))
 
 
 def _exported_date(folder: Path) -> str | None:

@@ -107,7 +107,7 @@ def train(run: Run) -> Stop | None:
         if ends:  # the line of these steps comes before that of the evaluation
             run.reporter.flush()
         stop = stop or evaluate_and_report(run)
-        if stop and not run.saver:  # a checkpoint has the steps without a line, for the run that resumes
+        if stop and not run.saver:  # else the checkpoint keeps the interval, and the resumed run prints it
             run.reporter.flush()
         cause = save_cause(run, ends, stop)
         if run.saver and cause and (iteration > before or iteration > run.progress.kept_iteration):

@@ -68,7 +68,7 @@ def build_server_source(
 
 def _export(plan: Plan, state: TrainingState, context: ParallelContext, folder: Path) -> None:
     parts = [(part, part.first_layer) for part in state.models]
-    assets = replace(plan, trained_ends=()).assets  # completions end where those of this process would
+    assets = replace(plan, trained_ends=()).assets  # the server stops at the same tokens as this process
     export_hf(parts, plan.student.shape, folder, context=context, assets=assets)
 
 

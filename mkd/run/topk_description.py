@@ -107,7 +107,7 @@ def require_room(plan: ExportPlan, settings: ExportSettings, vocab_size: int) ->
 
 
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
-    """Return `meta` in the words of the cache that is in `out`. DataError if that is another one."""
+    """Return `meta` with the precision as the cache in `out` states it. DataError if that is another one."""
     found = TopKMeta.read(out)
     if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from mkd.checkpoint.folders import MEGATRON_FILE, POINTER, STATE_FILE
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, ErrorList
 from mkd.run import chat_setup
@@ -104,6 +106,24 @@ def test_a_teacher_cache_has_one_date(files):
         found = problems_of(list(map(str, flags(files, "c", "--teacher-topk", out, *more, **paths))))
         assert [one.code for one in found] == ["teacher-cache-setting-differs"]
     assert chat_settings(config("--teacher-topk", out, teacher_hf=None)).date == "2026-11-26"
+
+
+@pytest.mark.parametrize("damage", ["lost", "damaged"])
+def test_the_date_is_that_of_the_newest_checkpoint_that_can_be_read(damage, tmp_path):
+    """A run that falls back to an earlier checkpoint keeps the date of its first start."""
+    for step in (1, 2):
+        folder = tmp_path / f"iter_000000{step}"
+        folder.mkdir()
+        (folder / MEGATRON_FILE).touch()
+        state = {"iteration": step, "consumed_samples": step, "skipped_iterations": 0}
+        state |= {"fingerprints": {chat_setup.CHAT_DATE: "2026-01-02"}}
+        (folder / STATE_FILE).write_text(json.dumps(state))
+    (tmp_path / POINTER).write_text("2\n")
+    (folder / STATE_FILE).write_text("{")
+    if damage == "lost":
+        shutil.rmtree(folder)
+    config = load_config(["--load", str(tmp_path)]).config
+    assert chat_setup.chat_settings(config).date == "2026-01-02"
 
 
 @pytest.mark.parametrize(

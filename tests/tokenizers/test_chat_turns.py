@@ -163,7 +163,7 @@ def test_variables_of_the_record_win_over_those_of_the_run(with_template):
     assert without == expected and hf.decode(without).endswith(EMPTY_THOUGHT)
     with_thought = tokenizer.generation_prompt(Conversation(ask, template_kwargs=thinks))
     assert hf.decode(with_thought).endswith("assistant\n")
-    assert tokenizer.fingerprint != with_template(REWRITES_HISTORY)[1].fingerprint
+    assert tokenizer.chat_fingerprint != with_template(REWRITES_HISTORY)[1].chat_fingerprint
 
 
 def test_the_end_of_a_turn_is_the_token_at_which_generation_stops(with_template):
