@@ -86,7 +86,7 @@ class DataConfig:
     chat_loss: str = option(
         "auto",
         "messages of a conversation with loss. auto: what the chat template marks as generation, "
-        "else all of the assistant's turns; turns: all turns, whatever it marks; marks: only what it marks; "
+        "else all of the assistant's turns. turns: all turns, whatever it marks. marks: only what it marks. "
         "last: the assistant's messages after the last user message. Records may flag single messages",
         choices=("auto", "turns", "marks", "last"),
     )
