@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data import documents, encoding
+from mkd.data import encoding
 from mkd.data.dataset import PackedDataset
+from mkd.data.records import parsing
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
 from mkd.errors import ErrorList
@@ -114,7 +115,7 @@ def test_huge_conversations_and_completions_are_bad_records(write_jsonl, tmp_pat
 
     One that is too long is skipped and listed, or refused; one that just fits is kept.
     """
-    monkeypatch.setattr(documents, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(parsing, "MAX_CHARACTERS", 1000)
     path = write_jsonl("long.jsonl", *records_of(1001), *records_of(1000), {"text": "fox"})
     tokenizer, prefix = chat_tokenizer(350), str(tmp_path / "corpus")
     summary = build_store([path], prefix, tokenizer, True, max_bad_records=2)

@@ -43,7 +43,7 @@ def test_a_file_that_one_machine_does_not_have(start):
     assert second.output.endswith(
         "rank 1: error[data-path-not-found]: --data-path text.jsonl: nothing found\n"
         "  why: looked for a file of this name\n"
-        "  do:  check the path\n"
+        "  do:  check the path, or make a tokenised pair with `mkd preprocess`\n"
     )
     said = "error[peer-cannot-start]: stopped because rank 1 cannot start: "
     said += "--data-path text.jsonl: nothing found\n"

@@ -97,7 +97,7 @@ def test_a_real_run_flags_its_spike_alone_and_names_the_samples(files, ranks):
     lines, (output, _) = read_metrics(files / "spike"), results[0]
     flagged = {line["iteration"]: line["loss_spikes"] for line in lines if "loss_spikes" in line}
     assert flagged == {41: 1} and lines[40]["loss"] > 5 * lines[39]["loss"]
-    assert output.count("| loss spikes: 1 |") == 1
+    assert output.count("  spikes 1\n") == 1
     samples = sorted(one for _, of_rank in results for one in of_rank)
     assert (
         f"the steps before it; samples of the step: {', '.join(map(str, samples))}\n" in output
