@@ -21,8 +21,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
-# documents with padding have multiples of it: required by CP4, the table's largest context parallelism
-SPAN_MULTIPLE = 8
+SPAN_MULTIPLE = 8  # of documents with padding: required by CP4, the table's largest context parallelism
 TOLERANCE = 1e-5
 
 
@@ -45,10 +44,10 @@ class Layout:
         argv += ["--data-path", str(student / "text.txt")]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
-        argv += ["--adam-eps", "1e-6"]  # the default blows up the rounding of gradients around 1e-8
+        argv += ["--adam-eps", "1e-6"]  # 1e-8 blows up the rounding of small gradients
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
-        argv += ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
-        argv += ["--context-parallel-size", str(self.cp)]
+        argv += ["--tensor-model-parallel-size", str(self.tp), "--context-parallel-size", str(self.cp)]
+        argv += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.vp > 1:
             argv += ["--num-virtual-stages-per-pipeline-rank", str(self.vp)]
         return argv + list(self.flags)
