@@ -183,16 +183,16 @@ class _Preparation:
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if not store.has_loss_mask:  # no conversation, so the rule for them changes nothing
             packing = replace(packing, overlong_conversations=None)
-        if self.quarantine is not None:
-            records = left_out_records(store, packing, self.progress)
-            list_left_out(records, Path(self.quarantine))
         if is_small(store, packing):
+            self._list_left_out(store, packing)
             return _Member(
                 store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
             )
         place = self.cache_dir, self.known
         packs = pack_into_file(store, packing, *place, self.workers, self.progress)
         index, multiple = PackIndex.in_file(packs), packing.document_multiple
+        if index.dropped is None or index.dropped.has_whole_ones:  # to find them takes as long as to pack
+            self._list_left_out(store, packing)
         sides = {
             number: (
                 prefix,
@@ -201,6 +201,10 @@ class _Preparation:
             for number, prefix in teachers.items()
         }
         return _Member(store.prefix, weight, packing, packs, sides)
+
+    def _list_left_out(self, store: TokenStore, packing: PackSettings) -> None:
+        if self.quarantine is not None:
+            list_left_out(left_out_records(store, packing, self.progress), Path(self.quarantine))
 
     def _all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, dict[int, str]]]:
         """Return path -> (prefix of its tokenised corpus, cross-tokenizer teacher's number -> its prefix).

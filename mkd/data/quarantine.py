@@ -42,7 +42,7 @@ class BadRecord(DataError):
         return cls(f"{entry['file']}:{entry['line']}: {entry['reason']}", entry=entry, code="bad-record")
 
     def for_teacher(self, name: str) -> BadRecord:
-        """Return the same error, marked as raised by the tokenizer or template of the teacher `name`."""
+        """Return the same error, marked as found while the record was aligned with the teacher `name`."""
         return BadRecord(
             f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name}, code=self.code
         )

@@ -33,6 +33,11 @@ class Dropped:
     conversation_loss_tokens: int = 0  # of these
     cut_conversations: int = 0  # longer than --seq-length, and kept in part or in several pieces
 
+    @property
+    def has_whole_ones(self) -> bool:
+        """True if nothing is kept of some document."""
+        return self.too_many_patches + self.too_long + self.conversations > 0
+
     def __str__(self) -> str:
         numbers = {"--max-patches-per-pack": self.too_many_patches, "--seq-length": self.too_long}
         reasons = ", ".join(f"{number} beyond {flag}" for flag, number in numbers.items() if number)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from mkd.config.run_files import rule_for_conversations
+from mkd.data import build
 from mkd.data.build import open_datasets
 from mkd.data.dataset import BlendedDataset, PackedDataset, later_orders
+from mkd.data.packing import pack_index
+from mkd.data.packing.kept_documents import left_out_records
 from mkd.data.packing.pack_index import PackSettings, Windows, pack_in_memory
 from mkd.data.store import StoreFiles
 from tests.data.pairs import STUDENT, TEACHER, open_pair, teacher_text
@@ -127,6 +131,20 @@ def records(write_jsonl):
 
 def listed(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_large_corpus_is_searched_for_what_is_left_out_only_if_its_packs_lack_something(
+    records, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pack_index, "SMALL_PIECES", 0)
+    searched = mock.Mock(wraps=left_out_records)
+    monkeypatch.setattr(build, "left_out_records", searched)
+    options = dict(tokenizer=tokenizer, seq_length=32, vocab_size=350, cache_dir=str(tmp_path / "cache"))
+    options |= dict(quarantine=str(tmp_path / "quarantine.jsonl"), data_path=[records])
+    for rule, found in (("split", []), ("drop", [2, 4, 5])):
+        open_datasets(**options, overlong_conversations=rule)
+        assert [entry["line"] for entry in listed(tmp_path / "quarantine.jsonl")] == found
+        assert searched.called == bool(found)
 
 
 @pytest.mark.parametrize("split", [None, "3,2"])
