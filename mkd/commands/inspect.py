@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mkd.commands.chat_flags import add_chat_flags, chat_of
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.run_files import OVERLONG_CONVERSATIONS
 from mkd.errors import DataError, UsageError, returns_exit_code
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         "loss_spikes.jsonl of a run. Give the run's data flags, and its one --data-path as --input",
     )
     add("--color", action="store_true", help="use colours even if the output is not a terminal")
-    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
+    add("--seq-length", type=whole_number, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
     add("--pack", default="bfd", choices=PACKINGS, help="same as in training (default: bfd)")
     add("--overlong", default="split", choices=OVERLONG, help="same as in training (default: split)")
     add("--overlong-conversations", choices=OVERLONG_CONVERSATIONS, help="same as in training")
@@ -95,12 +96,13 @@ def build_parser() -> argparse.ArgumentParser:
         "squares of their tokens (needs Pillow)",
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
-    _add_image_flags(add)
+    _add_conversation_flags(add)
     _add_alignment_flags(add)
     return parser
 
 
-def _add_image_flags(add: Callable[..., object]) -> None:
+def _add_conversation_flags(add: Callable[..., object]) -> None:
+    add_chat_flags(add)
     add("--image-root", metavar="DIR", help="same as in training")
     add("--max-image-pixels", type=int, default=1 << 26, metavar="N", help="same as in training")
     add("--max-image-side", type=int, metavar="N", help="same as in training")
@@ -167,7 +169,8 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
             "leave it out",
             code="setting-without-effect",
         )
-    student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
+    chat = chat_of(args)
+    student, teacher = open_tokenizer(args.student, chat), open_tokenizer(args.teacher, chat)
     for number, aligned in aligned_records(args, student, teacher):
         print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
 
@@ -178,18 +181,14 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     from mkd.data.build import open_datasets
     from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
-    from mkd.tokenizers.load import open_tokenizer
+    from mkd.tokenizers.load import open_tokenizer, require_marks
 
-    if args.seq_length < 1:
-        raise UsageError(
-            f"--seq-length {args.seq_length} is not a number of tokens",
-            do="use 1 or more",
-            code="seq-length-below-one",
-        )
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
     if args.picture:
         require_pillow(args.picture)
-    tokenizer = open_tokenizer(args.student)
+    chat = chat_of(args)
+    tokenizer = open_tokenizer(args.student, chat)
+    require_marks(tokenizer, args.student, chat)
     with tempfile.TemporaryDirectory() as folder:
         dataset, _ = open_datasets(
             data_path=[args.input],
@@ -252,8 +251,8 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
         raise UsageError(
             f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
             "settings that differ from the run's make different packs",
-            "give --seq-length, --pack, --overlong, --overlong-conversations, --split and --append-eod as "
-            "the run had them",
+            "give --seq-length, --pack, --overlong, --overlong-conversations, --split, --append-eod and the "
+            "flags of conversations as the run had them",
             code="sample-beyond-packs",
         )
     return args.samples

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from datetime import date
 from typing import TYPE_CHECKING
 
+from mkd.commands.chat_flags import add_chat_flags, chat_of
 from mkd.config.flags import FlagParser
-from mkd.config.run_files import DataConfig
 from mkd.errors import UsageError, returns_exit_code
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="model folder, hub id, SentencePiece .model or .tiktoken file",
     )
     _add_record_flags(add)
-    _add_chat_flags(add)
+    add_chat_flags(add)
     _add_image_flags(add)
     return parser
 
@@ -88,16 +86,6 @@ def _add_record_flags(add: Callable[..., object]) -> None:
         metavar="N",
         help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
     )
-
-
-def _add_chat_flags(add: Callable[..., object]) -> None:
-    documented = {field.name: field for field in fields(DataConfig)}
-    for name in ("chat_loss", "chat_template_kwargs", "chat_date"):
-        option = documented[name]
-        known = option.metadata
-        text = known["help"] + (f" (default: {option.default})" if option.default else "")
-        text = text.replace("the run's first start, also after it resumes", "the start")
-        add("--" + name.replace("_", "-"), default=option.default, choices=known["choices"], help=text)
 
 
 def _add_image_flags(add: Callable[..., object]) -> None:
@@ -181,12 +169,9 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     from mkd.data.store_builder import build_store
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import console
-    from mkd.tokenizers.chat_input import ChatSettings
     from mkd.tokenizers.load import load_tokenizer
 
-    given = ChatSettings.from_flags(args.chat_loss, args.chat_template_kwargs, args.chat_date)
-    chat = replace(given, date=given.date or date.today().isoformat())
-    tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, chat)
+    tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, chat_of(args))
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
     with worker_deaths_explained(), console(0):
         summary = build_store(

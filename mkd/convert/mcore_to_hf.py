@@ -18,7 +18,7 @@ from mkd.checkpoint.verifying import verify
 from mkd.convert.models import DTYPES, build_context, build_model
 from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
-from mkd.tokenizers.tokenizer_files import has_tokenizer
+from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
 
 
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
@@ -90,4 +90,5 @@ def run(
     export_hf([(model, model.first_layer)], shape, hf_out, context=context, assets=assets)
     if context.rank == 0:
         print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
+        warn_of_export(str(hf_out))
     context.leave()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ def chat_settings(
     caches = [out, *(Path(one.topk) for one in config.teachers if one.topk)]
     exported = (_exported_date(one) for one in caches if one is not None)
     known = settings.date or _saved_date(config.checkpoint) or next(filter(None, exported), None)
-    found = known or date.today().isoformat()
-    return ChatSettings(settings.loss, settings.template_kwargs, found)
+    return settings.dated(known)
 
 
 def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError]:

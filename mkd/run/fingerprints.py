@@ -29,6 +29,7 @@ from mkd.operations.run_folders import cache_folder
 from mkd.run.chat_setup import CHAT_DATE
 from mkd.run.cross_tokenizer_setup import teacher_images
 from mkd.run.run_plan import Plan
+from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
 END_BYTES = 1 << 20  # read at the beginning and the end of a large file
@@ -58,6 +59,8 @@ NOT_OF_ROLLOUT = frozenset(
 NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
+CHAT_LOSS, CHAT_VARIABLES = "chat.loss", "chat.template_kwargs"  # absent in checkpoints of earlier versions
+NOT_OF_EVALUATION = ("loss.kd_ratio", CHAT_LOSS, CHAT_VARIABLES)  # the held-out tokens show the last two
 
 
 def identify_run(
@@ -85,9 +88,7 @@ def fingerprints(
             found["loss.stored_precision"] = plan.stored_teacher.meta.precision
     found |= _teacher_processors(plan)
     found["tokenizer"] = tokenizer.fingerprint
-    dates = {one.chat_date for one in (plan.tokenizers.opened if plan.tokenizers else [tokenizer])} - {None}
-    if dates:  # one: all have the settings of the run
-        (found[CHAT_DATE],) = dates
+    found |= _chat(plan, tokenizer, stores, prompts)
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
         known = KnownFiles(cache_folder(plan.config))
@@ -102,6 +103,28 @@ def fingerprints(
     return json.loads(
         json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)) | dict(_rollout(plan.config)))
     )
+
+
+def _chat(
+    plan: Plan, tokenizer: Tokenizer, stores: Sequence[TokenStore], prompts: PromptSet | None
+) -> dict[str, object]:
+    """Return the settings of conversations, if the run itself makes tokens of records or prompts with them.
+
+    The tokens have fingerprints too. These entries only give a difference its name.
+    """
+    tokenizers = plan.tokenizers.opened if plan.tokenizers else [tokenizer]
+    dates = {one.chat_date for one in tokenizers} - {None}  # at most one: all have the settings of the run
+    found: dict[str, object] = {CHAT_DATE: dates.pop()} if dates else {}
+    if not any(one.has_chat_template for one in tokenizers):
+        return found
+    data = plan.config.data
+    settings = ChatSettings.from_flags(data.chat_loss, data.chat_template_kwargs, None)
+    makes_tokens = any(store.meta.get("cache_key") for store in stores)
+    if makes_tokens:
+        found[CHAT_LOSS] = settings.loss
+    if makes_tokens or prompts is not None:
+        found[CHAT_VARIABLES] = json.dumps(settings.template_kwargs, sort_keys=True)
+    return found
 
 
 def _teacher_processors(plan: Plan) -> dict[str, object]:
@@ -133,7 +156,7 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
     others = {
         name: known[name]
         for name in known
-        if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"
+        if not name.startswith((TEACHER, "data.")) and name not in NOT_OF_EVALUATION
         if not _is_as_before(name, known[name])
     }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
@@ -247,8 +270,7 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     known = {name: defaults[path] for name, path in later.items() if path in defaults}
     if saved.get(FILES) == _sha256([]):  # older versions recorded no files for a stored teacher
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
-    if CONTENT in current:
-        known[CONTENT] = current[CONTENT]
+    known |= {name: current[name] for name in (CONTENT, CHAT_LOSS, CHAT_VARIABLES) if name in current}
     return known | {names.get(name, name): value for name, value in saved.items()}
 
 

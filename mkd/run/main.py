@@ -248,6 +248,7 @@ def export(current, folder: Path) -> None:
     from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.checkpoint.own_exports import OwnExports
     from mkd.operations.run_folders import export_in_the_way
+    from mkd.tokenizers.tokenizer_files import warn_of_export
 
     models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
     parts = [(part, part.first_layer) for part in models]
@@ -263,6 +264,8 @@ def export(current, folder: Path) -> None:
             record=record,
         )
     LOG.info("exported the student to %s", folder)
+    if _is_rank_0():
+        warn_of_export(str(folder))
 
 
 def _world_size() -> int:

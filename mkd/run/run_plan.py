@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
@@ -36,6 +38,7 @@ from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_prob
 from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
 from mkd.run.trained_ends import stop_notes, trained_ends
+from mkd.tokenizers.tokenizer_files import rebuilt_example
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,22 @@ class Plan:
         images = self.tokenizers.images if self.config.data.max_image_side is not None else None
         changes: list[SavesFiles] = [] if images is None else [images.processor]
         changes += [StopIds(self.trained_ends)] if self.trained_ends else []
-        changes += [PlainTokenizer()] if self.tokenizers.student.is_rebuilt else []
+        changes += [PlainTokenizer()] if self._is_rebuilt else []
         return HFAssets(self.student.assets, self.tokenizers.source, tuple(changes))
+
+    @cached_property
+    def _is_rebuilt(self) -> bool:
+        """True if transformers makes another tokenizer of the written files than their tokenizer.json holds.
+
+        The student's config.json beside a tokenizer of another folder may make it do so.
+        """
+        assert self.tokenizers is not None
+        source = self.tokenizers.source
+        if source is None or source == self.student.assets:
+            return self.tokenizers.student.is_rebuilt
+        with TemporaryDirectory() as folder:
+            HFAssets(self.student.assets, source).copy_to(Path(folder))
+            return rebuilt_example(folder) is not None
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:

@@ -30,6 +30,16 @@ def argument_form(render: Callable[[Sequence[Message]], str]) -> str:
     return "both" if "Paris" in render(_call(ARGUMENT)) else "texts"
 
 
+def needs_content(render: Callable[[Sequence[Message]], str], form: str) -> bool:
+    """Return True if a template refuses a call without content and takes it with an empty one.
+
+    The first template of Qwen3 does. `form` is the `argument_form`.
+    """
+    question, call = (with_arguments(one, form) for one in _call(ARGUMENT))
+    alone = {key: value for key, value in call.items() if key != "content"}
+    return not render([question, alone]) and bool(render([question, call]))
+
+
 def with_arguments(message: Message, form: str) -> Message:
     """Return the message with the arguments of its calls in the `form` that the template reads."""
     calls = message.get("tool_calls")

@@ -12,7 +12,7 @@ from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.chat_shapes import KnownShapes
 from mkd.tokenizers.chat_template import ChatTemplate
-from mkd.tokenizers.chat_turns import Place, TurnSearch, require_tools
+from mkd.tokenizers.chat_turns import Place, TurnSearch, closing_token, require_tools
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 
 
@@ -33,6 +33,7 @@ class EncodedChat:
     encoded: EncodedText  # control tokens have spans too: the template wrote them as text
     data: bytes  # the rendered conversation
     turns: tuple[Turn, ...]  # the assistant's turns
+    origin: str  # of the chat template, for errors
 
 
 class ChatEncoder:
@@ -40,7 +41,8 @@ class ChatEncoder:
 
     def __init__(self, hf: Any, template: ChatTemplate):
         self._hf, self.template = hf, template
-        self._shapes = KnownShapes(template)
+        self.closing = closing_token(template)
+        self._shapes = KnownShapes(template, self.closing)
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         """Return (ids, loss mask) of a conversation.
@@ -54,14 +56,14 @@ class ChatEncoder:
         text = self.template.render(conversation)
         trained = trained_messages(conversation, self.template.settings.loss)
         encoding = self._encoded(text)
-        search = TurnSearch(self.template, conversation, text)
+        search = TurnSearch(self.template, conversation, text, self.closing)
         turns = self._shapes.turns(conversation, text)
         if turns is None:
             require_tools(self.template, conversation, text)
             search.require_calls()
         spans = _marked(self.template, conversation, search, trained)
         if spans is None:
-            turns = turns or search.turns()
+            turns = turns or search.turns(uses_marks=self.template.settings.loss != "turns")
             spans = [(turns[number].start, turns[number].end) for number in sorted(trained)]
         return encoding.ids, _mask_of_spans(encoding.offsets, spans)
 
@@ -75,7 +77,7 @@ class ChatEncoder:
         turns = self._shapes.turns(conversation, text)
         if turns is None:
             require_tools(self.template, conversation, text)
-            turns = TurnSearch(self.template, conversation, text).turns()
+            turns = TurnSearch(self.template, conversation, text, self.closing).turns()
         data = utf8(text)
         in_text = np.ones(len(encoding.ids), dtype=bool)
         encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
@@ -87,7 +89,8 @@ class ChatEncoder:
         ]
         places = byte_offsets(text, pairs).reshape(-1, 4)[:, [0, 1, 3]].tolist()
         named = zip(trained, places, strict=True)
-        return EncodedChat(encoded, data, tuple(Turn(number, *place) for number, place in named))
+        found = tuple(Turn(number, *place) for number, place in named)
+        return EncodedChat(encoded, data, found, self.template.origin)
 
     def generation_prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of the conversation with the template's generation prompt. Raises DataError."""
@@ -127,11 +130,8 @@ def _marked(
 ) -> list[Place] | None:
     """Return the marked places in the messages with loss; None if marks do not decide."""
     rule = template.settings.loss
-    marks = []
-    if rule != "turns" and template.has_marks(conversation):
-        marks = template.marks(conversation)
-    elif rule == "marks":
-        raise _without_marks()
+    reads_marks = rule != "turns" and template.has_marks(conversation)
+    marks = template.marks(conversation) if reads_marks else []
     if not marks and rule != "marks":
         return None
     if trained == set(search.numbers):
@@ -145,9 +145,9 @@ def _marked(
     owners = [[number for number, owned in of_message.items() if n in owned] for n in range(len(marks))]
     for number, owned in of_message.items():
         if not owned and number in trained:
-            raise _mark_not_placed(number)
+            raise _mark_not_placed(template, number)
     if any(len(one) != 1 for one in owners):
-        raise _mark_not_placed(search.numbers[0])
+        raise _mark_not_placed(template, search.numbers[0])
     return [mark for mark, (owner,) in zip(marks, owners, strict=True) if owner in trained]
 
 
@@ -170,18 +170,9 @@ def _loss_on_other_role(number: int, role: str) -> DataError:
     )
 
 
-def _without_marks() -> DataError:
+def _mark_not_placed(template: ChatTemplate, number: int) -> DataError:
     return DataError(
-        "the chat template has no {% generation %} marks",
-        "--chat-loss marks takes the loss from them alone",
-        "add marks to the template, or use --chat-loss turns",
-        code="chat-record-without-marks",
-    )
-
-
-def _mark_not_placed(number: int) -> DataError:
-    return DataError(
-        f"message {number + 1}: it is not known which {{% generation %}} marks are its own",
+        f"message {number + 1}: its marks among those of the chat template{template.origin} are not known",
         "flags of loss and --chat-loss last choose among the marks by their messages",
         "use --chat-loss turns, or remove the flags",
         code="chat-mark-not-placed",

@@ -84,6 +84,10 @@ class ChatSettings:
             raise UsageError(what, do="write it as YYYY-MM-DD", code="chat-date-invalid") from None
         return cls(loss, variables, date)
 
+    def dated(self, known: str | None = None) -> ChatSettings:
+        """Return the settings with a date: their own, else the `known` one, else today's."""
+        return replace(self, date=self.date or known or Date.today().isoformat())
+
 
 def reserved_names(variables: Mapping[str, Any]) -> str:
     """Return the names of variables that only mkd may set, joined."""

@@ -61,8 +61,8 @@ class Shape:
 class KnownShapes:
     """The shapes that were met so far in one template."""
 
-    def __init__(self, template: ChatTemplate):
-        self._template = template
+    def __init__(self, template: ChatTemplate, closing: str | None):
+        self._template, self._closing = template, closing  # see `TurnSearch`
         self._known: dict[bytes, Shape | None] = {}
 
     def turns(self, conversation: Conversation, text: str) -> dict[int, TurnPlace] | None:
@@ -86,7 +86,7 @@ class KnownShapes:
         try:
             text = self._template.render(outline)
             require_tools(self._template, outline, text)
-            turns = TurnSearch(self._template, outline, text).turns()
+            turns = TurnSearch(self._template, outline, text, self._closing).turns()
         except DataError:
             return None
         found = list(words.places(text))

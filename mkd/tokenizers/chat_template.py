@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mkd.errors import DataError
-from mkd.tokenizers.call_arguments import argument_form, with_arguments
+from mkd.tokenizers.call_arguments import argument_form, needs_content, with_arguments
 from mkd.tokenizers.chat_input import (
     ASSISTANT,
     ChatSettings,
@@ -22,6 +22,7 @@ from mkd.tokenizers.chat_input import (
     check_template_kwargs,
     reasoning_of,
 )
+from mkd.tokenizers.tokenizer_files import model_file
 
 PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
@@ -36,6 +37,11 @@ class ChatTemplate:
 
     def __init__(self, hf: Any, settings: ChatSettings) -> None:
         self._hf, self.settings = hf, settings
+
+    @property
+    def origin(self) -> str:
+        """Words behind "the chat template" in errors: " of" its folder or hub id; "" if made in memory."""
+        return f" of {self._hf.name_or_path}" if self._hf.name_or_path else ""
 
     @cached_property
     def controls(self) -> tuple[str, ...]:
@@ -118,7 +124,7 @@ class ChatTemplate:
                 **self._variables(conversation),
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise _refuses(error) from error
+            raise self._refuses(error) from error
 
     def prompt(self, conversation: Conversation) -> str | None:
         """Return the text up to the next turn's beginning; None if the template has no prompt, or refuses."""
@@ -140,17 +146,15 @@ class ChatTemplate:
                 **{**self._hf.special_tokens_map, **self._variables(conversation)},
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise _refuses(error) from error
+            raise self._refuses(error) from error
         return [(start, end) for start, end in found if start < end]
 
     def _listed_stops(self) -> Sequence[Any]:
         """Return `eos_token_id` of the generation_config.json beside the tokenizer, if it is there."""
-        folder = Path(self._hf.name_or_path or "")
-        if not self._hf.name_or_path or not folder.is_dir():  # a tokenizer in memory, or of the hub
-            return ()
-        path = folder / "generation_config.json"
+        model = self._hf.name_or_path
         try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            path = model_file(model, "generation_config.json") if model else None
+            listed = json.loads(Path(path).read_text(encoding="utf-8")).get("eos_token_id") if path else []
         except (OSError, ValueError, AttributeError):
             return ()  # whoever generates with it says what is wrong
         return listed if isinstance(listed, list) else [listed]
@@ -166,11 +170,25 @@ class ChatTemplate:
         if self.reads_parts_only:
             messages = with_parts(messages)
         present = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        if any("content" not in one for one in present) and self._needs_content:
+            present = [{"content": "", **one} for one in present]
         return [_with_reasoning(dict(with_arguments(one, self._arguments))) for one in present]
+
+    def _refuses(self, error: Exception) -> DataError:
+        return DataError(
+            f"the chat template{self.origin} refuses the conversation: {error}",
+            "it cannot become tokens in the way the model was trained on",
+            "check the roles and their order against the template of the model",
+            code="chat-template-refuses",
+        )
 
     @cached_property
     def _arguments(self) -> str:
         return argument_form(self._rendered_or_empty)
+
+    @cached_property
+    def _needs_content(self) -> bool:
+        return needs_content(self._rendered_or_empty, self._arguments)
 
     def _rendered_or_empty(self, messages: Sequence[Message]) -> str:
         try:
@@ -206,12 +224,3 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if not key:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _refuses(error: Exception) -> DataError:
-    return DataError(
-        f"the chat template refuses the conversation: {error}",
-        "it cannot become tokens in the way the model was trained on",
-        "check the roles and their order against the template of the model",
-        code="chat-template-refuses",
-    )

@@ -43,8 +43,15 @@ class OwnText:
 class TurnSearch:
     """Finds the turns of one conversation."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation, text: str):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        conversation: Conversation,
+        text: str,  # the rendered conversation
+        closing: str | None,  # token that must end every turn, see `closing_token`; None: any end will do
+    ):
         self._template, self._conversation, self._text = template, conversation, text
+        self._closing_tokens = () if closing is None else (closing,)
         self._messages = conversation.messages
         filler = "q0"
         while filler in text:
@@ -64,7 +71,7 @@ class TurnSearch:
             for key, length, change in _changes(self._messages[number]):
                 is_known, place = self._place(number, change)
                 if key == "tool_calls" and is_known and place is None:
-                    raise _drops_a_call(number)
+                    raise _drops_a_call(self._template, number)
                 if is_known:
                     texts.append(OwnText(key, length, place))
             found[number] = texts
@@ -75,8 +82,11 @@ class TurnSearch:
         if any(message.get("tool_calls") for message in self._messages):
             assert self.own_texts is not None
 
-    def turns(self) -> dict[int, TurnPlace]:
-        """Return the turn of each assistant message. Raises DataError if they cannot be found for certain."""
+    def turns(self, uses_marks: bool = False) -> dict[int, TurnPlace]:
+        """Return the turn of each assistant message. Raises DataError if they cannot be found for certain.
+
+        `uses_marks`: the caller would not need them if the template marked its turns.
+        """
         if not self.numbers:
             return {}
         own, missing = self.own_texts, []
@@ -90,7 +100,7 @@ class TurnSearch:
             if len(found) == len(self.numbers) and self._is_right(found, own):
                 return found
             missing.append(next((number for number in self.numbers if number not in found), self.numbers[0]))
-        raise turn_not_found(missing[0])
+        raise _turn_not_found(self._template, missing[0], uses_marks)
 
     def _by_answer(self, number: int, before: dict[int, TurnPlace]) -> TurnPlace | None:
         """Find a turn by two answers in the place of the whole message.
@@ -106,7 +116,7 @@ class TurnSearch:
         tail = common(self._text, after, from_end=True)
         content_end = len(self._text) - tail
         if tail == len(after):
-            end = content_end + self._closing(content_end)
+            end = content_end + closing_length(self._text, content_end, self._template)
         else:  # another token ends this turn; the border may lie inside it
             content_end, end = self._snapped(content_end, down=True), self._snapped(content_end)
         start = self._prompt_end(number, end)
@@ -136,7 +146,7 @@ class TurnSearch:
         has_calls = bool(self._messages[number].get("tool_calls"))
         content_end, end = self._ending(number, self._snapped(last)) if has_calls else (last, last)
         if not has_calls:
-            end = last + self._closing(last)
+            end = last + closing_length(self._text, last, self._template)
         elif end == content_end:
             return None  # a call without a token that ends it
         least = max((turn.end for turn in before.values()), default=0)
@@ -199,14 +209,8 @@ class TurnSearch:
             if not is_known or place is None:
                 return last, last
             limit = place[0]
-        end = self._end_of_first([*self._template.stops, *self._enders], last, limit)
+        end = self._end_of_first([*self._template.stops, *self._closing_tokens], last, limit)
         return (last, last) if end is None else (last, end)
-
-    @cached_property
-    def _enders(self) -> tuple[str, ...]:
-        """Tokens that close an assistant's turn in this template."""
-        closing = closing_token(self._template)
-        return () if closing is None else (closing,)
 
     def _end_of_first(self, tokens: Sequence[str], first: int, limit: int) -> int | None:
         ends = [(at, at + len(one)) for one in tokens if (at := self._text.find(one, first, limit)) >= 0]
@@ -217,9 +221,8 @@ class TurnSearch:
         borders = [border for turn in turns.values() for border in (turn.start, turn.end)]
         if borders != sorted(borders):
             return False
-        is_closed = self._conversation.messages is not PROBE and bool(self._enders)
         for number, turn in turns.items():
-            if is_closed and turn.end == turn.content_end:
+            if self._closing_tokens and turn.end == turn.content_end:
                 return False  # no closing token follows the content
             places = [one.place for one in own[number] if one.place is not None]
             if not all(turn.start <= start and end <= turn.end for start, end in places):
@@ -254,13 +257,6 @@ class TurnSearch:
         except DataError:
             return None
 
-    def _closing(self, place: int) -> int:
-        """Count characters from `place` through the control token that closes a turn, blanks before included.
-
-        Further tokens that follow at once count if they lead to a token that ends completions.
-        """
-        return closing_length(self._text, place, self._template)
-
     def _snapped(self, place: int, down: bool = False) -> int:
         """Move a border that lies inside a control token to its end, or `down` to its start."""
         for token in self._template.controls:
@@ -271,7 +267,10 @@ class TurnSearch:
 
 
 def closing_length(text: str, place: int, template: ChatTemplate) -> int:
-    """Count characters from `place` through the control tokens that close a turn there; 0: there are none."""
+    """Count characters from `place` through the control token that closes a turn; 0 if there is none.
+
+    Blanks before it count. Tokens that follow at once count if they lead to one that ends completions.
+    """
     at = len(text) - len(text[place:].lstrip())
     first = next((token for token in template.controls if text.startswith(token, at)), None)
     if first is None:
@@ -289,7 +288,7 @@ def closing_token(template: ChatTemplate) -> str | None:
     probe = Conversation(PROBE)
     try:
         text = template.render(probe)
-        turn = TurnSearch(template, probe, text).turns()[1]
+        turn = TurnSearch(template, probe, text, closing=None).turns()[1]
     except DataError:
         return None
     closing = text[turn.content_end : turn.end].strip()
@@ -309,7 +308,7 @@ def require_tools(
         return  # it takes no calls without tools
     if is_dropped:
         raise DataError(
-            "the chat template does not write the record's tools",
+            f"the chat template{template.origin} does not write the record's tools",
             "the model would learn to call functions that it is not told about",
             "use a chat template that writes tools, or write them into the system message",
             code="chat-tools-not-rendered",
@@ -335,21 +334,22 @@ def difference(text: str, other: str) -> Place:
     return min(start, end), max(start, end)
 
 
-def turn_not_found(number: int) -> DataError:
+def _turn_not_found(template: ChatTemplate, number: int, uses_marks: bool) -> DataError:
     """Return the error for an assistant message, counted from 0, whose turn is not known."""
-    return DataError(
-        f"message {number + 1}: the assistant turn cannot be found in the rendered conversation",
-        "the chat template rewrites assistant turns, and has no {% generation %} marks around them",
-        "add {% generation %} marks to the template, or write the record as prompt and completion",
-        code="chat-turn-not-found",
-    )
+    what = f"message {number + 1}: the chat template{template.origin} hides the place of the assistant turn"
+    why = "it rewrites assistant turns, or writes no token that closes a call"
+    do = "write the record as prompt and completion, or use a template that keeps answers and closes turns"
+    if uses_marks:
+        why += "; it has no {% generation %} marks around them"
+        do = "add {% generation %} marks to it, or write the record as prompt and completion"
+    return DataError(what, why, do, code="chat-turn-not-found")
 
 
-def _drops_a_call(number: int) -> DataError:
+def _drops_a_call(template: ChatTemplate, number: int) -> DataError:
     return DataError(
-        f"message {number + 1}: the chat template does not write its tool_calls",
+        f"message {number + 1}: the chat template{template.origin} does not write its tool_calls",
         "the model would learn an answer without the call",
-        "use a chat template that writes calls, or write the call into the content",
+        "use a chat template that writes every call, give each call a message, or write it into the content",
         code="chat-call-dropped",
     )
 

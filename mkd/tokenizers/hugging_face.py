@@ -16,7 +16,6 @@ from mkd.errors import UsageError
 from mkd.tokenizers.chat import ChatEncoder, EncodedChat
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.chat_template import ChatTemplate
-from mkd.tokenizers.chat_turns import closing_token
 from mkd.tokenizers.pieces import (
     BYTE_TOKEN,
     METASPACE,
@@ -120,7 +119,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def has_chat_marks(self) -> bool:
-        return self.has_chat_template and self._template.has_marks(Conversation(()))
+        both = (Conversation((), tools) for tools in (None, ()))
+        return self.has_chat_template and all(map(self._template.has_marks, both))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = {"bos": hf.bos_token_id, "eos": hf.eos_token_id, "pad": hf.pad_token_id}
         unknown_token = getattr(self._backend.model, "unk_token", None)
         unknown = None if unknown_token is None else self.vocabulary.get(unknown_token)
-        closing = closing_token(self._template) if self.has_chat_template else None
+        closing = self._chats.closing if self.has_chat_template else None
         ids |= {
             # byte-level BPE never emits UNK, and may name any other token for it
             "unk": None if unknown in ids.values() else unknown,

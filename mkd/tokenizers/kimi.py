@@ -76,6 +76,7 @@ def load_kimi(folder: str | Path) -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         additional_special_tokens=config.get("additional_special_tokens") or [],
         clean_up_tokenization_spaces=False,
+        name_or_path=str(folder),
         **roles,
     )
     hf.chat_template = template.read_text("utf-8") if template.is_file() else config.get("chat_template")

@@ -30,19 +30,20 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings
         what, do = f"--tokenizer-type {tokenizer_type} is not known", f"use one of {', '.join(loaders)}"
         raise UsageError(what, do=do, code="tokenizer-type-unknown")
     tokenizer = loaders[tokenizer_type](tokenizer_model)
-    if (
-        chat is not None
-        and chat.loss == "marks"
-        and tokenizer.has_chat_template
-        and not tokenizer.has_chat_marks
-    ):
+    require_marks(tokenizer, tokenizer_model, chat)
+    return tokenizer
+
+
+def require_marks(tokenizer: Tokenizer, name: str, chat: ChatSettings | None) -> None:
+    """Raise UsageError if `chat` wants marks, and a chat template of the tokenizer `name` has none."""
+    wants_marks = chat is not None and chat.loss == "marks" and tokenizer.has_chat_template
+    if wants_marks and not tokenizer.has_chat_marks:
         raise UsageError(
-            "--chat-loss marks: the chat template has no {% generation %} marks",
-            "no token of a conversation would have loss",
+            f"--chat-loss marks: a chat template of {name} has no {{% generation %}} marks",
+            "no token of its conversations would have loss",
             "add marks to the template, or use --chat-loss turns",
             code="chat-template-without-marks",
         )
-    return tokenizer
 
 
 def open_tokenizer(

@@ -97,7 +97,7 @@ class Tokenizer(ABC):
 
     @property
     def has_chat_marks(self) -> bool:
-        """True if the chat template has {% generation %} marks."""
+        """True if the chat template has {% generation %} marks, also the one for tools if that is another."""
         return False
 
     @abstractmethod

@@ -54,14 +54,13 @@ def open_hf(model: str) -> tuple[Any, bool]:
     if is_kimi(model):
         return load_kimi(model), False
     hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    path = tokenizer_json(model)
+    path = model_file(model, TOKENIZER_JSON)
     if not hf.is_fast:
         return hf, False
     if path is None:
         compare_with_sentencepiece(hf, Path(model) / PIECES_FILE)
         return hf, False
-    # A tokenizer of the general class is read from the file as it is.
-    example = None if type(hf) is PreTrainedTokenizerFast else first_difference(hf, path)
+    example = first_difference(hf, path)
     if example is None:
         return hf, False
     note_once(
@@ -71,6 +70,32 @@ def open_hf(model: str) -> tuple[Any, bool]:
     own = PreTrainedTokenizerFast.from_pretrained(model)
     own.chat_template = hf.chat_template
     return own, True
+
+
+def rebuilt_example(folder: str) -> str | None:
+    """Return an example of what AutoTokenizer does with a folder that its tokenizer.json does not say.
+
+    Return None if there is none, or no tokenizer.json.
+    """
+    path = model_file(folder, TOKENIZER_JSON)
+    try:
+        return None if path is None else first_difference(AutoTokenizer.from_pretrained(folder), path)
+    except Exception:  # the tokenizers library raises bare Exception; whoever reads the folder says more
+        return None
+
+
+def warn_of_export(folder: str) -> None:
+    """Log a warning if transformers makes another tokenizer of a written folder than its tokenizer.json.
+
+    It does so for some model types, whatever class tokenizer_config.json names.
+    """
+    example = rebuilt_example(folder)
+    if example is not None:
+        LOG.warning(
+            f"transformers {__version__}: AutoTokenizer does not read {folder}/{TOKENIZER_JSON} as it is: it "
+            f"would {example}. Use PreTrainedTokenizerFast.from_pretrained, or give it and servers "
+            "(vLLM: --tokenizer) a folder with tokenizer.json and tokenizer_config.json but no config.json"
+        )
 
 
 @cache
@@ -97,23 +122,27 @@ def compare_with_sentencepiece(hf: Any, file: Path) -> None:
             return
 
 
-def tokenizer_json(model: str) -> str | None:
-    """Return the path of the model's tokenizer.json, or None if it has none."""
+def model_file(model: str, name: str) -> str | None:
+    """Return the path of a file of a folder, or of a hub id, which may download it; None if it has none."""
     if Path(model).is_dir():
-        path = Path(model) / TOKENIZER_JSON
+        path = Path(model) / name
         return str(path) if path.is_file() else None
     missing = dict.fromkeys(
         (f"_raise_exceptions_for_{of}" for of in ("missing_entries", "connection_errors", "gated_repo")),
         False,
     )
-    return cached_file(model, TOKENIZER_JSON, **missing)
+    found: str | None = cached_file(model, name, **missing)
+    return found
 
 
 def first_difference(hf: Any, path: str) -> str | None:
     """Return an example of text that `hf` encodes or decodes in another way than its tokenizer.json.
 
-    Compare behaviour, because settings that are written in another way may do the same.
+    Compare behaviour, because settings that are written in another way may do the same. A tokenizer of the
+    general class is read from the file as it is.
     """
+    if type(hf) is PreTrainedTokenizerFast:
+        return None
     own, loaded = Backend.from_file(path), hf.backend_tokenizer
     own.no_truncation()
     own.no_padding()

@@ -24,7 +24,7 @@ from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
 from mkd.xtoken.align.align_view import COLOURS, RESET, view_alignment
 from tests.reported import reported_codes
-from tests.tokenizers.trained import train_hf_tokenizer
+from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_data.py"
 CHAT = [{"role": "user", "content": "Which fox?"}, {"role": "assistant", "content": "The fox."}]
@@ -204,3 +204,20 @@ def test_numbers_and_flags_that_mean_nothing(packs, models, capsys):
     assert "'-1' is not a whole number of 0 or more" in capsys.readouterr().err
     assert main([*packs, "--align", "--teacher", models[1], "--max-bad-records", "2"]) == EXIT_USAGE
     assert "--max-bad-records has no effect with --align" in capsys.readouterr().err
+
+
+def test_conversations_are_read_with_the_flags_of_training(tmp_path, capsys):
+    template = "{{ strftime_now('%Y-%m-%d') + ' ' + (mood or '') + '\n' }}" + CHATML
+    for name in ("student", "teacher"):
+        train_hf_tokenizer(template).save_pretrained(tmp_path / name)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT + CHAT}) + "\n")
+    argv = ["--input", str(tmp_path / "a.jsonl"), "--student", str(tmp_path / "student")]
+    argv += ["--chat-loss", "last", "--chat-date", "2020-02-29", "--chat-template-kwargs", '{"mood": "fox"}']
+    for more in ([], ["--align", "--teacher", str(tmp_path / "teacher")]):
+        assert main([*argv, *more]) == EXIT_DONE
+        shown = capsys.readouterr().out.translate(str.maketrans("", "", "()|+"))
+        assert "2020-02-29 fox" in shown
+    assert main(argv) == EXIT_DONE
+    assert capsys.readouterr().out.count("|<|im_end|>|") == 1, "only the last answer has loss"
+    assert main([*argv, "--chat-loss", "marks"]) == EXIT_USAGE
+    assert reported_codes(capsys.readouterr().err) == ["chat-template-without-marks"]

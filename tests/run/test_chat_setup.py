@@ -15,10 +15,12 @@ from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, ErrorList
 from mkd.run import chat_setup
 from mkd.run.chat_setup import chat_settings, describe_chat
+from mkd.run.fingerprints import _chat as fingerprints_of_chats
 from mkd.run.fingerprints import fingerprints
 from mkd.run.run_plan import plan_run
 from mkd.run.topk_description import ExportSettings, write_description
 from mkd.run.topk_export import plan_export
+from mkd.tokenizers import chat_input
 from tests.reported import refused
 from tests.train.command import Result, call_main, flags, make_files, write_records
 
@@ -41,7 +43,7 @@ def files(tmp_path_factory):
 def on_day(day, argv):
     """Run the command on that day."""
     today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
-    with mock.patch.object(chat_setup, "date", today):
+    with mock.patch.object(chat_input, "Date", today):
         return call_main(argv)
 
 
@@ -65,9 +67,30 @@ def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
     changed = start("2026-11-27", "changed", "--load", files / "saved", "--chat-date", "2026-11-27")
     assert changed.exit_code == EXIT_CHECKPOINT, changed.stderr
     assert "chat.date (2026-11-26 then, 2026-11-27 now)" in changed.stderr
+    for flag, value, name in (
+        ("--chat-loss", "last", "chat.loss (auto then, last now)"),
+        ("--chat-template-kwargs", '{"mood": "x"}', 'chat.template_kwargs ({} then, {"mood": "x"} now)'),
+    ):
+        changed = start("2026-11-27", "changed", "--load", files / "saved", flag, value)
+        assert changed.exit_code == EXIT_CHECKPOINT and f"with other {name}, data.files" in changed.stderr
     second = start("2026-11-27", "second", "--load", files / "saved")
     assert second.exit_code == 0, second.stderr
     assert "writes a date: 2026-11-26" in second.stdout + second.stderr
+
+
+def test_settings_of_conversations_count_where_the_run_makes_tokens(files):
+    """A tokenised corpus, or prompts alone, do not depend on all of them."""
+    more = ("--chat-loss", "last", "--chat-template-kwargs", '{"b": 1, "a": 2}')
+    plan = plan_run(load_config(flags(files, "named", *more, data_path="chat.jsonl")).config, 1)
+
+    def named(cache_key, prompts=None):
+        store = SimpleNamespace(meta={"cache_key": cache_key})
+        found = fingerprints_of_chats(plan, plan.tokenizers.student, [store], prompts)
+        return found.pop("chat.date") and found
+
+    variables = {"chat.template_kwargs": '{"a": 2, "b": 1}'}
+    assert named("key") == {"chat.loss": "last"} | variables
+    assert named(None) == {} and named(None, prompts=object()) == variables
 
 
 def test_a_run_keeps_the_date_that_only_a_teacher_writes(files):
@@ -94,7 +117,7 @@ def test_a_teacher_cache_has_one_date(files):
 
     def described(day, *more):
         today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
-        with mock.patch.object(chat_setup, "date", today):
+        with mock.patch.object(chat_input, "Date", today):
             plan = plan_export(config(*more), 1, out)
         return write_description(plan, ExportSettings(out, 4, "float32", 8), 300, {"train": 20})
 

@@ -181,6 +181,19 @@ def test_what_rewards_may_cost_is_not_the_loss(tmp_path):
     assert "loss.clip_range (0.2 then, 0.1 now)" in caught.value.what
 
 
+def test_settings_of_conversations_have_names(tmp_path):
+    """A checkpoint of an earlier version lacks them: only its tokens are compared, as before."""
+    now = SAVED | {"chat.loss": "last", "chat.template_kwargs": "{}"}
+    require_same(tmp_path, SAVED, now, [])
+    with refused("run-differs") as caught:
+        require_same(tmp_path, now, now | {"chat.loss": "auto", "chat.template_kwargs": '{"a": 1}'}, [])
+    assert "chat.loss (last then, auto now)" in caught.value.what
+    assert 'chat.template_kwargs ({} then, {"a": 1} now)' in caught.value.what
+    with refused("run-differs") as caught:
+        require_same(tmp_path, SAVED, now | {"data.files": "sha256:" + "c" * 64}, [])
+    assert caught.value.do.endswith("--accept-change data.files")
+
+
 def test_an_option_that_was_not_there_yet_had_its_default(tmp_path):
     default, other = {"loss.kd_temperature": 1.0}, {"loss.kd_temperature": 2.0}
     of_teacher = {"loss.teachers[3].weight": 1.0, "data.content": "sha256:1"}

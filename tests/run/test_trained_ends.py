@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_changes import StopIds
@@ -15,8 +14,10 @@ from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.convert.mcore_to_hf import assets_of
 from mkd.run.run_plan import plan_run
+from mkd.tokenizers.tokenizer_files import warn_of_export
 from tests.tiny_models import make_model
 from tests.tokenizers.test_tokenizer_files import with_digits, write
+from tests.tokenizers.trained import SENTENCES
 from tests.train.command import flags, write_records
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -106,13 +107,38 @@ def test_ids_are_added_and_none_is_lost(before, after):
     assert StopIds((2,)).added_to(before) == after
 
 
-def test_an_export_is_read_as_it_was_trained(files, tmp_path):
-    """transformers would split digits that tokenizer.json merges; the export names another class."""
-    model = shutil.copytree(files / "base", tmp_path / "model")
-    write(model, with_digits(), None, "Qwen2Tokenizer", eos_token="<|endoftext|>")
-    assert len(AutoTokenizer.from_pretrained(model)("x 2024").input_ids) == 6
-    plan = plan_of(files, student=model, data_path="text.jsonl")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_export_is_read_as_it_was_trained(family, files, tmp_path, caplog):
+    """transformers would split digits that tokenizer.json merges; the export names another class.
+
+    For qwen2 that is not enough: a warning says how to read it.
+    """
+    make_model(tmp_path / "model", family, vocab_size=320, eos_token_id=0, num_hidden_layers=1)
+    write(tmp_path / "model", with_digits(), None, "Qwen2Tokenizer", eos_token="<|endoftext|>")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")("x 2024").input_ids) == 6
+    plan = plan_of(files, student=tmp_path / "model", data_path="text.jsonl")
+    plan.assets.copy_to(tmp_path / "out")
+    warn_of_export(str(tmp_path / "out"))
+    warnings = [one for one in caplog.messages if f"does not read {tmp_path / 'out'}/tokenizer.json" in one]
+    assert len(warnings) == (family == "qwen2")
+    if warnings:
+        assert "PreTrainedTokenizerFast.from_pretrained" in warnings[0]
+        (tmp_path / "out" / "config.json").unlink()  # as the warning says
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("x 2024", *SENTENCES[:4], "2024 20 24 caf\u00e9<|im_end|>"):
+        assert (
+            exported(text).input_ids
+            == PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text).input_ids
+        )
+    assert exported("x 2024").input_ids == plan.tokenizers.student.encode("x 2024")
+    assert exported.eos_token == "<|endoftext|>" and exported.chat_template
+
+
+def test_a_tokenizer_of_another_folder_is_read_as_it_was_trained(files, tmp_path):
+    """transformers reads this file as it is beside Mistral's config.json, and not beside Llama's."""
+    chat = write(tmp_path / "mistral", with_digits(), "mistral", "Qwen2Tokenizer")
+    plan = plan_of(files, "--tokenizer-model", chat, data_path="text.jsonl")
+    assert not plan.tokenizers.student.is_rebuilt
     plan.assets.copy_to(tmp_path / "out")
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert exported("x 2024").input_ids == plan.tokenizers.student.encode("x 2024")
-    assert exported.eos_token == "<|endoftext|>" and exported.chat_template

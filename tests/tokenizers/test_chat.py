@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.errors import DataError
+from mkd.errors import DataError, UsageError
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from mkd.tokenizers.load import load_tokenizer
 from tests.reported import refused
 from tests.tokenizers.chat_templates import MARKED, ROUNDS, TOOLS
 from tests.tokenizers.test_chat_turns import CHATML_ROUNDS
@@ -165,11 +166,26 @@ def test_places_of_turns(tokenizer):
     assert closing == [tokenizer.vocabulary["<|im_end|>"]]
 
 
-def test_turns_that_cannot_be_placed_are_refused():
-    for template in (COUNTS_UNMARKED, COUNTS_MARKED):
+def in_folder(folder, template, chat=None):
+    """Save the tokenizer into the folder, and open it."""
+    train_hf_tokenizer(template).save_pretrained(folder)
+    return load_tokenizer("HuggingFaceTokenizer", str(folder), chat)
+
+
+@pytest.mark.parametrize("template", [COUNTS_UNMARKED, COUNTS_MARKED])
+def test_turns_that_cannot_be_placed_are_refused_with_the_folder_of_the_template(template, tmp_path):
+    """Marks help a corpus of one model. Alignment with another tokenizer needs the turns."""
+    tokenizer = in_folder(tmp_path / "model", template)
+    with refused("chat-turn-not-found", DataError) as caught:
+        tokenizer.encode_turns(Conversation(CHAT))
+    assert caught.value.what.startswith("message 3: ")
+    assert f"template of {tmp_path}/model" in caught.value.what
+    assert "generation" not in caught.value.why + caught.value.do
+    if template == COUNTS_UNMARKED:
         with refused("chat-turn-not-found", DataError) as caught:
-            HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(Conversation(CHAT))
-        assert caught.value.what.startswith("message 3: ")
+            tokenizer.apply_chat_template(Conversation(CHAT))
+        assert f"template of {tmp_path}/model" in caught.value.what
+        assert "add {% generation %} marks" in caught.value.do
 
 
 THOUGHT = "<think></think>"  # the marks of MARKED hold it, and the line behind a turn
@@ -201,9 +217,12 @@ def test_a_template_that_marks_nothing_of_a_record_falls_back_to_turns():
     assert predicted_text(nothing, CHAT, ChatSettings("marks")) == []
 
 
-def test_marks_that_are_missing_or_of_unknown_messages_are_refused():
-    with refused("chat-record-without-marks", DataError):
-        predicted_text(EOS_AT_THE_END, CHAT, ChatSettings("marks"))
+def test_marks_that_are_missing_or_of_unknown_messages_are_refused(tmp_path):
+    for_tools = {"default": MARKED, "tool_use": EOS_AT_THE_END}
+    for name, templates in (("none", EOS_AT_THE_END), ("of tools", for_tools)):
+        with refused("chat-template-without-marks", UsageError) as caught:
+            in_folder(tmp_path / name, templates, ChatSettings("marks"))
+        assert f"of {tmp_path / name} has no" in caught.value.what
     all_in_one = "{% generation %}" + EOS_AT_THE_END + "{% endgeneration %}"
     assert len(predicted_text(all_in_one, CHAT)) == 1
     with refused("chat-mark-not-placed", DataError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from huggingface_hub import constants
 
 from mkd.errors import DataError, UsageError
 from mkd.tokenizers.chat_input import ChatSettings, Conversation, check_template_kwargs
@@ -87,3 +88,24 @@ def test_stops_of_the_models_folder_count_as_what_decides_masks(tmp_path, monkey
     assert prints()[0] == alone != prints()[1]
     monkeypatch.chdir(tmp_path)
     assert HuggingFaceTokenizer(train_hf_tokenizer()).chat_fingerprint == alone, "no file of this folder"
+
+
+def test_stops_of_a_hub_id_are_those_in_the_hub_cache(tmp_path, monkeypatch):
+    """The cache is laid out as the hub's: models--ORG--NAME, refs/main, a snapshot with links into blobs."""
+    repository = tmp_path / "models--org--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    train_hf_tokenizer().save_pretrained(repository / "blobs")
+    (repository / "blobs" / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    (repository / "blobs" / "config.json").write_text('{"model_type": "llama"}')
+    for blob in (repository / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    of_id, of_folder = (load_tokenizer("HuggingFaceTokenizer", one) for one in ("org/tiny", str(snapshot)))
+    assert of_id.chat_fingerprint == of_folder.chat_fingerprint != of_id.fingerprint
+    (snapshot / "generation_config.json").unlink()
+    without = load_tokenizer("HuggingFaceTokenizer", "org/tiny")
+    assert without.chat_fingerprint == without.fingerprint == of_id.fingerprint

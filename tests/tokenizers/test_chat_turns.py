@@ -154,6 +154,17 @@ def test_calls_after_the_last_question_have_loss_under_last(with_template):
     ]
 
 
+def test_a_call_without_content_has_an_empty_one_where_the_template_needs_it(with_template):
+    """As the first template of Qwen3, which looks for reasoning in every content."""
+    strict = CHATML_TOOLS.replace("(m['content'] or '')", "m['content'].split('</think>')[-1]")
+    hf, tokenizer = with_template(strict)
+    assert ONE_CALL[1]["content"] is None
+    empty = Conversation([ONE_CALL[0], {**ONE_CALL[1], "content": ""}, *ONE_CALL[2:]], TOOLS)
+    assert parts_with_loss(hf, tokenizer, empty) == [called(2), "It is 5.<|im_end|>"]
+    found = tokenizer.apply_chat_template(Conversation(ONE_CALL, TOOLS))
+    assert found == tokenizer.apply_chat_template(empty)
+
+
 def test_variables_of_the_record_win_over_those_of_the_run(with_template):
     chat = ChatSettings(template_kwargs={"enable_thinking": False})
     hf, tokenizer = with_template(REWRITES_HISTORY, chat)

@@ -22,7 +22,7 @@ from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.kimi import PATTERN, read_ranks
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.pieces import byte_characters
-from mkd.tokenizers.tokenizer_files import note_once
+from mkd.tokenizers.tokenizer_files import note_once, warn_of_export
 from tests.reported import refused
 from tests.tokenizers.trained import CHATML, SENTENCES, llama_tokenizer, train_hf_tokenizer
 
@@ -114,6 +114,7 @@ def test_settings_that_give_the_same_ids_change_nothing(
     backend = make()
     folder = write(tmp_path / "model", backend, model_type, tokenizer_class)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", folder)
+    warn_of_export(folder)
     assert type(tokenizer._hf).__name__ == loaded and not notes()
     for text in SENTENCES[:4]:
         assert tokenizer.encode(text) == backend.encode(text).ids
@@ -231,6 +232,11 @@ def test_kimi_conversations_and_exports(tmp_path):
     )
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one]) == "jumps<|im_end|>"
+    stops = tmp_path / "moonlight" / "generation_config.json"
+    stops.write_text(json.dumps({"eos_token_id": [BASE + 1, BASE + 2]}))
+    with_stops = load_tokenizer("HuggingFaceTokenizer", folder)
+    assert with_stops.chat_fingerprint != tokenizer.chat_fingerprint == tokenizer.fingerprint
+    stops.unlink()
     HFAssets(Path(folder), Path(folder)).copy_to(tmp_path / "out")
     again = load_tokenizer("HuggingFaceTokenizer", str(tmp_path / "out"))
     assert again.fingerprint == tokenizer.fingerprint

@@ -78,16 +78,17 @@ def _common_parts(
     messages: Sequence[Mapping], sides: Sequence[tuple[EncodedChat, Turn]], reasoning: bool
 ) -> list[tuple[str, list[int]]]:
     """Return the parts of a message that both sides render, in order, each with its first bytes there."""
-    number = sides[0][1].message
+    number, places = sides[0][1].message, list[list[int] | None]()
     for thought, texts in _candidates(messages[number], reasoning):
         places = [_find(side.data, turn, thought, texts) for side, turn in sides]
         if None not in places:
             parts = [thought, *texts] if thought else texts
             return [(part, list(starts)) for part, *starts in zip(parts, *places, strict=True)]
+    origin = sides[places.index(None)][0].origin
     raise DataError(
-        f"message {number + 1}: the answer cannot be found in the rendered conversation",
-        "the chat template of one model rewrites it, so that the two models read different texts",
-        "use models whose templates keep answers, or write the record as prompt and completion",
+        f"message {number + 1}: the answer cannot be found in what the chat template{origin} writes",
+        "it rewrites the answer, so that the two models would read different texts",
+        "use a template that keeps answers, or write the record as prompt and completion",
         code="chat-turn-not-found",
     )
 

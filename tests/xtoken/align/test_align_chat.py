@@ -10,6 +10,7 @@ from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import align_chat, align_completion
 from tests.reported import refused
+from tests.tokenizers.test_chat import COUNTS_MARKED
 from tests.tokenizers.trained import CHATML, llama_tokenizer, train_hf_tokenizer
 
 INSTRUCTION = (  # as Llama 2: a blank before the answer and before the end-of-turn token
@@ -156,12 +157,16 @@ def test_modes_agree_and_an_answer_of_blanks_has_only_its_end():
     assert align_chat(student, teacher, CHAT[:1]).chunks.shape == (0, 4)
 
 
-def test_what_cannot_be_aligned_is_refused(spm_file):
+def test_what_cannot_be_aligned_is_refused_with_the_folder_of_the_template(spm_file, tmp_path):
     student = with_template(CHATML)
     with refused("chat-template-missing", DataError):
         align_chat(student, spm_file, CHAT)
-    with refused("chat-turn-not-found", DataError):
-        align_chat(student, with_template(SHOUTS), CHAT)
+    for teacher, template in ((SHOUTS, "writes"), (COUNTS_MARKED, "rewrites")):
+        train_hf_tokenizer(teacher).save_pretrained(tmp_path / template)
+        with refused("chat-turn-not-found", DataError) as caught:
+            align_chat(student, str(tmp_path / template), CHAT)
+        assert f"the chat template of {tmp_path / template}" in caught.value.what
+        assert "generation" not in caught.value.do
 
 
 def test_texts_around_images_are_aligned():

@@ -1,0 +1,33 @@
+"""Flags of commands that read conversations as training does: from the options of a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from mkd.config.run_files import DataConfig
+
+if TYPE_CHECKING:
+    from mkd.tokenizers.chat_input import ChatSettings
+
+NAMES = ("chat_loss", "chat_template_kwargs", "chat_date")
+
+
+def add_chat_flags(add: Callable[..., object]) -> None:
+    """Add the flags with `add`, the `add_argument` of a parser."""
+    documented = {field.name: field for field in fields(DataConfig)}
+    for name in NAMES:
+        option = documented[name]
+        known = option.metadata
+        text = known["help"] + (f" (default: {option.default})" if option.default else "")
+        text = text.replace("the run's first start, also after it resumes", "the start")
+        add("--" + name.replace("_", "-"), default=option.default, choices=known["choices"], help=text)
+
+
+def chat_of(args: argparse.Namespace) -> ChatSettings:
+    """Return the settings of the flags, with today's date unless they name one. Raises UsageError."""
+    from mkd.tokenizers.chat_input import ChatSettings
+
+    return ChatSettings.from_flags(*(getattr(args, name) for name in NAMES)).dated()
