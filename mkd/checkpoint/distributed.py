@@ -268,7 +268,7 @@ def _cause(error: BaseException) -> str:
     return first_line(error)
 
 
-def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict:
+def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict[str, Any]:
     metadata = _content_metadata(context)
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
     if is_loading:
@@ -298,7 +298,7 @@ def _precision(state: TrainingState) -> str:
     return "bf16" if state.models[0].config.bf16 else "fp32"
 
 
-def _content_metadata(context: ParallelContext) -> dict:
+def _content_metadata(context: ParallelContext) -> dict[str, Any]:
     """Return the optimizer's layout on disk: whole parameters, so that every layout can read it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -317,7 +317,7 @@ def _random_states(context: ParallelContext) -> ShardedObject:
     return ShardedObject("rng", states, shape, place, replica_id=(context.cp.rank,))
 
 
-def _restore_random_states(states: dict) -> None:
+def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

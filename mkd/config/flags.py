@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _empty_parser() -> FlagParser:
-    texts = dict(prog="mkd train", usage=_USAGE, description=_DESCRIPTION)
+    texts: dict[str, Any] = dict(prog="mkd train", usage=_USAGE, description=_DESCRIPTION)
     return FlagParser(**texts, allow_abbrev=False, add_help=False)
 
 
@@ -119,7 +119,7 @@ def short_help() -> str:
             f"{_title(section) or 'run'}: {(cls.__doc__ or '').splitlines()[0] if cls else ''}".rstrip(": ")
         )
         text = "  ".join(names)
-        indents = dict(initial_indent="  ", subsequent_indent="  ")
+        indents: dict[str, Any] = dict(initial_indent="  ", subsequent_indent="  ")
         lines += [*textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False), ""]
     return "\n".join(lines)
 

@@ -24,11 +24,13 @@ from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.records.file_notes import file_notes
 from mkd.data.records.ignored_keys import IgnoredKeys
+from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.store import FORGETFUL, FORMAT_VERSION, PLACE, StoreFiles, content_hashes
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
 F = TypeVar("F", bound=StoreFiles)
+ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
 RECORDS_VERSION = 4  # raise it when the same records become other tokens
 
 
@@ -42,6 +44,7 @@ class StoreSummary:
     max_token_id: int
     bad_records: int = 0  # records that were skipped
     kinds: tuple[str, ...] = ()  # kinds of the records
+    trained_ends: tuple[int, ...] = ()  # which of EOS and the end of a turn have loss somewhere
     images: int = 0
     image_patches: int = 0
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # file -> what every start says of it
@@ -50,6 +53,11 @@ class StoreSummary:
         """Return the numbers for the description of the corpus; those of images only if there are some."""
         numbers = {key: value for key, value in asdict(self).items() if key != "notes" or value}
         return numbers if self.images else {k: v for k, v in numbers.items() if not k.startswith("image")}
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if records may be conversations."""
+        return not {MESSAGES, PAIR}.isdisjoint(self.kinds)
 
     def note_lines(self) -> list[str]:
         """Return the notes, each with its file."""
@@ -107,6 +115,7 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **summary.described(),
+            **({"chat": tokenizer.describe_chat()} if summary.has_conversations else {}),
             **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
             "sha256": content_hashes(partial, progress),
         }
@@ -150,6 +159,7 @@ def _write_tokens(
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
+    ends: set[int] = set()
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
@@ -170,6 +180,7 @@ def _write_tokens(
             documents += len(stops)
             tokens += batch.ids.size
             kinds |= batch.kinds
+            ends |= ends_with_loss(batch.ids, batch.loss, tokenizer)
             starts = (stops - batch.lengths)[batch.lengths > 0]
             loss_tokens += int(batch.loss.sum(dtype=np.int64)) - int(batch.loss[starts].sum(dtype=np.int64))
             unpredicted += int((batch.loss == 0).sum())
@@ -184,7 +195,16 @@ def _write_tokens(
     counts = documents, tokens, loss_tokens, max_token_id, quarantine.count
     notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
     notes = {path: said for path, said in notes.items() if said}
-    return StoreSummary(*counts, tuple(sorted(kinds)), images.count, images.patches, notes)
+    return StoreSummary(
+        *counts, tuple(sorted(kinds)), tuple(sorted(ends)), images.count, images.patches, notes
+    )
+
+
+def ends_with_loss(ids: np.ndarray, loss: np.ndarray, tokenizer: Tokenizer) -> set[int]:
+    """Return which of EOS and the end of a turn are among the ids, [tokens], whose loss is not 0."""
+    ends = {tokenizer.roles[name] for name in ENDS if name in tokenizer.roles}
+    trained = ids[loss != 0]
+    return {one for one in ends if (trained == one).any()}
 
 
 def places_of(batch: EncodedBatch, inputs: Sequence[str]) -> np.ndarray:

@@ -71,7 +71,7 @@ def read_completions(path: str | Path) -> list[Completion]:
     return _read(path, _completion)
 
 
-def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Record]:
+def _read(path: str | Path, parse: Callable[[Mapping[str, Any], int], Record]) -> list[Record]:
     task_name(path)
     records, ignored = [], IgnoredKeys()
     try:

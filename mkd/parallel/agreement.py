@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from mkd.errors import MkdError
+from mkd.errors import MkdError, UsageError
 
 T = TypeVar("T")
 
@@ -22,6 +22,23 @@ def agree(problem: MkdError | None) -> None:
             assert raised is not None
             raised.on_all_ranks = True
             raise raised
+
+
+def require_same_choices(chosen: Mapping[str, object]) -> None:
+    """Raise UsageError on every rank if ranks have chosen different values by themselves. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dict(chosen))
+    for rank, other in enumerate(found):
+        for name, value in found[0].items():
+            if other[name] != value:
+                problem = UsageError(
+                    f"{name} is {value} on rank 0 and {other[name]} on rank {rank}",
+                    "it was not given, so every rank chose a value, and something changed meanwhile",
+                    f"start again, or give {name}",
+                    code="ranks-chose-differently",
+                )
+                problem.on_all_ranks = True
+                raise problem
 
 
 def attempt(

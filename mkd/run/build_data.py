@@ -42,11 +42,10 @@ def build_data(
     config, data, tokenizers = plan.config, plan.config.data, plan.tokenizers
     assert tokenizers is not None, "a plan without problems has tokenizers"
     build = SharedBuild(context, signals or Signals(), phases or Phases())
-    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     try:
         texts = teacher_texts(plan, cross_tokenizer)
         train_set, valid_set = open_data(
-            config, tokenizers.student, vocab_size, build, texts, tokenizers.images
+            config, tokenizers.student, plan.known_ids, build, texts, tokenizers.images
         )
         build.end_if_asked()
     except Preempted as stop:

@@ -11,7 +11,7 @@ from mkd.checkpoint.folders import find_checkpoint, read_state, saved_iterations
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
-from mkd.data.records.kinds import MESSAGES, PAIR
+from mkd.data.sources import is_raw, parse_blend
 from mkd.data.stored.teacher_topk import TopKMeta
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
@@ -39,9 +39,14 @@ def chat_settings(
     return settings.dated(known)
 
 
-def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError]:
-    """Yield the problems of flags that need a chat template, if the tokenizer has none."""
-    if tokenizer.has_chat_template:
+def chat_problems(tokenizer: Tokenizer, config: Config) -> Iterator[UsageError]:
+    """Yield the problems of flags for conversations, if the run cannot have any of its own to read."""
+    data = config.data
+    if not tokenizer.has_chat_template:
+        why = "the tokenizer has no chat template"
+    elif (paths := [*_paths(data)]) and not (config.rollout.is_on or any(map(is_raw, paths))):
+        why = "the corpora are tokenised, with the settings that `mkd preprocess` had"
+    else:
         return
     for flag, value, default in (
         ("chat-loss", data.chat_loss, DataConfig.chat_loss),
@@ -49,7 +54,18 @@ def chat_problems(tokenizer: Tokenizer, data: DataConfig) -> Iterator[UsageError
         ("chat-date", data.chat_date, None),
     ):
         if value != default:
-            yield no_effect(f"--{flag} {value}", "the tokenizer has no chat template", "remove it")
+            yield no_effect(f"--{flag} {value}", why, "remove it")
+
+
+def _paths(data: DataConfig) -> Iterator[str]:
+    for flag, values in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+        with suppress(UsageError):  # reported where the data are checked
+            yield from parse_blend(values, flag).paths if values else ()
+
+
+def date_of(tokenizers: Iterable[Tokenizer]) -> str | None:
+    """Return the date that chat templates write, if one does. All have the settings of the run."""
+    return next((one.chat_date for one in tokenizers if one.chat_date is not None), None)
 
 
 def describe_chat(
@@ -57,14 +73,16 @@ def describe_chat(
     data_sets: Iterable[Any],
     prompts: PromptSet | None,
 ) -> list[str]:
-    """Return lines on how the run reads conversations; none if it has none."""
+    """Return lines on how the run reads conversations; none if it has none.
+
+    A corpus was tokenised with the settings in its description, which need not be those of the run.
+    """
     members = [member for one in data_sets if one is not None for member in one.members]
-    kinds = {kind for member in members for kind in member.store.meta.get("kinds", ())}
-    has_chat_prompts = prompts is not None and any(one.is_chat for one in prompts.prompts)
-    if not (kinds & {MESSAGES, PAIR} or has_chat_prompts):
-        return []
-    dates = [line for tokenizer in tokenizers for line in tokenizer.describe_date()]
-    return list(dict.fromkeys([*tokenizers[0].describe_chat(), *dates]))
+    lines = [line for member in members for line in member.store.meta.get("chat", ())]
+    if prompts is not None and any(one.is_chat for one in prompts.prompts):
+        lines += tokenizers[0].describe_chat()
+    of_teachers = [line for tokenizer in tokenizers[1:] for line in tokenizer.describe_date()]
+    return list(dict.fromkeys([*lines, *of_teachers])) if lines else []
 
 
 def _saved_date(checkpoint: CheckpointConfig) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,7 @@ class Saver:
         state: TrainingState,
         position: TrainingPosition,
         wait: bool,
-        open_interval: Mapping,
+        open_interval: Mapping[str, Any],
         cause: str = BY_STEPS,  # see mkd.checkpoint.folders
     ) -> None:
         """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""

@@ -26,7 +26,7 @@ from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.operations.run_folders import cache_folder
-from mkd.run.chat_setup import CHAT_DATE
+from mkd.run.chat_setup import CHAT_DATE, date_of
 from mkd.run.cross_tokenizer_setup import teacher_images
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
@@ -56,7 +56,8 @@ NOT_OF_ROLLOUT = frozenset(
     {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
     | {"rollout_server_timeout_s"}
 )
-NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
+# Entries of a corpus's description whose meaning its hashes cover, and texts for people.
+NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "notes")
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 CHAT_LOSS, CHAT_VARIABLES = "chat.loss", "chat.template_kwargs"  # absent in checkpoints of earlier versions
@@ -113,8 +114,8 @@ def _chat(
     The tokens have fingerprints too. These entries only give a difference its name.
     """
     tokenizers = plan.tokenizers.opened if plan.tokenizers else [tokenizer]
-    dates = {one.chat_date for one in tokenizers} - {None}  # at most one: all have the settings of the run
-    found: dict[str, object] = {CHAT_DATE: dates.pop()} if dates else {}
+    date = date_of(tokenizers)
+    found: dict[str, object] = {CHAT_DATE: date} if date else {}
     if not any(one.has_chat_template for one in tokenizers):
         return found
     data = plan.config.data

@@ -70,14 +70,14 @@ def open_tokenizers(
 
     Return None if the student's tokenizer cannot be opened.
     """
-    name = config.data.tokenizer_model or (student and str(student.assets))
+    name = config.data.tokenizer_model or (str(student.assets) if student else None)
     if name is None:
         return None
     chat = collect_error(problems, partial(chat_settings, config))
     tokenizer = collect_error(problems, lambda: load_tokenizer(config.data.tokenizer_type, name, chat))
     if tokenizer is None:
         return None
-    problems += chat_problems(tokenizer, config.data)
+    problems += chat_problems(tokenizer, config)
     if student is not None:
         problems += wider_than_head(tokenizer, config, "student", student)
     own: list[Tokenizer | None] = []

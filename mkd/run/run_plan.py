@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
 from mkd.log.writers import missing_packages
+from mkd.operations.console import LOG
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
 from mkd.operations.run_folders import describe_saves, requeue_problems, start_problems
@@ -33,11 +34,12 @@ from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe, verdict
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
+from mkd.run.chat_setup import date_of
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
 from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
-from mkd.run.trained_ends import stop_notes, trained_ends
+from mkd.run.trained_ends import ends_of_stores, stop_notes, trained_ends
 from mkd.tokenizers.tokenizer_files import rebuilt_example
 
 
@@ -87,6 +89,12 @@ class Plan:
             return rebuilt_example(folder) is not None
 
     @property
+    def choices(self) -> dict[str, object]:
+        """Flag -> value of what every rank chooses by itself where the flag is not given."""
+        dated = self.tokenizers.opened if self.tokenizers else ()
+        return {"--chat-date": date_of(dated), "--save": self.config.checkpoint.save}
+
+    @property
     def same_vocabulary(self) -> list[ModelSource]:
         """Student and teachers that read the student's tokens."""
         teachers = zip(self.teachers, self.config.teachers, strict=False)
@@ -131,10 +139,14 @@ class Plan:
         """Return what the user should know before the start, a line each."""
         notes = [*describe_saves(self.config), *plan_notes(self.forecast)]
         notes += self.tokenizers.notes if self.tokenizers else ()
-        notes += stop_notes(self.config, self.tokenizers, self.student.assets, self.trained_ends)
+        notes += self.stop_notes()
         notes += rollout_notes(self.config, self.tokenizers, self.student)
         notes += precision_note(self.forecast) if self.gpu_gib is not None else []
         return notes + disk_notes(self.config, self.student.shape)
+
+    def stop_notes(self) -> list[str]:
+        """Return a note if exports stop at tokens at which the student's own files do not."""
+        return list(stop_notes(self.config, self.tokenizers, self.student.assets, self.trained_ends))
 
     def brief(self, predicts: bool) -> str:
         """Return the batch, the models and notes; with `predicts`, also time and memory on GPUs."""
@@ -204,3 +216,17 @@ def plan_run(config: Config, world_size: int) -> Plan:
         trained_ends=trained_ends(config, tokenizers),
         gpu_gib=gpu_gib(),
     )
+
+
+def with_ends_of(train_set, plan: Plan) -> Plan:
+    """Return the plan whose exports stop where all of the tokenised texts end.
+
+    Before they are tokenised, only their first records are known.
+    """
+    if train_set is None or plan.tokenizers is None:
+        return plan
+    exact = replace(plan, trained_ends=ends_of_stores(train_set, plan.tokenizers))
+    for line in exact.stop_notes():
+        if line not in plan.stop_notes():
+            LOG.info(line)
+    return exact

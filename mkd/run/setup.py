@@ -32,7 +32,7 @@ from mkd.operations.signals import Signals
 from mkd.operations.stop_notice import StopNotice
 from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import Watchdog
-from mkd.parallel.agreement import on_rank_0
+from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.parameters import checkpoint_bytes
@@ -52,7 +52,7 @@ from mkd.run.rollouts_setup import (
     teacher_seq_lengths,
     with_room,
 )
-from mkd.run.run_plan import Plan
+from mkd.run.run_plan import Plan, with_ends_of
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
@@ -79,8 +79,8 @@ def build_run(
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases, prompts)
-    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
-    tasks = build_tasks(config, tokenizer, vocab_size, context, plan.tokenizers.images)
+    plan = with_ends_of(train_set, plan)
+    tasks = build_tasks(config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
@@ -99,8 +99,8 @@ def build_run(
         LOG.info(line)
     rollouts = meter = None
     if prompts is not None:
-        known: Any = run_identity.get("fingerprints", {})
         text = prompts, train_set, position, phases, cross_tokenizer, seq_lengths
+        known: Any = run_identity.get("fingerprints", {})
         rollouts, meter = build_rollouts(plan, engine, state, *text, known, rewards)
     streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or train_set, signals)
@@ -126,8 +126,9 @@ def begin(
 ) -> StopNotice:
     """Lock the save folder, count crashes, and start to profile. `cleanup` ends all three. Collective.
 
-    Return what keeps the texts of `signals` up to date.
+    Return what keeps the texts of `signals` up to date. Raises UsageError if ranks mean different folders.
     """
+    require_same_choices(plan.choices)
     config, notice = plan.config, StopNotice(signals, plan.config.checkpoint.save)
     phases.follow(notice)
     lock = lock_save(config.checkpoint, context)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from mkd.operations.disk import cache_writes, disk_problems
 from mkd.operations.phases import Phases
 from mkd.operations.shared_build import SharedBuild
 from mkd.operations.signals import Signals
+from mkd.parallel.agreement import require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.zigzag import context_parallel_rows
@@ -78,6 +80,7 @@ def export_teacher(
         return None
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
+    require_same_choices({"--chat-date": plan.tokenizer.chat_date})
     build = SharedBuild(context, Signals(), Phases())
     train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build, images=plan.images)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
@@ -116,7 +119,7 @@ def plan_export(
         chat = collect_error(problems, partial(chat_settings, config, out))
         tokenizer = collect_error(problems, lambda: load_tokenizer(kind, folder, chat))
     if teacher is not None and tokenizer is not None:
-        problems += chat_problems(tokenizer, config.data)
+        problems += chat_problems(tokenizer, config)
         problems += wider_than_head(tokenizer, config, "teacher", source)
         images = collect_error(problems, partial(_open_images, config, source, tokenizer))
     paths = data_paths(problems, config)
@@ -301,7 +304,7 @@ class _Collector:
     ) -> tuple[list[np.ndarray], Tensor]:
         """Return rows and positions of the whole row, in order. All-gather over CP."""
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
-        parts: list = [None] * self.context.cp_size
+        parts: list[Any] = [None] * self.context.cp_size
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)
         positions = torch.cat([part[1] for part in parts])
         order = positions.argsort()

@@ -10,6 +10,7 @@ from mkd.checkpoint.hf.hf_changes import CONFIG_FILE, GENERATION_FILE, StopIds, 
 from mkd.config.schema import Config
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
+from mkd.data.store_builder import ENDS, ends_with_loss
 from mkd.rollout.stop_ids import named
 from mkd.run.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
 
@@ -17,28 +18,48 @@ from mkd.run.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_rec
 def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ...]:
     """Return the end of a turn, if there are conversations, and EOS, if there are other texts.
 
-    The first records of each corpus of --data-path tell.
+    Of files that are not tokenised yet, the first records tell; see `ends_of_stores`.
     """
     if tokenizers is None or not config.data.data_path:
         return ()
-    roles, found = tokenizers.student.roles, set()
+    found: set[int] = set()
     for path in parse_blend(config.data.data_path, "--data-path").paths:
-        found |= _ends(path, config, roles.get("end_of_turn"), roles.get("eos"))
-    ends = (roles.get("end_of_turn"), roles.get("eos"))
-    return tuple(dict.fromkeys(one for one in ends if one is not None and one in found))
+        if is_raw(path):
+            found |= _ends_of_records(path, config, tokenizers)
+        else:
+            found |= _ends_of_store(TokenStore(find_prefix(path, "--data-path")), tokenizers)
+    return _in_order(found, tokenizers)
 
 
-def _ends(path: str, config: Config, turn: int | None, eos: int | None) -> set[int | None]:
-    """Return which of the two tokens end texts of a corpus."""
-    if is_raw(path):
-        kinds = kinds_of_records("--data-path", path, config.data.max_bad_records)
-        has_texts = bool(kinds - CONVERSATIONS) and config.data.append_eod
-        return ({turn} if kinds & CONVERSATIONS else set()) | ({eos} if has_texts else set())
-    store = TokenStore(find_prefix(path, "--data-path"))
-    found: set[int | None] = set()
+def ends_of_stores(train_set, tokenizers: Tokenizers) -> tuple[int, ...]:
+    """Return the same of tokenised corpora, whose descriptions tell for all of their records."""
+    ends = (_ends_of_store(member.store, tokenizers) for member in train_set.members)
+    return _in_order(set().union(*ends), tokenizers)
+
+
+def _in_order(found: set[int], tokenizers: Tokenizers) -> tuple[int, ...]:
+    roles = tokenizers.student.roles
+    ends = [roles[name] for name in ENDS if name in roles]
+    return tuple(dict.fromkeys(one for one in ends if one in found))
+
+
+def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers) -> set[int]:
+    kinds, roles = (
+        kinds_of_records("--data-path", path, config.data.max_bad_records),
+        tokenizers.student.roles,
+    )
+    has_texts = bool(kinds - CONVERSATIONS) and config.data.append_eod
+    wanted = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts
+    return {roles[name] for name in wanted if name in roles}
+
+
+def _ends_of_store(store: TokenStore, tokenizers: Tokenizers) -> set[int]:
+    """Return which of the two tokens have loss, in the first documents if other programs wrote the corpus."""
+    if "trained_ends" in store.meta:
+        return set(store.meta["trained_ends"])
+    found: set[int] = set()
     for document in range(min(LOOKED_AT, len(store))):
-        ids, mask = store.document(document)
-        found |= {turn, eos} & set(ids[mask == 1].tolist())
+        found |= ends_with_loss(*store.document(document), tokenizers.student)
     return found
 
 

@@ -39,9 +39,9 @@ def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
     )
     targets = sum(int(store.document(i)[1][1:].sum()) for i in range(4))
     highest = max(int(store.document(i)[0].max()) for i in range(4))
-    assert summary == StoreSummary(
-        4, store.num_tokens, targets, highest, kinds=("messages", "prompt-completion", "text")
-    )
+    kinds, ends = ("messages", "prompt-completion", "text"), {"end_of_turn", "eos"} & set(tokenizer.roles)
+    ends = tuple(sorted({tokenizer.roles[name] for name in ends}))
+    assert summary == StoreSummary(4, store.num_tokens, targets, highest, kinds=kinds, trained_ends=ends)
     meta = json.loads(Path(prefix + ".meta.json").read_text())
     assert meta["tokenizer_fingerprint"] == tokenizer.fingerprint and meta["append_eod"] is True
     assert (

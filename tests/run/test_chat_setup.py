@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from mkd.checkpoint.folders import MEGATRON_FILE, POINTER, STATE_FILE
+from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
-from mkd.errors import EXIT_CHECKPOINT, ErrorList
+from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE, ErrorList
 from mkd.run import chat_setup
 from mkd.run.chat_setup import chat_settings, describe_chat
 from mkd.run.fingerprints import _chat as fingerprints_of_chats
@@ -22,7 +24,7 @@ from mkd.run.topk_description import ExportSettings, write_description
 from mkd.run.topk_export import plan_export
 from mkd.tokenizers import chat_input
 from tests.reported import refused
-from tests.train.command import Result, call_main, flags, make_files, write_records
+from tests.train.command import Result, call_main, flags, make_files, run_main, write_records
 
 TEMPLATE = (
     "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}"
@@ -45,6 +47,11 @@ def on_day(day, argv):
     today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
     with mock.patch.object(chat_input, "Date", today):
         return call_main(argv)
+
+
+def on_day_of_rank(days, argv):
+    """Run the command on every rank's own day."""
+    return on_day(*days[dist.get_rank()], argv)
 
 
 def problems_of(argv) -> list:
@@ -167,3 +174,26 @@ def test_flags_that_no_template_reads_have_no_effect(files):
     more = ("--chat-loss", "last", "--chat-date", "2026-11-26", "--tokenizer-model", files / "teacher")
     found = problems_of(flags(files, "plain", *more))
     assert [one.code for one in found] == ["setting-without-effect"] * 2
+
+
+def test_a_tokenised_corpus_tells_how_its_conversations_were_read(files, ranks):
+    """Flags for conversations of the run would not change its tokens, so they are refused."""
+    argv = ["--input", files / "chat.jsonl", "--output-prefix", files / "ids", "--tokenizer-model"]
+    argv += [files / "student", "--chat-loss", "last", "--chat-date", "2020-02-29"]
+    assert preprocess([str(word) for word in argv]) == 0
+    (result,) = run_main(ranks, flags(files, "from ids", data_path="ids"))
+    assert result.exit_code == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert "(--chat-loss last)" in said and "2020-02-29" in said and "(--chat-loss auto)" not in said
+    found = problems_of(flags(files, "flags", "--chat-loss", "last", data_path="ids"))
+    assert [one.code for one in found] == ["setting-without-effect"]
+    assert "tokenised" in str(found[0])
+
+
+def test_ranks_that_chose_other_dates_do_not_start(files, ranks):
+    """A start at midnight: rank 1 saw the next day."""
+    days = [("2026-11-26",), ("2026-11-27",)]
+    argv = flags(files, "midnight", "--tensor-model-parallel-size", 2, data_path="chat.jsonl")
+    results = [Result(*one) for one in ranks.run(on_day_of_rank, 2, days, argv)]
+    assert {one.exit_code for one in results} == {EXIT_USAGE}
+    assert "--chat-date is 2026-11-26 on rank 0 and 2026-11-27 on rank 1" in results[0].stderr

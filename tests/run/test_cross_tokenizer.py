@@ -19,6 +19,7 @@ from tests.train.test_errors import DATA, USAGE, assert_refused
 from tests.xtoken.small_tokenizers import train_byte_level
 
 XTOKEN = ("--xtoken-loss", "partition_kl")
+PP2 = ("--pipeline-model-parallel-size", 2)
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +125,28 @@ def test_a_pack_too_short_for_the_text_still_trains(files, ranks):
         assert np.isfinite([ours["loss"], ours["grad_norm"], ours["kd_loss"]]).all() and ours["kd_loss"] > 0
     (line,) = (line for line in result.stdout.splitlines() if "cross: packs of 16 tokens" in line)
     assert float(line.rpartition("share of teacher tokens without room ")[2]) > 0.2
+
+
+def test_two_teachers_never_see_conversations_that_are_too_long(files, ranks):
+    """`drop` equals a file without them: for a student, and for teachers that need more or fewer tokens."""
+    answers = [" fox jumps" * (i % 3 + 1) for i in range(40)]
+    short = [{"prompt": f"{i}: quick", "completion": text} for i, text in enumerate(answers)]
+    long = [{"prompt": "the quick brown fox " * 12, "completion": " fox"}, dict(short[0])]
+    long[1]["completion"] = " brown fox jumps" * 30
+    write_records(files / "short.jsonl", *short)
+    write_records(files / "mixed.jsonl", *short[:7], long[0], *short[7:30], long[1], *short[30:])
+    teachers = [{"hf": str(files / "teacher"), "weight": 0.6}, {"hf": str(files / "cross"), "weight": 0.4}]
+    teachers[1]["xtoken"] = {}
+    (files / "two.yaml").write_text(json.dumps({"teachers": teachers}))
+    more = ("--config", files / "two.yaml", "--no-shuffle")
+    found = {}
+    for name, world, layout in (("short", 1, ()), ("mixed", 2, (*PP2, "--pipeline-layout", "auto"))):
+        paths = dict(teacher_hf=None, data_path=f"{name}.jsonl")
+        results = run_main(ranks, flags(files, f"two {name}", *more, *layout, **paths), world)
+        assert {one.exit_code for one in results} == {0}, results[0].stderr
+        keys = ("loss", "ce_loss", "kd_loss", "grad_norm", "num_loss_tokens")
+        found[name] = [[record[key] for key in keys] for record in read_metrics(files / f"two {name}")]
+        if name == "mixed":
+            assert "2 conversations" in results[0].stdout + results[0].stderr
+    for own, other in zip(*found.values(), strict=True):
+        assert own == pytest.approx(other, rel=1e-5)

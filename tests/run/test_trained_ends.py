@@ -18,7 +18,7 @@ from mkd.tokenizers.tokenizer_files import warn_of_export
 from tests.tiny_models import make_model
 from tests.tokenizers.test_tokenizer_files import with_digits, write
 from tests.tokenizers.trained import SENTENCES
-from tests.train.command import flags, write_records
+from tests.train.command import flags, run_main, write_records
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
@@ -142,3 +142,15 @@ def test_a_tokenizer_of_another_folder_is_read_as_it_was_trained(files, tmp_path
     plan.assets.copy_to(tmp_path / "out")
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert exported("x 2024").input_ids == plan.tokenizers.student.encode("x 2024")
+
+
+def test_conversations_after_the_first_records_end_exports_too(files, ranks, tmp_path):
+    """The plan knows the first records of a file, the export all of them."""
+    path = write_records(tmp_path / "mixed.jsonl", *[{"text": "2024 " * 20}] * 120, CHAT)
+    argv = flags(files, "mixed", "--kd-ratio", 0, student_hf="base", teacher_hf=None, data_path=path)
+    argv = [*argv, "--data-cache-path", str(tmp_path / "cache"), "--export-hf", str(tmp_path / "hf")]
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0, result.stderr
+    assert "the training texts end with 2 '<|im_end|>'" in result.stdout + result.stderr
+    stops = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [2, 0]

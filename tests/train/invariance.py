@@ -44,7 +44,6 @@ class Layout:
         argv += ["--data-path", str(student / "text.txt")]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
-        argv += ["--adam-eps", "1e-6"]  # 1e-8 blows up the rounding of small gradients
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
         argv += ["--tensor-model-parallel-size", str(self.tp), "--context-parallel-size", str(self.cp)]
         argv += ["--pipeline-model-parallel-size", str(self.pp)]

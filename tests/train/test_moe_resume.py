@@ -94,3 +94,15 @@ def test_a_stage_without_experts_resumes(files, ranks):
     straight = ranks.run(train_and_hash, 2, argv(files, "stages whole", *PP2))
     ranks.run(train_and_hash, 2, argv(files, "stages", *PP2, "--exit-interval", STEPS // 2))
     assert ranks.run(train_and_hash, 2, argv(files, "stages", *PP2, "--load", files / "stages")) == straight
+
+
+def test_saves_by_time_are_those_of_a_run_with_experts(files, ranks):
+    """Saves after some milliseconds change nothing, and the run goes on from the first."""
+    more = *EP2[1], *ROUTING
+    straight = ranks.run(train_and_hash, 2, argv(files, "untimed", *more))
+    timed = *more, "--save-interval-in-mins", 1e-6, "--keep-checkpoints", 10
+    assert ranks.run(train_and_hash, 2, argv(files, "timed", *timed)) == straight
+    saved = sorted(path.name for path in (files / "timed").glob("iter_*"))
+    assert saved[-1] == f"iter_{STEPS:07d}" and len(saved) > 1, saved
+    again = argv(files, "timed", *more, "--load", files / "timed", "--ckpt-step", int(saved[0][5:]))
+    assert ranks.run(train_and_hash, 2, again) == straight

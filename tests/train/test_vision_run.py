@@ -120,6 +120,31 @@ def test_an_image_that_changes_after_tokenising_ends_the_run(files, ranks, tmp_p
     assert "error[image-changed]" in second.stderr
 
 
+@pytest.mark.parametrize("teacher", ["finer", pytest.param("teacher", marks=pytest.mark.slow)])
+def test_losses_on_last_answers_about_pictures(teacher, files, ranks):
+    """`--chat-loss last` equals flags that leave the earlier answers out, with both kinds of teachers."""
+    records = [json.loads(line) for line in (files / "student/chats.jsonl").read_text().splitlines()]
+    for record in records:
+        record["messages"][1]["loss"] = False
+    (files / "flagged.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    cross, two_rows = CROSS if teacher == "finer" else (), {}
+    for name, more, data in (
+        ("last", ("--chat-loss", "last", "--pipeline-model-parallel-size", 2), "student/chats.jsonl"),
+        ("flags", (), "flagged.jsonl"),
+    ):
+        run = f"{name} {teacher}"
+        command = argv(files, run, *cross, *more, "--train-iters", 2, teacher_hf=teacher, data_path=data)
+        done = run_main(ranks, command, 2 if name == "last" else 1)
+        assert {one.exit_code for one in done} == {0}, done[0].stderr
+        two_rows[name] = [
+            [record[key] for key in ("loss", "kd_loss", "grad_norm", "num_loss_tokens")]
+            for record in read_metrics(files / run)
+        ]
+        assert ("(--chat-loss last)" in done[0].stdout + done[0].stderr) == (name == "last")
+    for own, other in zip(*two_rows.values(), strict=True):
+        assert own == pytest.approx(other, rel=1e-5) and own[-1] == other[-1] > 0
+
+
 def make_text_teacher(files, name, texts) -> None:
     """Make a text model with the student's tokenizer, and a file of the conversations without images."""
     teacher = make_model(files / name, "qwen2", seed=4, vocab_size=400, num_hidden_layers=2)

@@ -43,6 +43,7 @@ TP2, PP2, PP4 = (
     ("--pipeline-model-parallel-size", 4),
 )
 VPP2 = ("--num-virtual-stages-per-pipeline-rank", 2)
+SINGLE = Layout("one process", 1, ())
 LAYOUTS = (
     Layout("PP2", 2, PP2),
     Layout("PP2 VPP2", 2, (*PP2, *VPP2)),
@@ -88,10 +89,10 @@ def make_files(folder: Path) -> Path:
     return folder
 
 
-def argv(files: Path, kind: str, log: str, layout: tuple[object, ...] = ()) -> list[str]:
-    """Return the command line of a run of 20 steps of 8 micro-batches. Paths are relative to `files`."""
+def argv(files: Path, kind: str, log: str, layout: tuple[object, ...], steps: int) -> list[str]:
+    """Return the command line of a run with steps of 8 micro-batches. Paths are relative to `files`."""
     words: list[object] = ["--student-hf", "student", "--seq-length", 48, "--global-batch-size", 8]
-    words += ["--train-iters", STEPS, *LINEAR, "--data-cache-path", "cache", "--log-dir", log]
+    words += ["--train-iters", steps, *LINEAR, "--data-cache-path", "cache", "--log-dir", log]
     words += ["--export-hf", f"{log}/hf", *RUNS[kind], *layout]
     is_path = {one.name for one in files.iterdir()} | {"cache", log, f"{log}/hf"}
     return [str(files / word) if word in is_path else str(word) for word in words]
@@ -123,20 +124,24 @@ def stored_values(folder: Path) -> np.ndarray:
     return np.concatenate([one.astype(np.float64) for one in values])
 
 
-def run(files: Path, kind: str, pool: RankPool, ranks: int, name: str, layout: tuple[object, ...] = ()):
+def run(files: Path, kind: str, pool: RankPool, layout: Layout, name: str, steps: int = STEPS):
     """Run the command of this kind in a layout. Raises AssertionError unless it ends well."""
     is_export = kind == EXPORT
     shutil.rmtree(files / name, ignore_errors=True)
-    words = export_argv(files, name, layout) if is_export else argv(files, kind, name, layout)
+    words = (
+        export_argv(files, name, layout.flags) if is_export else argv(files, kind, name, layout.flags, steps)
+    )
     command = "mkd.commands.topk" if is_export else "mkd.run.main"
-    results = run_main(pool, words, ranks, command)
-    assert [one.exit_code for one in results] == [0] * ranks, "\n".join(one.stderr for one in results)
+    results = run_main(pool, words, layout.ranks, command)
+    assert [one.exit_code for one in results] == [0] * layout.ranks, "\n".join(one.stderr for one in results)
 
 
-def worst_error(files: Path, kind: str, pool: RankPool, layout: Layout) -> dict[str, float]:
+def worst_error(
+    files: Path, kind: str, pool: RankPool, layout: Layout, steps: int = STEPS
+) -> dict[str, float]:
     """Return the worst relative errors of a layout against the run "single" of one process, by figure."""
     name = "layout"
-    run(files, kind, pool, layout.ranks, name, layout.flags)
+    run(files, kind, pool, layout, name, steps)
     if kind == EXPORT:
         ours, theirs = (stored_values(files / folder) for folder in (name, "single"))
         assert ours.shape == theirs.shape
@@ -149,24 +154,19 @@ def worst_error(files: Path, kind: str, pool: RankPool, layout: Layout) -> dict[
             error = abs(mine[key] - other[key]) / max(abs(other[key]), SCALE)
             errors[key] = max(errors.get(key, 0.0), error if np.isfinite(error) else np.inf)
     assert {"loss", "grad_norm"} <= errors.keys()
-    assert sum(one.get("split") is None for one in ours) == STEPS
+    assert sum(one.get("split") is None for one in ours) == steps
     errors["weights"], _ = worst_relative_error(files / name / "hf", files / "single" / "hf")
     return errors
-
-
-def single(files: Path, kind: str, pool: RankPool) -> None:
-    """Run one process of this kind: the reference."""
-    run(files, kind, pool, 1, "single")
 
 
 def main() -> int:
     pool, failed = RankPool(), 0
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder))
-        run(files, EXPORT, pool, 1, "stored")
+        run(files, EXPORT, pool, SINGLE, "stored")
         print(f"worst relative error of {STEPS} steps to one process, fp32, freed memory is NaN\n")
         for kind in (*RUNS, EXPORT):
-            single(files, kind, pool)
+            run(files, kind, pool, SINGLE, "single")
             for layout in LAYOUTS:
                 errors = worst_error(files, kind, pool, layout)
                 failed += not max(errors.values()) <= TOLERANCE

@@ -78,7 +78,7 @@ def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
 
 def _with_roles(
     student: Tokenizer, ours: EncodedText, teacher: Tokenizer, theirs: EncodedText, chunks: np.ndarray
-):
+) -> np.ndarray:
     """Add a chunk for BOS at the start, and one for EOS at the end, if both tokenizers have added it."""
     for role, position in (("bos", 0), ("eos", -1)):
         sides = ((student, ours), (teacher, theirs))

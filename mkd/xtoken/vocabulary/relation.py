@@ -25,7 +25,7 @@ class ProjectionSettings:
     stages: tuple[str, ...] = STAGES
     top_k: int = 4  # entries of a row that stage "cut" keeps
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.stages or set(self.stages) - set(STAGES) or set(self.stages) == {"cut"}:
             what = f"--stages {','.join(self.stages)} makes no projection matrix"
             why = f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made"

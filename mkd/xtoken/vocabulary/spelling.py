@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class Continuations:
         ids, bounds = self.prefixes.ids.tolist(), self.prefixes.offsets.tolist()
         return {tuple(ids[bounds[i] : bounds[i + 1]]): i for i in range(len(self.prefixes))}
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return Continuations, (self.prefixes, self.offsets, self.tokens, self.lasts)  # without the dictionary
 
 
