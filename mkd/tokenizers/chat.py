@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,15 @@ class ChatEncoder:
 
     def __init__(self, hf: Any, template: ChatTemplate):
         self._hf, self.template = hf, template
-        self.closing = closing_token(template)
-        self._shapes = KnownShapes(template, self.closing)
+
+    @cached_property
+    def closing(self) -> str | None:
+        """Control token that ends an assistant's turn; None if the template writes none."""
+        return closing_token(self.template)
+
+    @cached_property
+    def _shapes(self) -> KnownShapes:
+        return KnownShapes(self.template, self.closing)
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         """Return (ids, loss mask) of a conversation.

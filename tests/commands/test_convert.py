@@ -14,6 +14,7 @@ from mkd.convert.models import DTYPES
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
+from tests.tokenizers.test_tokenizer_files import with_digits, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -54,6 +55,15 @@ def test_there_and_back_at_another_layout_is_bitwise(original, checkpoint, tmp_p
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert (tmp_path / "back" / "generation_config.json").exists()
+
+
+def test_an_export_whose_tokenizer_transformers_rebuilds_has_a_warning(tmp_path):
+    model = make_model(tmp_path / "model", "qwen2", vocab_size=320, num_hidden_layers=1)
+    write(model, with_digits(), None, "Qwen2Tokenizer")
+    assert start("convert_hf_to_mcore.py", "--hf", model, "--save", tmp_path / "mcore").returncode == 0
+    result = start("convert_mcore_to_hf.py", "--load", tmp_path / "mcore", "--hf-out", tmp_path / "back")
+    assert result.returncode == 0
+    assert result.stderr.count(f"does not read {tmp_path / 'back' / 'tokenizer.json'} as it is") == 1
 
 
 def test_parity_of_a_checkpoint_with_transformers(original, checkpoint):

@@ -134,6 +134,19 @@ def test_an_export_is_read_as_it_was_trained(family, files, tmp_path, caplog):
     assert exported.eos_token == "<|endoftext|>" and exported.chat_template
 
 
+def test_a_run_warns_after_such_an_export(files, tmp_path, ranks):
+    make_model(tmp_path / "model", "qwen2", vocab_size=320, eos_token_id=0, num_hidden_layers=1)
+    write(tmp_path / "model", with_digits(), None, "Qwen2Tokenizer", eos_token="<|endoftext|>")
+    paths = dict(student_hf=tmp_path / "model", teacher_hf=None, data_path="text.jsonl")
+    argv = flags(
+        files, "warned", "--kd-ratio", 0, "--export-hf", tmp_path / "out", "--exit-interval", 1, **paths
+    )
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0
+    shown = result.stdout + result.stderr
+    assert shown.count(f"does not read {tmp_path / 'out'}/tokenizer.json as it is") == 1
+
+
 def test_a_tokenizer_of_another_folder_is_read_as_it_was_trained(files, tmp_path):
     """transformers reads this file as it is beside Mistral's config.json, and not beside Llama's."""
     chat = write(tmp_path / "mistral", with_digits(), "mistral", "Qwen2Tokenizer")

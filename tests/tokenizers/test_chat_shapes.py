@@ -103,6 +103,7 @@ def test_a_text_that_the_template_rewrites_is_left_to_the_full_search():
 def test_the_token_that_closes_turns_is_looked_for_once():
     found = with_template(DROPS_REASONING)
     encoder = ChatEncoder(found._hf, found)
+    assert encoder.closing == "<|im_end|>"
     before = found.probes
     for answer in ("<think>b</think>c", "<think>d</think>e"):
         encoder.encode(Conversation([user("a"), said(answer), user("f"), said("g")]))
