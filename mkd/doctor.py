@@ -25,6 +25,7 @@ from typing import Any
 
 from mkd.config.packaged import packaged
 from mkd.errors import MkdError
+from mkd.human import counted
 from mkd.tested_versions import FP8_TRANSFORMER_ENGINE, TESTED, is_too_old_for_fp8, transformer_engine_range
 
 GIB = 2**30
@@ -114,7 +115,7 @@ def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
 def describe(findings: list[Finding]) -> str:
     """Return one block to paste into a report."""
     failed = sum(finding.level == "FAIL" for finding in findings)
-    end = f"{failed} problems: no run can start" if failed else "a run can start"
+    end = f"{counted(failed, 'problem')}: no run can start" if failed else "a run can start"
     return "\n".join(["--- mkd doctor", *map(str, findings), f"--- {end}"])
 
 

@@ -35,6 +35,12 @@ def count(number: float) -> str:
     return f"{number:.0f}T" if number < 1e6 else f"{number:.0e}T"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 step, 2 steps, 1,000 batches."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration: 43 ms, 2.4 s, 43 s, 12m05s, 3h07m, 2d14h."""
     if not math.isfinite(seconds):

@@ -19,6 +19,7 @@ from typing import Any
 
 from mkd.config.flags import FlagParser
 from mkd.errors import EXIT_DONE, DataError, UsageError, returns_exit_code
+from mkd.human import counted
 from mkd.log.metrics import METRICS, Reduction
 from mkd.log.records import read_records, split_of
 
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             "compare runs that overlap",
             code="runs-without-common-step",
         )
-    print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
+    print(f"A {args.a}: {counted(last_step(a), 'step')}\nB {args.b}: {counted(last_step(b), 'step')}")
     if last_step(a) != last_step(b):
         print(f"compared up to iteration {min(last_step(a), last_step(b))}, where the shorter run ends")
     print(table([HEAD, *(one.cells() for one in found)]))

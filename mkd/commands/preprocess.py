@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mkd.commands.chat_flags import add_chat_flags, chat_of
 from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
+from mkd.human import counted
 
 if TYPE_CHECKING:
     from mkd.data.store_builder import StoreSummary
@@ -198,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = preprocess(args)
     seconds = time.perf_counter() - start
     print(
-        f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
-        f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
+        f"{args.output_prefix}: {counted(summary.documents, 'document')}, {summary.tokens} tokens, "
+        f"{summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
         + (f", {summary.images} images, {summary.images / seconds:.1f} images/s" if summary.images else "")
-        + (f"; {summary.bad_records} bad records skipped" if summary.bad_records else "")
+        + (f"; {counted(summary.bad_records, 'bad record')} skipped" if summary.bad_records else "")
     )
     for line in summary.note_lines():
         print(line)

@@ -17,6 +17,7 @@ from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.kept_documents import Dropped
 from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
 from mkd.data.store import TokenStore, first_out_of_range
+from mkd.human import counted
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds
 
@@ -116,8 +117,9 @@ class PackedDataset:
         """
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
-            f"{self.store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
-            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}{self._describe_missing()}",
+            f"{self.store.prefix}: {counted(len(self), 'pack')} of {self.seq_length} tokens, "
+            f"{self.num_tokens} tokens, {self.num_loss_tokens} loss tokens, "
+            f"fill {fill:.3f}{self._describe_missing()}",
             *self._describe_teachers(),
         ]
 

@@ -11,6 +11,7 @@ from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.image_table import patches_of
 from mkd.data.images.pack_images import PackImages
 from mkd.data.records.file_notes import note_lines
+from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 
 WITH_LOSS, WITHOUT_LOSS, RESET = "\033[32m", "\033[90m", "\033[0m"
@@ -26,8 +27,8 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
     """
     used, loss_tokens = int(pack.lengths.sum()), int(np.count_nonzero(pack.loss_mask))
     lines = [
-        f"pack {pack.sample_id}: {len(pack.lengths)} documents, {used} of {len(pack.tokens)} tokens,"
-        f" {loss_tokens} with loss, {len(pack.tokens) - used} padding"
+        f"pack {pack.sample_id}: {counted(len(pack.lengths), 'document')}, "
+        f"{used} of {len(pack.tokens)} tokens, {loss_tokens} with loss, {len(pack.tokens) - used} padding"
     ]
     if pack.images is not None:
         lines += _image_lines(pack.images)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mkd.data.records.rows import ARROW_SUFFIXES, Row, num_table_rows
 
 LOG = logging.getLogger("mkd")
-SILENT_S = 3.0  # a shorter task says nothing
+SILENT_S = 3.0  # a shorter task logs nothing
 REPORT_S = 10.0  # between two lines
 
 
@@ -43,7 +43,7 @@ class ProgressLines:
     """Logs a line after some seconds, then every ten, and a last one at the end of a task that had one."""
 
     def __init__(self, name: str, total: float, unit: str, each: str = ""):
-        """Begin a task of `total` units. `each` is the plural of the items whose number a second is told."""
+        """Begin a task of `total` units. `each` is the plural of the items whose rate is logged."""
         self._name, self._total, self._unit, self._each = name, total, unit, each
         self._start = time.monotonic()
         self._due, self._done, self._items = self._start + SILENT_S, 0.0, 0
@@ -54,7 +54,7 @@ class ProgressLines:
         self.at(self._done + units, items)
 
     def at(self, done: float, items: int = 0) -> None:
-        """Say that `done` units are done by now, and `items` more of the items."""
+        """Record that `done` units and `items` more items are done by now. Log a line if one is due."""
         self._done, self._items = max(self._done, done), self._items + items
         if (now := time.monotonic()) < self._due:
             return
@@ -68,7 +68,7 @@ class ProgressLines:
         LOG.info(f"{self._name}: {', '.join(parts)}")
 
     def end(self) -> None:
-        """Say how long the task took, unless it was short."""
+        """Log how long the task took, unless it was short."""
         if self._has_line:
             items = f"{self._items:,} {self._each} " if self._each else ""
             LOG.info(f"{self._name}: {items}done in {_spoken(time.monotonic() - self._start)}")

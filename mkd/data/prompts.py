@@ -23,6 +23,7 @@ from mkd.data.records.refused_keys import refuse_in_prompt
 from mkd.data.records.rows import Row, raw_fields, read_rows
 from mkd.data.records.values import check_string
 from mkd.errors import DataError, ErrorList
+from mkd.human import counted
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -60,8 +61,8 @@ class PromptSet:
     def describe(self) -> str:
         """Return a line with the sizes."""
         lengths = [len(one.ids) for one in self.prompts]
-        bad = f", {self.num_bad_records} bad records skipped" if self.num_bad_records else ""
-        return f"{len(self)} prompts of {min(lengths)} to {max(lengths)} tokens{bad}"
+        bad = f", {counted(self.num_bad_records, 'bad record')} skipped" if self.num_bad_records else ""
+        return f"{counted(len(self), 'prompt')} of {min(lengths)} to {max(lengths)} tokens{bad}"
 
 
 def read_prompts(
@@ -168,7 +169,7 @@ def _log_ignored(
     tokenizer: Tokenizer,
     all_used: bool,
 ) -> None:
-    """Say which keys of a file's records nothing reads. A reward function gets all of them (`all_used`)."""
+    """Log which keys of a file's records are not read. A reward function gets all of them (`all_used`)."""
     found = IgnoredKeys()
     for first in range(0, len(parsed), RECORDS_PER_TRIAL):
         records = []

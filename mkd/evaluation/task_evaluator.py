@@ -17,6 +17,7 @@ from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.requests import encode_pairs
 from mkd.evaluation.scores import RequestBatches, log_likelihoods
 from mkd.evaluation.tasks import Task, read_tasks
+from mkd.human import counted
 from mkd.models.language_model import LanguageModel
 from mkd.operations.console import LOG
 from mkd.operations.stopping import Stopper
@@ -78,8 +79,8 @@ class TaskEvaluator:
         lines = []
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
-            prompts = f"{cut} prompts cut to {self.batches.seq_length} tokens"
-            lines.append(f"{task.name}: {last - first} continuations, {prompts}")
+            prompts = f"{counted(cut, 'prompt')} cut to {self.batches.seq_length} tokens"
+            lines.append(f"{task.name}: {counted(last - first, 'continuation')}, {prompts}")
         return lines
 
     def evaluate(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.folders import iteration_folder
+from mkd.human import counted
 from mkd.operations.phases import END, EVAL, INIT, SAVE, TASK_EVALUATION, Follower
 from mkd.operations.signals import Signals
 
@@ -35,7 +36,7 @@ class StopNotice(Follower):
         else:
             self.signals.notice = f"stopping after step {iteration}{then}"
         steps = iteration - self.kept_iteration
-        self.signals.lost = f" and lose {steps} step{'s' * (steps > 1)}" if steps > 0 else ""
+        self.signals.lost = f" and lose {counted(steps, 'step')}" if steps > 0 else ""
         self._describe_kept()
 
     def passed(self, moment: str, iteration: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mkd.config.schema import Config
 from mkd.errors import UsageError
+from mkd.human import counted
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,9 @@ class BatchPlan:
 
     def equation(self) -> str:
         """Return the arithmetic as one line."""
-        packs = "pack" if self.global_batch_size == 1 else "packs"
         return (
-            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x "
-            f"{self.num_microbatches} micro-batches x {self.data_parallel} data-parallel; "
+            f"{counted(self.global_batch_size, 'pack')} = {self.micro_batch_size} per micro-batch x "
+            f"{counted(self.num_microbatches, 'micro-batch')} x {self.data_parallel} data-parallel; "
             f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
         )
 
@@ -75,23 +75,22 @@ def data_parallel_of(config: Config, world_size: int) -> int:
     """Return the replicas that `config` makes of `world_size` processes. UsageError for a remainder."""
     parallel = config.parallel
     sizes = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    return data_parallel_size(world_size, model_parallel_size(parallel.tensor_model_parallel_size, *sizes))
+    replica = model_parallel_size(parallel.tensor_model_parallel_size, *sizes)
+    if world_size % replica:
+        do = f"start a multiple of {replica} processes (torchrun --nproc-per-node x --nnodes)"
+        if config.dry_run:
+            do = f"plan a multiple of {replica} processes, for example `mkd plan --world-size {replica}`"
+        do += ", or change the parallel sizes"
+        raise UsageError(
+            f"{counted(world_size, 'process')} cannot be divided into replicas of {replica} "
+            "(tensor x pipeline x context parallel size)",
+            "every process belongs to exactly one replica of the models",
+            do,
+            code="world-not-divisible",
+        )
+    return world_size // replica
 
 
 def document_multiple(context_parallel: int) -> int:
     """Return the unit of the lengths of documents and packs: 2 parts a process of context parallelism."""
     return 2 * context_parallel if context_parallel > 1 else 1
-
-
-def data_parallel_size(world_size: int, model_parallel: int) -> int:
-    """Return the replicas that `world_size` processes make. Raises UsageError for a remainder."""
-    if world_size % model_parallel:
-        raise UsageError(
-            f"{world_size} processes do not divide into replicas of {model_parallel} "
-            "(tensor x pipeline x context parallel size)",
-            "every process belongs to exactly one replica of the models",
-            f"start a multiple of {model_parallel} processes (torchrun --nproc-per-node x --nnodes), "
-            "or change the parallel sizes",
-            code="world-not-divisible",
-        )
-    return world_size // model_parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mkd.human import duration, milliseconds, number, size
+from mkd.human import counted, duration, milliseconds, number, size
 from mkd.plan.bubble import balanced_bubble
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.expert_parallel import expert_parallel_size
@@ -42,7 +42,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
         gib = max(rank.total_gib for rank in forecast.memory().ranks)
         lines.append(
             f"predicted on H200: {milliseconds(step_ms)} a step, {duration(steps * step_ms / 1000)} for "
-            f"{steps:,} steps; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"
+            f"{counted(steps, 'step')}; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"
         )
     return lines
 
@@ -76,8 +76,8 @@ def parameters(forecast: Forecast) -> Iterator[str]:
             layers = sum(not layer.is_dense for layer in shape.layers)
             line += (
                 f", {number(active_parameters(shape))} active: {shape.moe.top_k} of "
-                f"{shape.num_experts} experts in {layers} of {shape.num_layers} layers, "
-                f"spread over {expert_parallel} processes"
+                f"{shape.num_experts} experts in {layers} of {counted(shape.num_layers, 'layer')}, "
+                f"spread over {counted(expert_parallel, 'process')}"
             )
         yield line
 
@@ -161,7 +161,7 @@ def describe_totals(forecast: Forecast) -> str:
     hours = steps * forecast.planned_step_ms() / 3.6e6
     checkpoint = checkpoint_bytes(student, bf16, config.student.train_parts)
     return (
-        f"{steps:,} steps: {duration(3600 * hours)}, {hours * forecast.num_gpus:.3g} GPU-hours, "
+        f"{counted(steps, 'step')}: {duration(3600 * hours)}, {hours * forecast.num_gpus:.3g} GPU-hours, "
         f"{number(steps * forecast.batch.tokens_per_step)} tokens; on disk a checkpoint takes about "
         f"{size(checkpoint)}, the exported student {size(weight_bytes(student, bf16))}"
     )

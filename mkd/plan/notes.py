@@ -24,12 +24,12 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     """Yield the notes, a line each."""
     unread = list(_unread_teachers(forecast.config))
     if unread:
-        yield f"note: kd-ratio is 0, so no teacher runs; without effect: {', '.join(unread)}"
+        yield f"note: no teacher runs, because kd-ratio is 0. Without effect: {', '.join(unread)}"
     yield from _swapped_models(forecast)
     behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
-        times = f"{milliseconds(pipeline_ms)}, not {milliseconds(behind_ms)}"
+        times = f"a step takes {milliseconds(pipeline_ms)} instead of {milliseconds(behind_ms)}"
         yield f"note: {ahead} is slower than 0 here: {times}"
     layouts = forecast.student_layout, forecast.teacher_layouts
     fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
@@ -38,9 +38,9 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
         less = "less tensor parallelism or more" if is_divided else "more"
         yield (
-            "note: the CPU may be the limit: to start the kernels of such a step takes "
-            f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines; "
-            f"{less} tokens in a micro-batch make it less"
+            "note: the CPU may be the limit: starting the kernels of a step takes "
+            f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines. "
+            f"It takes less with {less} tokens in a micro-batch"
         )
 
 
@@ -58,8 +58,9 @@ def precision_note(forecast: Forecast) -> list[str]:
     if training.bf16:
         return []
     faster = forecast.with_config(replace(forecast.config, training=replace(training, bf16=True)))
-    times = f"{milliseconds(faster.planned_step_ms())} a step, not {milliseconds(forecast.planned_step_ms())}"
-    return [f"note: this run is in fp32; on GPUs --bf16 is usual: {times}, and less memory"]
+    fast, slow = (milliseconds(one.planned_step_ms()) for one in (faster, forecast))
+    usual = f"--bf16 is usual on GPUs: a step takes {fast} instead of {slow}, and less memory"
+    return [f"note: this run computes in fp32. {usual}"]
 
 
 def _unread_teachers(config: Config) -> Iterator[str]:

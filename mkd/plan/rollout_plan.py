@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
+from mkd.human import counted
 from mkd.plan.model_shape import ModelShape
 
 LOGIT_BYTES = 16  # of a logit while a token is sampled: fp32, its exponential, products
@@ -35,10 +36,11 @@ class RolloutBatch:
 
     def describe(self, config: Config) -> str:
         """Return the composition as a line of the plan."""
-        own = f"{self.prompts} prompts x {self.samples_per_prompt} = {self.num_rollouts} completions"
+        own = f"{counted(self.prompts, 'prompt')} x {self.samples_per_prompt}"
+        own += f" = {counted(self.num_rollouts, 'completion')}"
         limit = f"of at most {config.rollout.max_new_tokens} tokens"
-        stored = f"and {self.stored_packs} packs of --data-path; predicted times leave sampling out"
-        return f"a step trains on {own} {limit}, {stored}"
+        stored = f"and {counted(self.stored_packs, 'pack')} of --data-path"
+        return f"a step trains on {own} {limit}, {stored}; predicted times leave sampling out"
 
 
 def cache_bytes(config: Config, shape: ModelShape, layers: Sequence[LayerShape], element: int) -> int:

@@ -78,7 +78,7 @@ def describe(forecast: Forecast) -> str:
 
 
 def verdict(forecast: Forecast, device_memory_gib: float) -> str:
-    """Say whether the run fits, by how much and on which pipeline rank; if not, how to make it fit."""
+    """Return whether the run fits, by how much and on which pipeline rank; if not, how to make it fit."""
     usable = USABLE * device_memory_gib
     rank, need = fullest_rank(forecast)
     left = (

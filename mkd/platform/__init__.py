@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mkd.human import counted
 from mkd.platform.megatron_versions import quiet_newer_versions
 
 
@@ -38,7 +39,7 @@ class Platform:
         """Return one line for the start of a run: the device, and what each absent library costs."""
         if not self.is_cuda:
             threads = torch.get_num_threads()
-            return f"CPU platform: {self.backend}, local layer spec, {threads} threads a process"
+            return f"CPU platform: {self.backend}, local layer spec, {counted(threads, 'thread')} a process"
         local = "local spec (no Transformer Engine: slower)"
         spec = "Transformer Engine spec" if self.transformer_engine else local
         notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}", spec]

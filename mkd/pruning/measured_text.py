@@ -11,7 +11,7 @@ from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.documents import Document
 from mkd.data.encoding import encode_files
 from mkd.errors import DataError
-from mkd.human import duration
+from mkd.human import counted, duration
 from mkd.tokenizers.tokenizer import Tokenizer
 
 EVERY_S = 10.0  # between two lines of progress
@@ -31,7 +31,7 @@ class TimedBatches(list[PackedBatch]):
             now = time.monotonic()
             if done and now - shown >= self._every_s:
                 left = duration((now - start) / done * (len(self) - done))
-                self._say(f"measured {done} of {len(self)} batches, at most {left} left")
+                self._say(f"measured {done} of {counted(len(self), 'batch')}, at most {left} left")
                 shown = now
             yield batch
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from mkd.config.load import DEFAULT, SavedSetting, read_saved_config
 from mkd.errors import UsageError
+from mkd.human import counted
 from mkd.log.records import TRAIN, each_record
 from mkd.operations.event_log import DONE, EVENTS_FILE, FAILURE, RESUME, START, STOP
 from mkd.report.columns import Split, split_columns
@@ -131,8 +132,8 @@ def _read(folder: Path, name: str) -> RunFolder:
     run.splits = split_columns(each_record(folder))
     for split, columns in run.splits.items():
         if columns.num_repeated:
-            count = columns.num_repeated
-            run.notes.append(f"{count} {split} records of repeated iterations: the last ones count")
+            records = counted(columns.num_repeated, f"{split} record")
+            run.notes.append(f"{records} of repeated iterations: the last ones count")
     run.settings = _or_note(run, CONFIG, read_saved_config) or ()
     asked = run.setting(TRAIN_ITERS)
     if asked is not None and run.train_iters is None:

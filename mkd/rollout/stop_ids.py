@@ -17,7 +17,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
     """Return the ids that end a text of the model in `folder`; empty if nothing names one.
 
     They are `eos_token_id` of generation_config.json, else of config.json, else the EOS of `tokenizer`.
-    Raises UsageError for values that are no ids.
+    Raises UsageError for values that are not ids.
     """
     for name in FILES:
         path = folder / name
@@ -38,7 +38,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
 
 
 def require_tokens(stops: Collection[int], tokenizer: Tokenizer, num_ids: int, role: str) -> None:
-    """Raise UsageError for stop ids of the model `role` that are no tokens, or beyond its `num_ids` rows."""
+    """Raise UsageError for stop ids of the model `role` that are not tokens, or beyond its `num_ids` rows."""
     known = set(tokenizer.vocabulary.values())
     unknown = sorted(one for one in stops if one >= num_ids or one not in known)
     if unknown:
@@ -67,5 +67,7 @@ def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
 def named(ids: Collection[int], tokenizer: Tokenizer) -> str:
     """Return the first ids with their tokens, and how many there are besides: "0 '</s>' or 4 others"."""
     tokens = {i: token for token, i in tokenizer.vocabulary.items() if i in ids}
-    names = [f"{i} {tokens[i]!r}" if i in tokens else f"{i}, which is no token" for i in sorted(ids)[:SHOWN]]
+    names = [
+        f"{i} {tokens[i]!r}" if i in tokens else f"{i}, which is not a token" for i in sorted(ids)[:SHOWN]
+    ]
     return " or ".join(names + ([f"{len(ids) - SHOWN} others"] if len(ids) > SHOWN else []))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_changes import CONFIG_FILE, GENERATION_FILE, StopIds, listed_ids
+from mkd.config.data_files import is_raw
 from mkd.config.schema import Config
-from mkd.data.sources import find_prefix, is_raw, parse_blend
+from mkd.data.sources import find_prefix, parse_blend
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import ENDS, ends_with_loss
 from mkd.rollout.stop_ids import named
@@ -75,6 +76,6 @@ def stop_notes(
     if listed_ids(new) != listed_ids(old):
         added = named([one for one in ends if one not in listed_ids(old)], tokenizers.student)
         yield (
-            f"note: the training texts end with {added}, at which {path} does not stop: exports have "
-            f"eos_token_id {list(listed_ids(new))}"
+            f"note: the training texts end with {added}, which {path} does not list as eos_token_id. Exports "
+            f"list {list(listed_ids(new))}"
         )

@@ -97,7 +97,7 @@ class ChatTemplate:
             "auto": "what the chat template marks with {% generation %}; in records where it marks nothing, "
             "every turn of the assistant"
             if has_marks
-            else "every turn of the assistant, which the chat template does not mark",
+            else "every turn of the assistant, because the chat template marks none",
             "turns": "every turn of the assistant" + (", whatever the template marks" if has_marks else ""),
             "marks": "what the chat template marks with {% generation %}",
             "last": "the assistant's messages after the last user message",
@@ -110,8 +110,11 @@ class ChatTemplate:
             return []
         date = self.settings.date
         if date is None or DATE + "(" in self.source(Conversation(PROBE)):
-            return ["note: a chat template writes the present date: its ids change every day"]
-        return [f"note: a chat template writes a date: {date}, kept to the end (--chat-date)"]
+            return ["note: the chat template writes the present date, so its token ids change every day"]
+        return [
+            f"note: the chat template writes a date. It is {date} in the whole run, also after a resume; "
+            "--chat-date sets another"
+        ]
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of the conversation. Raises DataError if the template refuses it."""

@@ -105,17 +105,17 @@ def note_once(text: str) -> None:
 
 
 def compare_with_sentencepiece(hf: Any, file: Path) -> None:
-    """Log a note if `hf`, which transformers made of a SentencePiece file, encodes text in another way."""
+    """Log a note if `hf`, which transformers made from a SentencePiece file, encodes text in another way."""
     try:
         pieces = SentencePieceProcessor(model_file=str(file))
-    except (OSError, RuntimeError):  # there is none, or it is none
+    except (OSError, RuntimeError):  # no such file, or not a SentencePiece model
         return
     for text in TEXTS:
         own, made = pieces.encode(text), hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
         if own != made:
             other, right = (_example(hf.backend_tokenizer, *pair) for pair in ((made, own), (own, made)))
             note_once(
-                f"note: transformers {__version__} makes another tokenizer of {file}: it encodes text as "
+                f"note: transformers {__version__} makes another tokenizer from {file}: it encodes text as "
                 f"{other} instead of {right}. To train with SentencePiece's ids, give a tokenizer.json that "
                 "has them, or --tokenizer-type SentencePieceTokenizer"
             )

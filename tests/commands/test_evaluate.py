@@ -34,7 +34,7 @@ def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ran
         ranks, files, *completions, "--student-hf", files / "student", "--out", files / "hf.json"
     )
     assert results[0].exit_code == 0, results[0].stderr
-    assert "foxes: 5 continuations, 1 prompts cut to 128 tokens" in results[0].stdout
+    assert "foxes: 5 continuations, 1 prompt cut to 128 tokens" in results[0].stdout
     found = json.loads((files / "hf.json").read_text())
     printed = dict(line.split() for line in results[0].stdout.splitlines() if line.startswith("eval/"))
     assert printed == {key: f"{value:.6g}" for key, value in found.items()}

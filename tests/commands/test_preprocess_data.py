@@ -170,7 +170,7 @@ def test_images_are_read_below_the_root(tmp_path, capsys):
     argv = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *flags]
     argv += ["--tokenizer-model", str(folder)]
     assert main(argv) == EXIT_DONE
-    assert "c: 1 documents, " in (printed := capsys.readouterr().out) and ", 1 images, " in printed
+    assert "c: 1 document, " in (printed := capsys.readouterr().out) and ", 1 images, " in printed
     assert (
         inspect(["--input", str(tmp_path / "c"), "--student", str(folder), "--seq-length", "256"])
         == EXIT_DONE

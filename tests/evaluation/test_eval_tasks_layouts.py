@@ -174,5 +174,5 @@ def test_training_does_not_notice(name, run):
 def test_prompts_that_were_cut_are_counted(run):
     assert run("one process")["describe"] == [
         "animals: 20 continuations, 5 prompts cut to 128 tokens",
-        "foxes: 5 continuations, 1 prompts cut to 128 tokens",
+        "foxes: 5 continuations, 1 prompt cut to 128 tokens",
     ]

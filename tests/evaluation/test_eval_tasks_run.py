@@ -38,7 +38,7 @@ def test_records_before_the_first_step_and_at_every_interval(files, ranks):
     assert [("eval/foxes/teacher/ce" in record) for record in records] == [True, False, False]
     assert len({record["eval/foxes/ce"] for record in records}) == 3
     lines = results[0].stdout.splitlines()
-    assert " foxes: 5 continuations, 1 prompts cut to 128 tokens" in lines
+    assert " foxes: 5 continuations, 1 prompt cut to 128 tokens" in lines
     line = next(line for line in lines if line.startswith(" task results at iteration 2 |"))
     assert f"| foxes/ce: {records[2]['eval/foxes/ce']:.6E} |" in line and "num_" not in line
 

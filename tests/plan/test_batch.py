@@ -46,7 +46,11 @@ def test_batch_smaller_than_one_round_has_one_nearest():
 def test_left_over_processes():
     with pytest.raises(UsageError) as caught:
         BatchPlan.from_config(config(tp=2, pp=2), world_size=6)
-    assert caught.value.code == "world-not-divisible" and "multiple of 4" in caught.value.do
+    assert caught.value.code == "world-not-divisible" and "start a multiple of 4" in caught.value.do
+    with pytest.raises(UsageError) as caught:
+        BatchPlan.from_config(replace(config(tp=2, pp=2), dry_run=True), world_size=1)
+    assert caught.value.what.startswith("1 process cannot be divided")
+    assert "`mkd plan --world-size 4`" in caught.value.do and "torchrun" not in caught.value.do
 
 
 def test_context_parallel_processes_share_their_packs():

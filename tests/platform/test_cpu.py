@@ -170,7 +170,7 @@ def test_the_norm_of_large_gradients_is_exact(ranks):
 def test_installing_again_changes_nothing(ranks):
     ((unchanged, is_available, description),) = ranks.run(install_twice, 1)
     assert unchanged and not is_available
-    assert description == "CPU platform: gloo, local layer spec, 1 threads a process"
+    assert description == "CPU platform: gloo, local layer spec, 1 thread a process"
 
 
 def test_a_gpu_is_never_hidden(monkeypatch):

@@ -72,7 +72,7 @@ def test_stop_ids_of_exports(data, tokenizer, stops, note, files, tmp_path):
     more = ("--tokenizer-model", files / tokenizer) if tokenizer else ()
     plan = plan_of(files, "--export-hf", tmp_path / "hf", *more, data_path=data)
     assert written(plan, tmp_path / "out") == [stops, stops]
-    found = [line for line in plan.text.splitlines() if "exports have eos_token_id" in line]
+    found = [line for line in plan.text.splitlines() if "Exports list" in line]
     assert len(found) == note
     if note:
         assert "2 '<|im_end|>'" in found[0] and "[2, 0]" in found[0]

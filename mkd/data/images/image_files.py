@@ -89,7 +89,7 @@ class ImageSource:
 
 
 def _what_is_there(path: Path) -> str:
-    """Say what is at a path that is no file."""
+    """Return what is at a path that is not a file."""
     kinds = {
         "a folder": path.is_dir(),
         "a named pipe (FIFO)": path.is_fifo(),

@@ -46,7 +46,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class KeptDocuments:
-    """The tokens to keep of consecutive documents; each array has an entry for each document."""
+    """Tokens to keep of consecutive documents. Each array has one entry per document."""
 
     starts: np.ndarray  # int64, first token to keep
     lengths: np.ndarray  # int64, tokens to keep; 0: none

@@ -38,7 +38,7 @@ def note_lines(meta: Mapping[str, Any], path: str | None = None) -> list[str]:
 
 
 def log_notes(meta: Mapping[str, Any], path: str | None = None) -> None:
-    """Say the notes of a corpus at the start of a run."""
+    """Log the notes of a corpus at the start of a run."""
     for line in note_lines(meta, path):
         LOG.info(line)
 
@@ -50,8 +50,8 @@ def control_token_note(texts: Sequence[str], tokenizer: Tokenizer) -> str:
     if 2 * len(begun) <= len(texts):
         return ""
     return (
-        f"{len(begun)} of the first {len(texts)} texts begin with a control token, such as {begun[0]}, and "
-        "in a text, prompt or completion it is read as plain letters: give conversations as `messages`, "
+        f"{len(begun)} of the first {len(texts)} texts begin with a control token, such as {begun[0]}. "
+        "In a text, prompt or completion it is read as plain letters. Give conversations as `messages`, "
         "which the chat template renders"
     )
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_text import AlignedText
 
@@ -25,8 +26,9 @@ def view_alignment(aligned: AlignedText, student: Tokenizer, teacher: Tokenizer,
     )
     counts = ", ".join(f"{kind} {kinds[kind]}" for kind in ("1-1", "1-N", "M-1", "M-N"))
     header = (
-        f"{len(aligned.student_ids)} student tokens, {len(aligned.teacher_ids)} teacher tokens, "
-        f"{len(aligned.chunks)} chunks ({counts})"
+        f"{counted(len(aligned.student_ids), 'student token')}, "
+        f"{counted(len(aligned.teacher_ids), 'teacher token')}, "
+        f"{counted(len(aligned.chunks), 'chunk')} ({counts})"
     )
     ours = _line(student, aligned.student_ids, aligned.chunks[:, :2], colour)
     theirs = _line(teacher, aligned.teacher_ids, aligned.chunks[:, 2:], colour)
