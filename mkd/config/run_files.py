@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mkd.config.field import option
 
+SAVE_MINUTES = 15.0
+"""Default of --save-interval-in-mins."""
 OVERLONG_CONVERSATIONS = ("drop", "truncate", "truncate-left", "split")
 
 
@@ -137,18 +139,18 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "folder of checkpoints to resume from, usually that of --save. While it is empty the run starts "
-        "from the student's own weights (default: start from them)",
+        "from the student's own weights (default: none)",
     )
     save_interval: int | None = option(
         None,
         "optimizer steps between checkpoints. The last step is always saved (default: only by time, see "
         "--save-interval-in-mins)",
     )
-    save_interval_in_mins: float = option(
-        15.0,
+    save_interval_in_mins: float | None = option(
+        None,
         "minutes without a save after which the run saves by itself. Such checkpoints, and those of a stop, "
-        "stay while they are among the newest two. Slow saves come less often, so that they take at most "
-        "a thirtieth of the time. 0 means never",
+        "stay while they are among the newest two. 0 means never (default: 15, or longer where saves are "
+        "slow)",
     )
     save_retain_interval: int | None = option(
         None,
@@ -180,6 +182,11 @@ class CheckpointConfig:
         False,
         "replace the model that --export-hf holds, if it is not an export of the run that this one resumes",
     )
+
+    @property
+    def minutes_without_save(self) -> float:
+        """Minutes after which the run saves by itself; 0: it does not."""
+        return SAVE_MINUTES if self.save_interval_in_mins is None else self.save_interval_in_mins
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.folders import NEWEST_TEMPORARY, saved_iterations
-from mkd.checkpoint.verifying import first_iteration
+from mkd.checkpoint.folders import NEWEST_TEMPORARY, first_iteration, saved_iterations
+from mkd.config.data_files import is_raw
 from mkd.config.schema import Config
-from mkd.data.sources import is_raw
 from mkd.errors import UsageError
-from mkd.human import size
+from mkd.human import counted, size
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import checkpoint_bytes, weight_bytes
@@ -50,7 +49,7 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
-        what = "a checkpoint" if count < 2 else f"{count} checkpoints"
+        what = "a checkpoint" if count < 2 else counted(count, "checkpoint")
         num_bytes = count * checkpoint_bytes(student, bf16, config.student.train_parts) if student else 0
         yield Written(what, "--save", Path(checkpoint.save), num_bytes)
     if checkpoint.export_hf:
@@ -106,7 +105,7 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     retains = checkpoint.save_retain_interval is not None
     flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
-        f"note: {staying} more checkpoints of {size(each)} will stay in {save.folder}, "
+        f"note: {counted(staying, 'more checkpoint')} of {size(each)} will stay in {save.folder}, "
         f"{size(staying * each)} in all; its disk has {size(free)} left: give {flag}, or remove some "
         "during the run"
     ]
@@ -117,10 +116,10 @@ def _room_for_saves_by_time(config: Config, save: Written, each: int, free: int)
     checkpoint, most = config.checkpoint, NEWEST_TEMPORARY + 1
     present = min(most, len(saved_iterations(Path(checkpoint.save or ""))))
     is_limited = checkpoint.keep_checkpoints is not None or checkpoint.save_retain_interval is not None
-    if is_limited or not checkpoint.save_interval_in_mins or (most - present) * each <= free:
+    if is_limited or not checkpoint.minutes_without_save or (most - present) * each <= free:
         return []
     return [
-        f"note: a run of more than {checkpoint.save_interval_in_mins:g} minutes saves by time, and needs "
+        f"note: a run of more than {checkpoint.minutes_without_save:g} minutes saves by time, and needs "
         f"room for up to {most} checkpoints of {size(each)}; the disk of {save.folder} has "
         f"{size(free)} left: make room, give --keep-checkpoints 1, or --save-interval-in-mins 0 to save "
         "only the last step"
@@ -151,6 +150,13 @@ def disk_problems(writes: Sequence[Written]) -> list[UsageError]:
         if blocked[path] is None:
             by_disk.setdefault(path.stat().st_dev, []).extend(of_path)
     return [error for error in (*blocked.values(), *map(_full, by_disk.values())) if error is not None]
+
+
+def require_disk(write: Written) -> None:
+    """Raise UsageError if a command cannot write what it is asked for."""
+    problems = disk_problems([write])
+    if problems:
+        raise problems[0]
 
 
 def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:

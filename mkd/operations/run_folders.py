@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -17,6 +17,7 @@ from mkd.checkpoint.own_exports import OwnExports
 from mkd.config.load import read_saved_config
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.errors import UsageError
+from mkd.human import counted
 
 SAVED_CONFIG = "config.yaml"
 LOG_FILES = ("metrics.jsonl", "events.jsonl", SAVED_CONFIG, "loss_card.txt", "plan.json")
@@ -74,20 +75,25 @@ def _free_folder(first: Path) -> Path:
     return next(folder for folder in _numbers(first) if not holds_checkpoints(folder))
 
 
-def describe_saves(config: Config) -> list[str]:
-    """Return the lines that tell what the run keeps, and where."""
+def describe_saves(config: Config) -> str:
+    """Return the line that tells what the run keeps, and where."""
     checkpoint = config.checkpoint
     export = f"; exports the student to {checkpoint.export_hf} at the end" if checkpoint.export_hf else ""
     if not checkpoint.save:
-        return [f"saves no checkpoints{export}", *restart_notes(checkpoint)]
-    steps, minutes = checkpoint.save_interval, checkpoint.save_interval_in_mins
-    times = [f"every {steps} steps"] if steps else []
-    times += [f"after {minutes:g} minutes without a save"] if minutes else []
-    lines = [f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"]
-    if not checkpoint.load:
+        return f"saves no checkpoints{export}"
+    steps, minutes = checkpoint.save_interval, checkpoint.minutes_without_save
+    times = [f"every {counted(steps, 'step')}"] if steps else []
+    times += [f"after {minutes:g} minute{'s' * (minutes != 1)} without a save"] if minutes else []
+    return f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"
+
+
+def save_notes(config: Config) -> list[str]:
+    """Return lines about an earlier run that this one does not resume, and about restarts."""
+    notes = []
+    if not config.checkpoint.load:
         for earlier in _passed_over(config)[-1:]:
-            lines.append(f"{earlier} holds an earlier run, which --load {earlier} would resume")
-    return lines + restart_notes(checkpoint)
+            notes.append(f"{earlier} holds an earlier run, which --load {earlier} would resume")
+    return notes + restart_notes(config.checkpoint)
 
 
 def _passed_over(config: Config) -> list[Path]:
@@ -202,6 +208,18 @@ def export_in_the_way(checkpoint: CheckpointConfig) -> UsageError | None:
     folder = Path(checkpoint.export_hf)
     is_own = continues(checkpoint) and OwnExports(Path(checkpoint.save or "")).has_written(folder)
     return None if is_own else model_in_the_way("--export-hf", folder)
+
+
+def export_problems(checkpoint: CheckpointConfig, read: Iterable[Path]) -> list[UsageError]:
+    """Return a problem if --export-hf would overwrite a path that the run reads, or another model."""
+    if checkpoint.export_hf is None:
+        return []
+    folder = Path(checkpoint.export_hf)
+    if folder.resolve() in [(path.parent if path.is_file() else path).resolve() for path in read]:
+        what = f"--export-hf {folder} is a folder that this run reads"
+        return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
+    in_the_way = export_in_the_way(checkpoint)
+    return [in_the_way] if in_the_way else []
 
 
 def remove_markers(folder: Path) -> None:

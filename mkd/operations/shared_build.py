@@ -70,7 +70,7 @@ class SharedBuild:
         self._last_beat = time.monotonic()
         if self.context.rank == 0 and number and not all_done:
             what = f"received {signal.Signals(number).name}"
-            why = "data were being prepared: an unfinished file's tokens are lost, finished files are cached"
+            why = "no step was done: the data was being read. Files that are tokenised and packed stay cached"
             raise Preempted(what, why, "start the same command again", code="preempted-while-building")
         return bool(all_done)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from mkd.human import duration
 from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, Follower
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
 SAFETY = 1.5  # factor on the longest step and save so far, because the next ones may take longer
-MAX_SAVE_SHARE = 0.03  # of the time, that saves by time may take
+MAX_SAVE_SHARE = 0.03  # of the time, that saves by time may take unless the user gives an interval
 SAVE_BYTES_PER_S = 250e6  # assumed until a save has been timed: one disk, or a file server with other users
 
 
@@ -57,6 +58,7 @@ class Stopper(Follower):
     save_s: float = 0.0  # the longest save so far
     first_save_bytes: float = 0.0  # size of the run's first checkpoint; 0: it saves none
     save_interval_in_mins: float = 0.0  # between saves by time; 0: there are none
+    slow_saves_are_rare: bool = False  # if so, the interval is longer where saves take long
     save_is_due: bool = False  # by time, in the latest agreement of the ranks
     stop: Stop | None = None  # the latest agreement of the ranks
     _iteration: int = -1  # of the latest step
@@ -100,9 +102,9 @@ class Stopper(Follower):
         end = self.environment.get(SLURM_END, "")
         if not end.isdigit() or self._slurm_end() is not None:
             return None
-        ago = (self.start - float(end)) / 60
+        ago = duration(self.start - float(end))
         return (
-            f"{SLURM_END} is ignored: it passed {ago:.0f} minutes before this start. Either the limit of the "
+            f"{SLURM_END} is ignored: it passed {ago} before this start. Either the limit of the "
             "job was extended, or the variable is left from another job"
         )
 
@@ -141,8 +143,10 @@ class Stopper(Follower):
         return float(end) if end.isdigit() and float(end) > self.start else None
 
     def _is_save_due(self) -> bool:
-        """Return True if a save by time is due. Slow saves come less often."""
-        interval_s = max(60 * self.save_interval_in_mins, self.save_s / MAX_SAVE_SHARE)
+        """Return True if a save by time is due."""
+        interval_s = 60 * self.save_interval_in_mins
+        if self.slow_saves_are_rare:
+            interval_s = max(interval_s, self.save_s / MAX_SAVE_SHARE)
         return self.save_interval_in_mins > 0 and time.monotonic() - self._saved >= interval_s
 
     def _is_over(self, end: float | None) -> bool:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkd.human import duration, fixed
+from mkd.human import counted, duration, fixed
 from mkd.log.records import read_records, split_of
+from mkd.operations.run_folders import continues
 from mkd.run_command import mkd_command, quoted
 
 if TYPE_CHECKING:
+    from mkd.operations.stopping import Stop
     from mkd.run.loop import Run
 
 FIGURES = {
@@ -22,8 +24,11 @@ FIGURES = {
 """Label -> held-out metric and its columns, of the summary."""
 
 
-def end_text(run: Run, folder: Path, seconds: float) -> str:
-    """Return the summary of a run that logs to `folder` and has ended without being preempted."""
+def end_text(run: Run, folder: Path, seconds: float, stop: Stop | None = None) -> str:
+    """Return the summary of a run that logs to `folder` and has ended without being preempted.
+
+    `stop` is what ended it before its last step.
+    """
     checkpoint, asked = run.config.checkpoint, run.config.training.train_iters
     kept = run.progress.kept_in if run.progress.kept_iteration == run.position.iteration else None
     rows = {
@@ -33,8 +38,13 @@ def end_text(run: Run, folder: Path, seconds: float) -> str:
         **dict(_held_out(read_records(folder))),
     }
     iteration = run.position.iteration
-    end = "done" if iteration >= asked else "stopped"
-    lines = [f"{end}: {iteration} of {asked} steps, {duration(seconds)}"]
+    is_done = iteration >= asked
+    lines = [
+        f"{'done' if is_done else 'stopped'}: {iteration:,} of {counted(asked, 'step')}, {duration(seconds)}"
+    ]
+    if not is_done:
+        exit_interval = run.config.training.exit_interval
+        rows = {"reason": stop.reason if stop else f"--exit-interval {exit_interval}", **rows}
     lines += [f"  {name:9} {text}" for name, text in rows.items()]
     commands = [*_commands(run, folder)]
     return "\n".join([*lines, "next:", *(f"  {command}" for command in commands)])
@@ -65,5 +75,10 @@ def _commands(run: Run, folder: Path) -> Iterator[str]:
     if model is not None:
         yield f"{mkd} evaluate --student-hf {quoted(model)} --completions FILE.jsonl    # your own task"
     yield f"{mkd} report {quoted(folder)}    # the run as one page"
-    if save:
-        yield f"the same command with --load {quoted(save)} and a larger --train-iters trains further"
+    if not save:
+        return
+    added = [] if continues(checkpoint) else [f"--load {quoted(save)}"]
+    is_done = run.position.iteration >= run.config.training.train_iters
+    added += ["a larger --train-iters"] if is_done else []
+    same = " with ".join(["the same command", *filter(None, [" and ".join(added)])])
+    yield f"{same}    # {'trains further' if is_done else 'resumes'}"

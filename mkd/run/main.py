@@ -29,6 +29,7 @@ from mkd.errors import (
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
+from mkd.operations.run_folders import LOG_FILES, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
 from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
@@ -74,6 +75,7 @@ def run(
     loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, rendezvous: Rendezvous
 ) -> None:
     """Plan, show, build, train, export. Refuse whatever can be refused before there is a process group."""
+    loaded = replace(loaded, config=with_save_folder(loaded.config))
     problems = early_problems(loaded.config, _world_size())
     if problems:
         raise ErrorList(problems)
@@ -84,11 +86,9 @@ def run(
     platform = detect()  # before Megatron is imported, because it silences its warnings
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.out_of_memory import memory_explained
-    from mkd.operations.run_folders import LOG_FILES, log_folder, with_save_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.run_plan import plan_run
 
-    loaded = replace(loaded, config=with_save_folder(loaded.config))
     plan = plan_run(loaded.config, _world_size())
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     if _is_rank_0():
@@ -152,7 +152,7 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             export(current, Path(checkpoint.export_hf))
         end(current, stop)
         if events:
-            show(end_text(current, folder, time.monotonic() - started))
+            show(end_text(current, folder, time.monotonic() - started, stop))
     current.engine.context.leave()
 
 

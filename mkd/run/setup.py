@@ -197,7 +197,8 @@ def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guard
         signals,
         config.training.exit_duration_in_mins,
         first_save_bytes=checkpoint_bytes(plan.student.shape, *sizes) if saves else 0,
-        save_interval_in_mins=config.checkpoint.save_interval_in_mins if saves else 0,
+        save_interval_in_mins=config.checkpoint.minutes_without_save if saves else 0,
+        slow_saves_are_rare=config.checkpoint.save_interval_in_mins is None,
     )
     if stopper.note:
         LOG.warning(stopper.note)

@@ -144,7 +144,7 @@ def test_a_signal_while_data_are_tokenised(files):
     assert codes == [75, 75] and time.monotonic() - told[-1] < 5, output[-2000:]
     assert (
         "preempted: received SIGTERM" in output
-        and "data were being prepared" in output
+        and "the data was being read" in output
         and "Traceback" not in output
     )
     marker = json.loads((folder / "PREEMPTED").read_text())

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.config.load import load_config
+from mkd.operations.stopping import Stop
 from mkd.run.end_text import end_text
 from mkd.run_command import mkd_command
+from tests.train.command import flags, make_files, run_main
 
 RECORDS = (
     {"iteration": 0, "split": "valid", "kd_loss": 0.9746, "ce_loss": 3.73, "top1_agreement": 0.492},
@@ -27,7 +29,7 @@ def summary(tmp_path, monkeypatch):
     folder = Path("runs/one")
     folder.mkdir(parents=True)
 
-    def lines(*flags: str, iteration: int = 30, records=RECORDS) -> list[str]:
+    def lines(*flags: str, iteration: int = 30, records=RECORDS, stop=None) -> list[str]:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
         kept_in = None if "--no-save" in flags else folder / f"iter_{iteration:07d}"
         run = SimpleNamespace(
@@ -35,7 +37,7 @@ def summary(tmp_path, monkeypatch):
             position=SimpleNamespace(iteration=iteration),
             progress=SimpleNamespace(kept_in=kept_in, kept_iteration=0 if kept_in is None else iteration),
         )
-        return end_text(run, folder, 125.0).splitlines()
+        return end_text(run, folder, 125.0, stop).splitlines()
 
     return lines
 
@@ -56,9 +58,15 @@ def test_a_finished_run(summary):
 
 
 def test_a_run_that_was_cut_short_and_one_that_kept_nothing(summary):
-    lines = summary("--save", "runs/one", iteration=12, records=RECORDS[:1])
-    assert lines[0].startswith("stopped: 12 of 30 steps") and lines[2] == "  export    none"
-    assert lines[4].endswith("(after step 0)") and "export --load runs/one --hf-out runs/one/hf" in lines[6]
+    over = Stop("the time of --exit-duration-in-mins is over", is_preempted=False)
+    lines = summary("--save", "runs/one", iteration=12, records=RECORDS[:1], stop=over)
+    assert lines[0] == "stopped: 12 of 30 steps, 2m05s" and lines[1] == f"  reason    {over.reason}"
+    assert lines[3] == "  export    none" and lines[5].endswith("(after step 0)")
+    assert "export --load runs/one --hf-out runs/one/hf" in lines[7]
+    assert lines[-1] == "  the same command with --load runs/one    # resumes"
+    lines = summary(*["--save", "runs/one", "--load", "runs/one", "--exit-interval", "12"], iteration=12)
+    assert lines[1] == "  reason    --exit-interval 12"
+    assert lines[-1] == "  the same command    # resumes"
     lines = summary("--no-save", records=())
     assert lines[1] == "  weights   not saved (--no-save)"
     assert not any("--load" in line or "held-out" in line for line in lines)
@@ -74,3 +82,13 @@ def test_commands_can_be_copied(tmp_path, monkeypatch):
     assert mkd_command() == str(tmp_path / "mkd")
     (tmp_path / "mkd").unlink()
     assert mkd_command() == f"{tmp_path / 'python'} -m mkd"
+
+
+def test_a_run_whose_time_is_over_says_so_and_how_to_resume(tmp_path, ranks):
+    files = make_files(tmp_path)
+    more = ("--train-iters", 30, "--save", files / "run", "--exit-duration-in-mins", 1e-6)
+    (result,) = run_main(ranks, flags(files, "run", *more))
+    assert result.exit_code == 0, result.stderr
+    assert "\nstopped: 1 of 30 steps, " in result.stdout
+    assert "\n  reason    the time of --exit-duration-in-mins is over\n" in result.stdout
+    assert result.stdout.endswith(f"\n  the same command with --load {files / 'run'}    # resumes\n")
