@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mkd.config.flags import FlagParser
+from mkd.config.flags import FlagParser, add_overwrite, require_new_file
 from mkd.config.load import load_config
-from mkd.errors import UsageError, returns_exit_code
+from mkd.errors import ErrorList, UsageError, returns_exit_code
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -53,6 +53,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="ways to answer: compare the letters of listed options, or their texts (default: both)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="file to also write the metrics to")
+    add_overwrite(parser, "--out")
     return parser.parse_known_args(argv)
 
 
@@ -84,6 +85,13 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             "give 0 or more",
             code="fewshot-negative",
         )
+    require_new_file("--out", args.out, args.overwrite)
+    from mkd.run.early_checks import early_model_problems
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = early_model_problems(config, world_size)
+    if problems:
+        raise ErrorList(problems)
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings
@@ -94,7 +102,7 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
 
     tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
     with console(rank), worker_deaths_explained():
-        metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")))
+        metrics = evaluate_student(config, tasks, platform, world_size)
         if config.dry_run:
             LOG.info("the checks passed; with --dry-run nothing is scored")
             return

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.commands.chat_flags import add_chat_flags, chat_of
-from mkd.config.flags import FlagParser, whole_number
+from mkd.config.flags import FlagParser, add_overwrite, require_new_file, whole_number
 from mkd.config.run_files import OVERLONG_CONVERSATIONS
 from mkd.errors import DataError, UsageError, returns_exit_code
 
@@ -89,6 +89,14 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
     )
+    _add_picture_flags(parser)
+    _add_conversation_flags(add)
+    _add_alignment_flags(add)
+    return parser
+
+
+def _add_picture_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--picture",
         metavar="PNG",
@@ -96,9 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "squares of their tokens (needs Pillow)",
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
-    _add_conversation_flags(add)
-    _add_alignment_flags(add)
-    return parser
+    add_overwrite(parser, "--picture", "--histogram")
 
 
 def _add_conversation_flags(add: Callable[..., object]) -> None:
@@ -261,6 +267,8 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    for flag, path in {"--picture": args.picture, "--histogram": args.histogram}.items():
+        require_new_file(flag, Path(path) if path else None, args.overwrite)
     from mkd.platform import prepare_for_files
 
     prepare_for_files()  # before mkd.data imports Megatron

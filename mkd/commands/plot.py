@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkd.config.flags import FlagParser
+from mkd.config.flags import FlagParser, add_overwrite, require_new_file
 from mkd.errors import DataError, UsageError, returns_exit_code
 from mkd.log.metrics import find_metric
 from mkd.log.records import TRAIN, curve, read_records
@@ -149,9 +149,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="picture to write (default: metrics.png in the first run's folder)",
+        help="picture to write (default: metrics.png in the first run's folder, which is drawn anew every "
+        "time)",
     )
+    add_overwrite(parser, "--out")
     args = parser.parse_args(argv)
+    require_new_file("--out", args.out, args.overwrite)
     first = args.runs[0]
     out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")
     plot(args.runs, out, args.keys)

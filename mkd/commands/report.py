@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mkd.config.flags import FlagParser
+from mkd.config.flags import FlagParser, add_overwrite, require_new_file
 from mkd.errors import returns_exit_code
 
 OUT = "report.html"
@@ -30,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"file to write (default: {OUT} in the first run's folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: {OUT} in the first run's folder, which is written anew every time)",
     )
+    add_overwrite(parser, "--out")
     parser.add_argument("--title", default="", help="heading of the page (default: names of the runs)")
     args = parser.parse_args(argv)
     from mkd.report.page import build_page, check_file, write_page
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     first = args.runs[0]
     out = args.out or (first if first.is_dir() else first.parent) / OUT
     check_file(out)
+    require_new_file("--out", args.out, args.overwrite)
     runs = open_runs(args.runs)
     write_page(build_page(runs, args.title), out)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")

@@ -19,7 +19,10 @@ from pathlib import Path
 
 from mkd.config.flags import FlagParser
 from mkd.config.load import load_config
-from mkd.errors import UsageError, returns_exit_code
+from mkd.errors import ErrorList, UsageError, returns_exit_code
+from mkd.human import counted
+
+TEACHER = 0  # number of the exported teacher
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -32,6 +35,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder to write, visible to all processes"
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the export of another teacher, other data or other settings in --out. An export of the "
+        "same ones is resumed",
     )
     parser.add_argument(
         "--k",
@@ -73,6 +82,12 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             "raise it",
             code="samples-per-shard-below-one",
         )
+    from mkd.run.early_checks import early_model_problems
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = early_model_problems(config, world_size, TEACHER) if config.teachers else []
+    if problems:
+        raise ErrorList(problems)
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings
@@ -81,12 +96,14 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.run.topk_description import ExportSettings
     from mkd.run.topk_export import export_teacher
 
-    settings = ExportSettings(args.out, args.k, args.logprob_dtype, args.samples_per_shard)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = ExportSettings(
+        args.out, args.k, args.logprob_dtype, args.samples_per_shard, overwrite=args.overwrite
+    )
     with console(rank), worker_deaths_explained():
         meta = export_teacher(config, settings, platform, world_size)
         if meta is None:
             LOG.info("the checks passed; with --dry-run nothing is written")
             return
         size = sum(path.stat().st_size for path in args.out.glob("*.parquet")) if rank == 0 else 0
-        LOG.info(f"{sum(meta.parts.values())} packs, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")
+        packs = counted(sum(meta.parts.values()), "pack")
+        LOG.info(f"{packs}, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mkd.config.megatron_flags import unsupported
@@ -58,6 +59,22 @@ def whole_number(text: str, least: int = 1) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return number
+
+
+def add_overwrite(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Add --overwrite to a command whose `flags` name files to write."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help=f"replace the file of {' or '.join(flags)} if it exists"
+    )
+
+
+def require_new_file(flag: str, path: Path | None, overwrite: bool) -> None:
+    """Raise UsageError if a command would replace the file that the user has named with `flag`."""
+    if path is not None and path.exists() and not overwrite:
+        what, do = f"{flag} {path} exists", "choose another file, or give --overwrite"
+        error = UsageError(what, "it would be replaced", do, code="out-exists")
+        error.on_all_ranks = True
+        raise error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,7 +157,9 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 def _help(option: Option) -> str:
     is_silent = option.default is None or option.default == () or "required" in option.help
+    is_silent = is_silent or option.default is False  # the text says what a switch turns on
     default = " ".join(option.default) if option.kind is tuple and not is_silent else option.default
+    default = "on" if default is True else default
     text = option.help if is_silent else f"{option.help} (default: {default})"
     return text.replace("%", "%%")
 

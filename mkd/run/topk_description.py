@@ -21,6 +21,7 @@ from mkd.run.stored_teacher import (
 from mkd.tokenizers.tokenizer import Tokenizer
 
 TEACHER = 0  # number of the exported teacher
+REPLACED = ("teacher-cache-not-described", "teacher-cache-of-another-run")  # problems that --overwrite solves
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ExportSettings:
     k: int
     logprob_dtype: str  # float16 or float32
     samples_per_shard: int
+    overwrite: bool = False  # another cache in `out` may be replaced
 
 
 @dataclass(frozen=True)
@@ -82,28 +84,51 @@ def _description(
 def write_description(
     plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
 ) -> TopKMeta:
-    """Write and return the description of the cache. Raises DataError if the folder holds another one."""
+    """Write and return the description of the cache. With --overwrite, remove another cache first.
+
+    Raises DataError if the folder holds another one without --overwrite.
+    """
     require_same_tokenizer(plan.tokenizer, plan.teacher.source)
-    meta = _description(plan, settings, vocab_size, parts)
-    if (settings.out / META_FILE).exists():
-        meta = _as_found(settings.out, meta)
-    meta.write(settings.out)
+    out, meta = settings.out, _description(plan, settings, vocab_size, parts)
+    try:
+        if (out / META_FILE).exists():
+            meta = _as_found(out, meta)
+        else:
+            _require_no_shards(out)
+    except DataError as error:
+        if not settings.overwrite or error.code not in REPLACED:
+            raise
+        for path in (out / META_FILE, *_shards(out)):
+            path.unlink(missing_ok=True)
+    meta.write(out)
     return meta
 
 
 def require_room(plan: ExportPlan, settings: ExportSettings, vocab_size: int) -> None:
-    """Raise DataError if the folder holds shards of another cache, before data are read or weights loaded."""
+    """Raise DataError if the folder holds another cache, before data are read or weights loaded."""
     out = settings.out
     try:
         if (out / META_FILE).exists():
-            _as_found(out, _description(plan, settings, vocab_size, TopKMeta.read(out).parts))
-        elif shards := list(out.glob("*-[0-9][0-9][0-9][0-9][0-9].parquet")):
-            what = f"{out} holds {len(shards)} shards of a teacher cache, and no {META_FILE}"
-            do = "choose another --out, or remove them"
-            raise DataError(what, "they would be replaced", do, code="teacher-cache-not-described")
+            parts = TopKMeta.read(out).parts
+            if not settings.overwrite:
+                _as_found(out, _description(plan, settings, vocab_size, parts))
+        elif not settings.overwrite:
+            _require_no_shards(out)
     except DataError as error:
         error.on_all_ranks = True
         raise
+
+
+def _shards(out: Path) -> list[Path]:
+    return list(out.glob("*-[0-9][0-9][0-9][0-9][0-9].parquet"))
+
+
+def _require_no_shards(out: Path) -> None:
+    """Raise DataError if a folder without a description holds shards."""
+    if shards := _shards(out):
+        what = f"{out} holds {len(shards)} shards of a teacher cache, and no {META_FILE}"
+        do = "choose another --out, or give --overwrite to replace them"
+        raise DataError(what, "they would be replaced", do, code="teacher-cache-not-described")
 
 
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
@@ -116,6 +141,6 @@ def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
     if differing:
         what = f"{out} holds another teacher cache: {', '.join(differing)} differ"
         why = "an export resumes only with the same teacher, data and settings"
-        do = "choose another --out, or remove the folder"
+        do = "choose another --out, or give --overwrite to replace the cache"
         raise DataError(what, why, do, code="teacher-cache-of-another-run")
     return meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,8 +167,6 @@ def test_half_precision(single, files, ranks):
 
 def test_goes_on_where_it_stopped(single, files, ranks):
     """Existing shards are kept, later ones are the same, and a second complete export writes nothing."""
-    import shutil
-
     cache = Path(shutil.copytree(single, files / "stopped"))
     lost = cache / "train-00001.parquet"
     wanted = lost.read_bytes()
@@ -191,6 +190,22 @@ def test_a_folder_holds_one_cache(single, files, ranks):
         assert [result.exit_code for result in results] == [65, 65]
         assert "holds another teacher cache" in results[0].stderr and differing in results[0].stderr
         assert "choose another --out" in results[0].stderr and "error" not in results[1].stderr
+
+
+def test_overwrite_replaces_another_cache_and_resumes_the_same(single, files, ranks):
+    """No shard of the other cache stays, and no other file goes."""
+    cache = Path(shutil.copytree(single, files / "replaced"))
+    (cache / "notes.txt").write_text("kept")
+    before = {path.name for path in cache.iterdir()}
+    (refused,) = export(ranks, files, "replaced", "--k", 4, *T2)
+    assert refused.exit_code == 65 and {path.name for path in cache.iterdir()} == before
+    more = ("--k", 4, *T2, "--samples-per-shard", 100, "--overwrite")
+    exported(ranks, files, "replaced", *more, world_size=2)
+    names = {"meta.json", "notes.txt", "train-00000.parquet", "valid-00000.parquet"}
+    assert {path.name for path in cache.iterdir()} == names < before
+    assert {ids.shape[1] for ids, *_ in stored_rows(cache).values()} == {4}
+    (result,) = export(ranks, files, "replaced", *more)
+    assert result.exit_code == 0 and "train: 0 of 1 shard to make" in result.stdout, result.stderr
 
 
 def test_a_teacher_that_is_not_finite(files, ranks):

@@ -186,3 +186,4 @@ def test_long_help_is_grouped_and_ends_with_0(capsys):
     ):
         assert f"\n{title}:\n" in text
     assert "(default: 2048)" in text and "%" not in text.replace("%%", "")
+    assert "(default: on)" in text and "(default: False)" not in text and "(default: True)" not in text
