@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from tests.train.command import flags, make_files, read_metrics
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 TP2 = ("--tensor-model-parallel-size", 2)
+MARK = "MKD_TEST_MARK"  # variable that all processes of a test inherit
+PATIENCE_S = 300.0  # for two trainings to start on a machine that is busy with other work
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +30,47 @@ def files(tmp_path_factory):
     return make_files(tmp_path_factory.mktemp("launch"))
 
 
-def start(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.Popen:
-    """Start a launch script with this interpreter, as a user would."""
+@pytest.fixture
+def start():
+    """Yield start(script, flags, folder, **environment), which starts a launch script as a user would.
+
+    At the end of the test, however it ends, no process that it has started is left.
+    """
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    return subprocess.Popen(
-        ["bash", LAUNCH / script, *argv],
-        cwd=cwd,
-        env=inherited | {"PYTHON": sys.executable} | environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    mark, started = uuid.uuid4().hex, list[subprocess.Popen]()
+
+    def run(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.Popen:
+        process = subprocess.Popen(
+            ["bash", LAUNCH / script, *argv],
+            cwd=cwd,
+            env=inherited | {"PYTHON": sys.executable, MARK: mark} | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    while found := marked_processes(mark):
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    for process in started:
+        process.communicate()
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Return the processes that have inherited the mark; torchrun starts some in sessions of their own."""
+    found, entry = [], f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if entry in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -116,14 +148,14 @@ def test_the_python_with_mkd_and_transformer_engine_is_chosen(venv, system, has_
     assert why in done.stderr and bool(done.stderr) == bool(why)
 
 
-def test_local_trains_on_two_processes(files):
+def test_local_trains_on_two_processes(files, start):
     code, stdout, stderr = finish(start("local.sh", flags(files, "local", *TP2), files, NPROC="2"))
     assert code == 0, stderr
     assert "\n 2/2  loss " in stdout
     assert [record["iteration"] for record in read_metrics(files / "local")] == [1, 2]
 
 
-def test_local_returns_the_exit_code_of_the_training(files):
+def test_local_returns_the_exit_code_of_the_training(files, start):
     """torchrun alone would return 1."""
     code, _, stderr = finish(
         start("local.sh", flags(files, "refused", data_path="missing.jsonl"), files, NPROC="2")
@@ -133,7 +165,7 @@ def test_local_returns_the_exit_code_of_the_training(files):
 
 
 @pytest.mark.fault(13)
-def test_a_signal_to_local_reaches_the_training(files, tmp_path):
+def test_a_signal_to_local_reaches_the_training(files, tmp_path, start):
     """Replace Python by a script that saves at SIGUSR1: every process gets the signal and time to end."""
     python = program(
         tmp_path / "python",
@@ -142,7 +174,7 @@ def test_a_signal_to_local_reaches_the_training(files, tmp_path):
         "while :; do sleep 0.1; done",
     )
     process = start("local.sh", [], tmp_path, NPROC="2", PYTHON=str(python))
-    wait_for(tmp_path / "started.0", tmp_path / "started.1")
+    wait_for(process, tmp_path / "started.0", tmp_path / "started.1")
     process.send_signal(signal.SIGUSR1)
     code, _, stderr = finish(process)
     assert code == 75, stderr
@@ -162,13 +194,13 @@ def assert_saved_its_last_step(process, save, number):
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.slow
-def test_a_signal_that_comes_three_times(number, files):
+def test_a_signal_that_comes_three_times(number, files, start):
     """If torchrun got all of them, it would end, or the processes would end while they return 75."""
     save = files / f"three times {number.name}"
     process = start(
         "local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2"
     )
-    wait_for(save / "metrics.jsonl", size=1)  # the first step's record: before it nothing is saved
+    wait_for(process, save / "metrics.jsonl", size=1)  # the first step's record: before it nothing is saved
     process.send_signal(number)
     process.send_signal(number)
     time.sleep(0.05)
@@ -177,23 +209,24 @@ def test_a_signal_that_comes_three_times(number, files):
 
 
 @pytest.mark.fault("13 save")
-def test_a_signal_during_a_save(files):
+def test_a_signal_during_a_save(files, start):
     save = files / "during a save"
     more = ("--train-iters", 100000, "--save", save, "--save-interval", 1, "--keep-checkpoints", 2)
     process = start("local.sh", flags(files, save, *TP2, *more), files, NPROC="2")
-    wait_for(save / "latest_checkpointed_iteration.txt")
+    wait_for(process, save / "latest_checkpointed_iteration.txt")
     while not list(save.glob("*.partial")):
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     assert_saved_its_last_step(process, save, signal.SIGTERM)
 
 
-def wait_for(*paths: Path, size: int = 0) -> None:
-    """Wait until the files exist and have at least `size` bytes."""
-    deadline = time.monotonic() + 60
+def wait_for(process: subprocess.Popen, *paths: Path, size: int = 0) -> None:
+    """Wait until the process has written the files, at least `size` bytes each."""
+    deadline = time.monotonic() + PATIENCE_S
     while not all(path.exists() and path.stat().st_size >= size for path in paths):
-        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"not written after {PATIENCE_S} s: {paths}"
         time.sleep(0.05)
 
 
@@ -219,7 +252,7 @@ def slurm(tmp_path):
     }
 
 
-def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
+def test_slurm_trains_on_two_processes(files, slurm, tmp_path, start):
     code, stdout, stderr = finish(start("slurm.sbatch", flags(files, "slurm", *TP2), files, **slurm))
     assert code == 0, stderr
     assert "\n 2/2  loss " in stdout
@@ -236,7 +269,7 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
     ],
 )
 def test_slurm_requeues_a_preempted_job_and_no_other(
-    training_ends_with, environment, is_requeued, slurm, tmp_path
+    training_ends_with, environment, is_requeued, slurm, tmp_path, start
 ):
     """A run that a signal stopped and that has saved ends with 75."""
     python = program(
@@ -253,7 +286,7 @@ def test_slurm_requeues_a_preempted_job_and_no_other(
 
 @pytest.mark.parametrize(("failures", "requeues"), [(2, 1), (100, 0)])
 @pytest.mark.parametrize("busy", ["squeue", "scontrol requeue"])
-def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_path):
+def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_path, start):
     programs = tmp_path / "programs"
     name, _, only = busy.partition(" ")
     answer = (programs / name).read_text().partition("\n")[2]
@@ -271,13 +304,13 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path):
+def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path, start):
     """The warning reaches a training that saves, or a Python that is still starting and dies of it."""
     save = "trap 'sleep 1; echo 75 >$EXIT_CODE_FILE; exit 1' USR1; touch started; while :; do sleep 0.1; done"
     die = "touch started; exec sleep 60"
     python = program(tmp_path / "python", save if is_training else die)
     process = start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python))
-    wait_for(tmp_path / "started")
+    wait_for(process, tmp_path / "started")
     time.sleep(0.2)
     process.send_signal(signal.SIGUSR1)
     code, _, stderr = finish(process)

@@ -79,10 +79,18 @@ def test_what_counts_as_a_second_ctrl_c(has_torchrun, numbers, second):
 
 
 LONG_CALL = """
-import hashlib, sys, time
+import hashlib, threading, time
 from mkd.operations.signals import caught_signals
-with caught_signals():
+
+def say():  # not before the call: a signal would interrupt Python itself, which is another case
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+    start = time.clock_gettime(clock)
+    while time.clock_gettime(clock) - start < 0.2:
+        time.sleep(0.01)
     print("computing", flush=True)
+
+with caught_signals():
+    threading.Thread(target=say, daemon=True).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a step that never returns to Python
 """
 
