@@ -93,7 +93,7 @@ def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
     [
         (
             ["--gpus-per-node", "6"],
-            ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"],
+            ["6 processes cannot be divided into replicas of 4", "start a multiple of 4 processes"],
         ),
         (
             ["--nodes", "5"],
@@ -161,7 +161,7 @@ def test_all_problems_at_once(config, capsys):
 def test_processes_of_a_cpu_run_are_nproc(config, capsys, monkeypatch):
     monkeypatch.setenv("NPROC", "3")
     assert main(["--config", config, "--gpus-per-node", "0"]) == 64
-    assert "3 processes do not divide" in capsys.readouterr().err
+    assert "3 processes cannot be divided" in capsys.readouterr().err
     monkeypatch.setenv("NPROC", "4")
     assert "#SBATCH --gpus-per-node=0\n" in script(capsys, "--config", config, "--gpus-per-node", "0")
 

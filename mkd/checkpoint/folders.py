@@ -187,6 +187,33 @@ def iteration_of(folder: Path) -> int:
     return 0 if match is None else int(match.group(1))
 
 
+def first_iteration(directory: Path, step: int | None) -> int:
+    """Return the iteration that `choose_checkpoint` resumes from if the files are whole; 0 for a new run."""
+    if step is not None:
+        return step
+    if (directory / MEGATRON_FILE).exists():
+        return iteration_of(directory)
+    named, _ = named_or_problem(directory)
+    folders = [*([named] if named else []), *other_checkpoints(directory, named)]
+    return next((iteration_of(folder) for folder in folders if folder.is_dir()), 0)
+
+
+def other_checkpoints(directory: Path, named: Path | None) -> list[Path]:
+    """Return the checkpoints except `named`, latest first. Those after it, left by a rewind, come last."""
+    folders = [folder for folder in saved_iterations(directory) if folder != named]
+    if named is None:
+        return folders
+    return sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
+
+
+def named_or_problem(directory: Path) -> tuple[Path | None, CheckpointError | None]:
+    """Return (folder that the pointer names, problem with the pointer)."""
+    try:
+        return named_by_pointer(directory), None
+    except CheckpointError as error:
+        return None, error
+
+
 def has_valid_names(folder: Path) -> bool:
     """Return True if a folder has a manifest and all files in it have their sizes."""
     try:

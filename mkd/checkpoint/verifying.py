@@ -7,12 +7,10 @@ from pathlib import Path
 
 from mkd.checkpoint.folders import (
     MEGATRON_FILE,
-    REPLACED,
     find_checkpoint,
-    iteration_of,
-    named_by_pointer,
+    named_or_problem,
+    other_checkpoints,
     read_state,
-    saved_iterations,
 )
 from mkd.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -42,7 +40,7 @@ def choose_checkpoint(
         folder = context.broadcast_object(on_rank_0(lambda: find_checkpoint(directory, step), _explain))
         verify(folder, context, warn)
         return folder
-    named, problem = context.broadcast_object(_named(directory) if context.rank == 0 else None)
+    named, problem = context.broadcast_object(named_or_problem(directory) if context.rank == 0 else None)
     if named is None and problem is None:
         return None
     if named is not None:
@@ -50,7 +48,8 @@ def choose_checkpoint(
         if problem is None:
             return named
     warn(f"{problem.what}: looking for the newest checkpoint that is whole")
-    for folder in context.broadcast_object(_others(directory, named) if context.rank == 0 else None):
+    others = other_checkpoints(directory, named) if context.rank == 0 else None
+    for folder in context.broadcast_object(others):
         found = _problem(folder, context, warn, needs_manifest=True)
         if found is None:
             warn(f"continuing from {folder}, and not from what the pointer names")
@@ -64,17 +63,6 @@ def choose_checkpoint(
     )
     error.on_all_ranks = True
     raise error
-
-
-def first_iteration(directory: Path, step: int | None) -> int:
-    """Return the iteration that `choose_checkpoint` resumes from if the files are whole; 0 for a new run."""
-    if step is not None:
-        return step
-    if (directory / MEGATRON_FILE).exists():
-        return iteration_of(directory)
-    named, _ = _named(directory)
-    folders = [*([named] if named else []), *_others(directory, named)]
-    return next((iteration_of(folder) for folder in folders if folder.is_dir()), 0)
 
 
 def verify(
@@ -102,22 +90,6 @@ def _problem(
     except CheckpointError as error:
         return error
     return None
-
-
-def _others(directory: Path, named: Path | None) -> list[Path]:
-    """Return the checkpoints except `named`, latest first. Those after it, left by a rewind, come last."""
-    folders = [folder for folder in saved_iterations(directory) if folder != named]
-    if named is None:
-        return folders
-    return sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
-
-
-def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:
-    """Return (folder that the pointer names, problem with the pointer)."""
-    try:
-        return named_by_pointer(directory), None
-    except CheckpointError as error:
-        return None, error
 
 
 def _entries(folder: Path, needs_manifest: bool) -> dict[str, FileEntry] | None:

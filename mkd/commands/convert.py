@@ -36,11 +36,14 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_conversion(name: str, args: argparse.Namespace) -> None:
-    """Call `mkd.convert.<name>.run` with the command's flags. Rank 0 reports errors for all."""
-    from mkd.platform import detect
+    """Check the command's flags, and call `mkd.convert.<name>.run` with them. Rank 0 reports all errors."""
+    from mkd.convert import conversion_checks
 
-    detect()  # before Megatron is imported, to silence its warnings
     try:
+        getattr(conversion_checks, name)(**vars(args))
+        from mkd.platform import detect
+
+        detect()  # before Megatron is imported, to silence its warnings
         import_module(f"mkd.convert.{name}").run(**vars(args))
     except MkdError as error:
         error.on_all_ranks = True  # the error comes from files that all of them read

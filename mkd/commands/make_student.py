@@ -86,27 +86,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Return its exit code."""
     args = build_parser().parse_args(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        what, do = (
-            "make-student runs in one process, and torchrun has started several",
-            "run it without torchrun",
-        )
+        what = "make-student runs in one process, and torchrun has started several"
         why, do = "all would write the same folder", "run it without torchrun"
         error = UsageError(what, why, do, code="make-student-several-processes")
         error.on_all_ranks = True
         raise error
-    from mkd.platform import detect
-
-    detect()  # before Megatron is imported, to silence its warnings
+    from mkd.pruning.request import StudentRequest, check_request
     from mkd.pruning.sizes import Sizes
-    from mkd.pruning.student import StudentRequest, make_student
-    from mkd.run_command import mkd_command, quoted
 
     sizes = Sizes(
         args.num_layers, args.ffn_hidden_size, args.num_query_groups, args.hidden_size, args.target_params
     )
     text = tuple(args.data_path)
     measured = args.method, text, args.tokens, args.seq_length
-    make_student(StudentRequest(args.hf, args.out, sizes, *measured, overwrite=args.overwrite))
+    request = StudentRequest(args.hf, args.out, sizes, *measured, overwrite=args.overwrite)
+    check_request(request)  # before torch is imported, which takes seconds
+    from mkd.platform import detect
+
+    detect()  # before Megatron is imported, to silence its warnings
+    from mkd.pruning.student import make_student
+    from mkd.run_command import mkd_command, quoted
+
+    make_student(request)
     data = " ".join(map(quoted, text)) or "FILE.jsonl"
     models = f"--teacher-hf {quoted(args.hf)} --student-hf {quoted(args.out)}"
     print(f"next     {mkd_command()} train {models} --data-path {data} --train-iters N --lr 1e-4")

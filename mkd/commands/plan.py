@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
-from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.errors import CheckpointError, ErrorList, MkdError, first_line, returns_exit_code
+from mkd.config.schema import Config
+from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
@@ -27,8 +25,8 @@ from mkd.plan.forecast_text import describe_totals
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe
+from mkd.run.early_checks import model_of, model_shape
 
-HUB_TIMEOUT_S = 5.0
 PLANNED_STEPS = 1000  # of a run without --train-iters
 
 
@@ -75,56 +73,26 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     prompts = ("-",) if config.rollout.is_on else ()
     config = replace(
         config,
+        dry_run=True,
         training=replace(config.training, train_iters=config.training.train_iters or PLANNED_STEPS),
         data=replace(config.data, data_path=config.data.data_path or ("-",)),
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
     problems: list[MkdError] = []
-    student = find_shape(problems, "--student-hf", config.student)
-    running = [teacher for teacher in config.teachers if config.needs_models and not teacher.topk]
-    flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
-    teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
+    student = find_shape(problems, config, None)
+    running = [i for i, one in enumerate(config.teachers) if config.needs_models and not one.topk]
+    teachers = [find_shape(problems, config, teacher) for teacher in running]
     found = [shape for shape in teachers if shape]
     if problems or student is None or len(found) < len(teachers):
         raise ErrorList([*problems, *find_problems(config, world_size, student, teachers)])
     return Forecast.from_config(config, world_size, student, found, document_length)
 
 
-def find_shape(
-    problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig
-) -> ModelShape | None:
-    """Return the shape of a model folder, a hub model (only config.json is fetched) or a checkpoint."""
-    try:
-        if source.hf:
-            folder = Path(source.hf).expanduser()
-            return ModelShape.from_hf_dir(folder if folder.is_dir() else fetch_config(flag, source.hf))
-        if source.load:
-            written = sorted(Path(source.load).glob("**/hf/config.json"))
-            return ModelShape.from_hf_dir(written[-1].parent if written else source.load)
-        return None
-    except MkdError as error:
-        problems.append(error)
-        return None
-
-
-def fetch_config(flag: str, hub_id: str) -> Path:
-    """Return the folder of a hub model's config.json, from the hub's cache or downloaded.
-
-    Raises CheckpointError if there is none. The hub is asked once, because its library would try again for
-    more than a minute on a machine without network.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    download = partial(hf_hub_download, hub_id, "config.json")
-    with suppress(OSError, ValueError):  # not in the cache
-        return Path(download(local_files_only=True)).parent
-    try:
-        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
-        return Path(download()).parent
-    except Exception as error:  # those of the network are of several libraries
-        raise CheckpointError(
-            f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
-            first_line(error),
-            "check the path and the network; a plan needs only a folder with the model's config.json",
-            code="hf-model-not-found",
-        ) from error
+def find_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
+    """Return the shape of the student (None) or a teacher: of its folder, hub model, or checkpoint."""
+    source = model_of(config, teacher)
+    if source.hf or not source.load:
+        return model_shape(problems, config, teacher)
+    written = sorted(Path(source.load).glob("**/hf/config.json"))
+    folder = written[-1].parent if written else source.load
+    return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))

@@ -17,6 +17,11 @@ LIKELY, UNLIKELY = (".parquet", ".arrow", ".jsonl", ".bin"), (".json", TEXT_SUFF
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
+def is_raw(path: str) -> bool:
+    """Return True if a path is a file of records to tokenise, else it is the prefix of a tokenised corpus."""
+    return Path(path).suffix in RAW_SUFFIXES
+
+
 def require_file(path: str, flag: str) -> None:
     """Raise DataError if `path` is not a file."""
     if not Path(path).is_file():
@@ -52,7 +57,7 @@ def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") 
 
 
 def _names_in(folder: Path) -> str:
-    """Say which names to give instead of a folder: those of files in it, or in a folder of it."""
+    """Return which names to give instead of a folder: those of files in it, or in a folder of it."""
     inside = sorted(one for one in folder.iterdir() if one.is_dir())
     inside.sort(key=lambda one: one.name != "train")
     for place, suffix in (*product((folder, *inside), LIKELY), *product((folder,), UNLIKELY)):

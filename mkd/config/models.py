@@ -174,3 +174,10 @@ def teacher_roles(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
     """Return what messages call each teacher: `teacher`, followed by its name if there are several."""
     names = teacher_names(teachers)
     return ("teacher",) if len(names) == 1 else tuple(f"teacher {name}" for name in names)
+
+
+def hf_flag(teacher: int | None) -> str:
+    """Return the flag, or the entry of a file, of the student (None) or of the teacher of that number."""
+    if teacher:
+        return f"teachers[{teacher}].hf"
+    return "--student-hf" if teacher is None else "--teacher-hf"

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from mkd.checkpoint.distributed import TrainingState, save_checkpoint
-from mkd.checkpoint.folders import TrainingPosition, holds_checkpoints, iteration_folder, saved_iterations
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
+from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.convert.models import DTYPES, build_context, load_from_hf
-from mkd.errors import CheckpointError
 from mkd.families.weight_rules import KEPT_IN_FP32
+from mkd.human import counted
 from mkd.plan.model_shape import ModelShape
 
 
@@ -23,14 +24,12 @@ def run(
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
-    overwrite: bool = False,
+    overwrite: bool = False,  # read by `conversion_checks`
 ) -> None:
     """Convert `hf` to a checkpoint in `save`; `dtype` defaults to that of the files. Arguments are flags.
 
-    Raises CheckpointError if `save` has checkpoints or `hf` is incomplete, and UsageError if the parallel
-    sizes do not multiply to the number of processes.
+    They are those that `conversion_checks` has accepted. Raises CheckpointError if `hf` is incomplete.
     """
-    require_room(save, overwrite)
     folder = resolve_hf(hf)
     shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
     check_hf_checkpoint(shape, checkpoint)
@@ -43,17 +42,5 @@ def run(
     saved = save_checkpoint(save, state, TrainingPosition(), context, HFAssets.of(folder))
     if context.rank == 0:
         dtype = str(weights).removeprefix("torch.")
-        print(f"saved {shape.family}, {shape.num_layers} layers, {dtype}, to {saved}")
+        print(f"saved {shape.family}, {counted(shape.num_layers, 'layer')}, {dtype}, to {saved}")
     context.leave()
-
-
-def require_room(save: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `save` holds checkpoints. A conversion alone may be overwritten."""
-    if not holds_checkpoints(save):
-        return
-    is_run = any(folder != iteration_folder(save, 0) for folder in saved_iterations(save))
-    if is_run or not overwrite:
-        what, do = f"{save} already holds checkpoints", "choose an empty folder for --save"
-        do += "" if is_run else ", or give --overwrite to replace the conversion in it"
-        why = "a converted model is iteration 0, so the run in that folder would start over"
-        raise CheckpointError(what, why, do, code="convert-save-not-empty")

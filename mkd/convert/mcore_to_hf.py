@@ -8,38 +8,15 @@ import torch
 from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
-from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
+from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
-from mkd.checkpoint.hf.hf_folder import model_in_the_way
-from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
+from mkd.convert.conversion_checks import locate
 from mkd.convert.models import DTYPES, build_context, build_model
-from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
-
-
-def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
-    """Return (iteration folder, Hugging Face folder that describes the model).
-
-    Raises CheckpointError if either is missing, or if they describe different models.
-    """
-    folder = find_checkpoint(load, step)
-    if folder is None:
-        what, do = f"--load {load} holds no checkpoint", "name a folder that --save has written to"
-        why = "neither the folder nor an iter_* folder in it is one"
-        raise CheckpointError(what, why, do, code="convert-checkpoint-missing")
-    if reference_hf is not None:
-        reference = resolve_hf(reference_hf)
-        require_same_model(folder, ModelShape.from_hf_dir(reference))
-        return folder, reference
-    if not (folder / HF_FOLDER / "config.json").exists():
-        what, why = f"{folder} does not say what model it is", f"it has no {HF_FOLDER}/config.json"
-        do = "name the Hugging Face folder of the model with --reference-hf"
-        raise CheckpointError(what, why, do, code="convert-model-unknown")
-    return folder, folder / HF_FOLDER
 
 
 def assets_of(folder: Path, reference: Path) -> HFAssets:
@@ -69,16 +46,13 @@ def run(
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
-    overwrite: bool = False,
+    overwrite: bool = False,  # read by `conversion_checks`
 ) -> None:
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
-    Raises CheckpointError if `load` has no intact checkpoint or does not describe its model, and UsageError
-    if `hf_out` holds a model, or if the parallel sizes do not multiply to the number of processes.
+    They are those that `conversion_checks` has accepted. Raises CheckpointError if `load` has no intact
+    checkpoint.
     """
-    in_the_way = None if overwrite else model_in_the_way("--hf-out", hf_out)
-    if in_the_way is not None:
-        raise in_the_way
     folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
     context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-from mkd.errors import MkdError, UsageError, collect_error
+from mkd.errors import MkdError, collect_error
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
@@ -23,16 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_context(tensor: int, pipeline: int) -> ParallelContext:
-    """Join the process grid of a conversion. Raises UsageError for sizes that do not fit it."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if tensor * pipeline != world_size:
-        raise UsageError(
-            f"tensor-model-parallel-size {tensor} x pipeline-model-parallel-size {pipeline} "
-            f"is not {world_size} processes",
-            "every rank of a conversion holds one part of the model",
-            f"start it with torchrun --nproc-per-node {tensor * pipeline}",
-            code="convert-layout-not-processes",
-        )
+    """Join the process grid of a conversion."""
     return ParallelContext.create(detect(), tensor_parallel=tensor, pipeline_parallel=pipeline)
 
 

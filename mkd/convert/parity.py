@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
-from mkd.checkpoint.hf.hf_reader import resolve_hf
-from mkd.convert.mcore_to_hf import locate
+from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.convert.conversion_checks import locate
 from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import CheckpointError, UsageError
 from mkd.models.language_model import LanguageModel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mkd.config.data_files import RAW_SUFFIXES, no_such_file
 from mkd.data.store import StoreFiles, TokenStore
@@ -50,11 +49,6 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
                 code="blend-weight-not-positive",
             )
     return Blend(tuple(values[1::2]), weights)
-
-
-def is_raw(path: str) -> bool:
-    """Return True if a path is a file of records to tokenise, else it is the prefix of a tokenised corpus."""
-    return Path(path).suffix in RAW_SUFFIXES
 
 
 def find_prefix(path: str, flag: str = "--data-path") -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.folders import find_checkpoint, read_state, saved_iterations
+from mkd.config.data_files import is_raw
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
-from mkd.data.sources import is_raw, parse_blend
+from mkd.data.sources import parse_blend
 from mkd.data.stored.teacher_topk import TopKMeta
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect

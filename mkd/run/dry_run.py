@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkd.checkpoint.verifying import first_iteration
+from mkd.checkpoint.folders import first_iteration
 from mkd.config.schema import Config
-from mkd.human import duration, number, size
+from mkd.human import counted, duration, number, size
 from mkd.operations.disk import Written, writes_of
 from mkd.operations.run_folders import describe_saves
 from mkd.plan.hardware import USABLE
@@ -52,13 +52,14 @@ def _start(config: Config) -> str:
     if start:
         return f"resumes from iteration {start} in {load}, up to {steps}"
     empty = f"; --load {load} holds no checkpoint yet" if load else ""
-    return f"new run of {steps} steps{empty}"
+    return f"new run of {counted(steps, 'step')}{empty}"
 
 
 def _saves(config: Config) -> str:
-    first, *_ = describe_saves(config)
     is_lost = not (config.checkpoint.save or config.checkpoint.export_hf)
-    return first.removeprefix("saves ") + (": the trained weights are lost at the end" if is_lost else "")
+    return describe_saves(config).removeprefix("saves ") + (
+        ": the trained weights are lost at the end" if is_lost else ""
+    )
 
 
 def _evaluations(config: Config) -> str:
@@ -70,10 +71,11 @@ def _evaluations(config: Config) -> str:
             ", so --valid-data-path is not used" if data.valid_data_path else ""
         )
     interval = training.eval_interval or 0
-    between = f", every {interval} steps" if interval < training.train_iters else ""
+    between = f", every {counted(interval, 'step')}" if interval < training.train_iters else ""
     tasks = bool(data.eval_multiple_choice or data.eval_completions)
     what = "held-out text and tasks" if tasks else "held-out text"
-    return f"{what} before the first step{between} and after the last, {training.eval_iters} batches at most"
+    most = f"{counted(training.eval_iters, 'batch')} at most"
+    return f"{what} before the first step{between} and after the last, {most}"
 
 
 def _effort(plan: Plan) -> str:
@@ -81,7 +83,7 @@ def _effort(plan: Plan) -> str:
     hours, gpus = steps * plan.forecast.planned_step_ms() / 3.6e6, plan.forecast.num_gpus
     tokens = number(steps * plan.batch.tokens_per_step)
     what = f"{duration(3600 * hours)} predicted on {gpus} H200, {hours * gpus:.3g} GPU-hours"
-    return f"{tokens} tokens in {steps} steps; " + (
+    return f"{tokens} tokens in {counted(steps, 'step')}; " + (
         what if plan.gpu_gib else "the time on CPUs is not predicted"
     )
 

@@ -1,56 +1,113 @@
 """Problems that can be found before torch is imported, which takes seconds.
 
-Only files and flags are checked here; `plan_run` repeats these checks with the rest. Models on the hub, and
-corpora that are not files of records, are left to it.
+These are problems of flags, models' config.json, missing files, folders and disks. The checks after the
+import repeat them with the rest. Corpora that are not files of records are left to those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from mkd.config.data_files import HUB_ID, RAW_SUFFIXES, require_file
+from mkd.checkpoint.folders import find_checkpoint
+from mkd.checkpoint.hf.hf_hub import config_folder
+from mkd.config.data_files import is_raw, require_file
+from mkd.config.models import hf_flag, teacher_roles
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError, collect_error
-from mkd.operations.run_folders import start_problems
+from mkd.operations.disk import disk_problems, writes_of
+from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
+from mkd.plan.checks.model_alone import find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.model_shape import ModelShape
 
 
 def early_problems(config: Config, world_size: int) -> list[MkdError]:
-    """Return the problems of settings, models' config.json, places of checkpoints, and missing files."""
+    """Return the problems of a training run whose --save folder is chosen."""
     problems: list[MkdError] = []
-    student = _shape(problems, config.student)
     runs = config.needs_models and not (config.teachers and config.teachers[0].topk)
-    shapes = [_shape(problems, teacher) for teacher in config.teachers] if runs else []
-    problems += find_problems(config, world_size, student, shapes)
-    for flag, path in _files(config):
-        collect_error(problems, partial(require_file, path, flag))
-    return [*problems, *start_problems(config.checkpoint)]
+    student, *teachers = _models(problems, config, (None, *range(len(config.teachers) if runs else 0)))
+    problems += find_problems(config, world_size, student, teachers)
+    problems += missing_files(config)
+    problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
+    problems += disk_problems([*writes_of(config, student, _corpora(config))])
+    names = [model_of(config, number).hf for number in (None, *range(len(config.teachers)))]
+    read = [Path(name).expanduser() for name in names if name]
+    return [*problems, *export_problems(config.checkpoint, read)]
 
 
-def _shape(problems: list[MkdError], source: StudentConfig | TeacherConfig) -> ModelShape | None:
-    """Return the shape of a model folder; None for another place of a model, or after adding a problem."""
-    if not source.hf:
+def early_model_problems(
+    config: Config,
+    world_size: int,
+    teacher: int | None = None,  # number of the teacher that runs; None: the student runs
+) -> list[MkdError]:
+    """Return the problems of a command that runs one model of `config` alone."""
+    problems: list[MkdError] = []
+    (shape,) = _models(problems, config, (teacher,))
+    problems += find_model_problems(config, world_size, shape, teacher)
+    return [*problems, *missing_files(config)]
+
+
+def _models(
+    problems: list[MkdError], config: Config, numbers: Sequence[int | None]
+) -> list[ModelShape | None]:
+    """Return the shapes of the student (None) and of teachers, whose weights must exist."""
+    for number in numbers:
+        if model_of(config, number).load:
+            role = "student" if number is None else teacher_roles(config.teachers)[number]
+            collect_error(problems, partial(find_weights, role, model_of(config, number)))
+    return [model_shape(problems, config, number) for number in numbers]
+
+
+def _corpora(config: Config) -> Iterable[str]:
+    return (*config.data.data_path, *config.data.valid_data_path)
+
+
+def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
+    """Return the shape of the student (None) or of the teacher of that number, if --student-hf says it.
+
+    Return None also after adding an error to `problems`. For a hub id, only config.json is downloaded.
+    """
+    name = model_of(config, teacher).hf
+    if not name:
         return None
-    folder = Path(source.hf).expanduser()
-    if folder.is_dir():
-        return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))
-    if not HUB_ID.fullmatch(source.hf):
-        what = f"{source.hf!r} is neither a model folder nor a Hugging Face model to download"
-        why = "there is no folder of this name, and an id of the hub looks like org/name"
-        problems.append(CheckpointError(what, why, "check the path", code="hf-model-not-found"))
-    return None
+    try:
+        folder = config_folder(name)
+    except CheckpointError as error:
+        problems.append(error.located(hf_flag(teacher)))
+        return None
+    return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))
 
 
-def _files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (flag, path) of every file of records that the flags name. Weights of a blend have no suffix."""
-    data = config.data
+def model_of(config: Config, teacher: int | None) -> StudentConfig | TeacherConfig:
+    """Return the settings of the student (None) or of the teacher of that number."""
+    return config.student if teacher is None else config.teachers[teacher]
+
+
+def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
+    """Return the checkpoint of --student-load or --teacher-load. Raises CheckpointError without one."""
+    assert source.load, "the weights are in a checkpoint"
+    folder = find_checkpoint(Path(source.load))
+    if folder is None:
+        is_student = isinstance(source, StudentConfig)
+        place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
+        what = f"the {role}'s folder {source.load} holds no checkpoint"
+        why = "its weights are read from there"
+        do = f"name a folder that --save or `mkd convert` has written to: {place}"
+        raise CheckpointError(what, why, do, code="model-checkpoint-missing")
+    return folder
+
+
+def missing_files(config: Config) -> list[MkdError]:
+    """Return the problem of every file of records that a flag names and that does not exist."""
     given = {
-        "--data-path": data.data_path,
-        "--valid-data-path": data.valid_data_path,
+        "--data-path": config.data.data_path,
+        "--valid-data-path": config.data.valid_data_path,
         "--prompt-data-path": config.rollout.prompt_data_path,
     }
+    problems: list[MkdError] = []
     for flag, values in given.items():
-        yield from ((flag, value) for value in values if Path(value).suffix in RAW_SUFFIXES)
+        for path in filter(is_raw, values):  # weights of a blend have no suffix
+            collect_error(problems, partial(require_file, path, flag))
+    return problems

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
+from mkd.checkpoint.folders import HF_FOLDER, require_same_model
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, resolve_hf
+from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.config.schema import StudentConfig, TeacherConfig
-from mkd.errors import CheckpointError, MkdError
+from mkd.errors import MkdError
 from mkd.plan.model_shape import ModelShape
+from mkd.run.early_checks import find_weights
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,7 @@ def locate_model(
             shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
             check_hf_checkpoint(shape, checkpoint)
             return ModelSource(shape, folder, checkpoint, None)
-        folder = find_checkpoint(Path(source.load))
-        if folder is None:
-            is_student = isinstance(source, StudentConfig)
-            place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
-            what = f"the {role}'s folder {source.load} holds no checkpoint"
-            why = "its weights are read from there"
-            do = f"name a folder that --save or `mkd convert` has written to: {place}"
-            raise CheckpointError(what, why, do, code="model-checkpoint-missing")
+        folder = find_weights(role, source)
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)
         require_same_model(folder, shape)

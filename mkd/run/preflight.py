@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
-from mkd.checkpoint.hf.hf_reader import resolve_hf
-from mkd.config.data_files import RAW_SUFFIXES, require_file
+from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.config.data_files import RAW_SUFFIXES, is_raw, require_file
 from mkd.config.models import teacher_roles
-from mkd.config.schema import CheckpointConfig, Config
+from mkd.config.schema import Config
 from mkd.data.documents import require_eos
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.pairs import require_pairs
@@ -25,10 +25,9 @@ from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
-from mkd.data.sources import find_prefix, is_raw, parse_blend, require_text, require_vocabulary
+from mkd.data.sources import find_prefix, parse_blend, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
-from mkd.operations.run_folders import export_in_the_way
 from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
@@ -122,10 +121,10 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
     if not (config.checkpoint.save or config.checkpoint.export_hf):
         return
     if kind == "SentencePieceTokenizer":
-        asset = f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone"
-        yield f"{asset}: without its settings transformers may make other ids"
+        asset = f"note: exports contain {name} as {SENTENCEPIECE_ASSET}, without settings of a tokenizer"
+        yield f"{asset}. transformers may make other ids of it"
     elif kind == "TiktokenTokenizer":
-        yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
+        yield f"note: exports contain no tokenizer, because transformers cannot read {name}"
 
 
 def open_own_tokenizer(role: str, teacher: ModelSource, chat: ChatSettings | None = None) -> Tokenizer:
@@ -215,22 +214,6 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
     if tokenizers is not None and config.data.append_eod and kinds - CONVERSATIONS:
         collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
-
-
-def export_problems(
-    checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
-) -> list[MkdError]:
-    """Return a problem if --export-hf would overwrite a folder that the run reads, or another model."""
-    if checkpoint.export_hf is None:
-        return []
-    folder = Path(checkpoint.export_hf)
-    read = [model.assets for model in models]
-    read += [tokenizers.source] if tokenizers and tokenizers.source else []
-    if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
-        what = f"--export-hf {folder} is a folder that this run reads"
-        return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
-    in_the_way = export_in_the_way(checkpoint)
-    return [in_the_way] if in_the_way else []
 
 
 def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:

@@ -18,7 +18,13 @@ from mkd.log.writers import missing_packages
 from mkd.operations.console import LOG
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
-from mkd.operations.run_folders import describe_saves, requeue_problems, start_problems
+from mkd.operations.run_folders import (
+    describe_saves,
+    export_problems,
+    requeue_problems,
+    save_notes,
+    start_problems,
+)
 from mkd.plan.auto_layout import layouts_of, planned_models, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
@@ -36,7 +42,7 @@ from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.chat_setup import date_of
 from mkd.run.model_source import ModelSource, locate_model
-from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
+from mkd.run.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
 from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
 from mkd.run.trained_ends import ends_of_stores, stop_notes, trained_ends
@@ -137,7 +143,7 @@ class Plan:
 
     def notes(self) -> list[str]:
         """Return what the user should know before the start, a line each."""
-        notes = [*describe_saves(self.config), *plan_notes(self.forecast)]
+        notes = [*save_notes(self.config), *plan_notes(self.forecast)]
         notes += self.tokenizers.notes if self.tokenizers else ()
         notes += self.stop_notes()
         notes += rollout_notes(self.config, self.tokenizers, self.student)
@@ -153,7 +159,7 @@ class Plan:
         lines = summarise_forecast(self.forecast, predicts)
         if self.config.device_memory_gib is not None:
             lines.append(verdict(self.forecast, self.config.device_memory_gib))
-        return "\n".join([*lines, *self.notes()])
+        return "\n".join([*lines, describe_saves(self.config), *self.notes()])
 
     def figures(self) -> dict[str, Any]:
         """Return the forecast as JSON values by the metric that each predicts, and as `text`."""
@@ -194,8 +200,9 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += profile_problems(config.log, world_size)
     problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
-    known = [source for source in (student, *sources) if source]
-    problems += export_problems(config.checkpoint, known, tokenizers)
+    read = [source.assets for source in (student, *sources) if source]
+    read += [tokenizers.source] if tokenizers and tokenizers.source else []
+    problems += export_problems(config.checkpoint, read)
     if problems:
         raise ErrorList(problems)
     assert student is not None, "a student without a source is a problem"

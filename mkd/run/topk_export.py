@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.checkpoint.hf.hf_reader import resolve_hf
+from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config
 from mkd.config.split import parse_split
@@ -30,6 +30,7 @@ from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error
+from mkd.human import counted
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -205,14 +206,15 @@ class _Exporter:
         """Make the missing shards, one per replica at a time. A replica with less to do runs empty packs."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards, at_once = self.meta.num_shards(part), self.context.dp_size
-        LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
+        packs = counted(len(dataset), "pack")
+        LOG.info(f"{part}: {len(missing)} of {counted(num_shards, 'shard')} to make, {packs} in all")
         rounds = [missing[first : first + at_once] for first in range(0, len(missing), at_once)]
         samples = [one for shards in rounds for one in self._samples(part, shards)]
         make, pin_memory = MicroBatches(dataset, self.layout), self.context.platform.is_cuda
         batches = read_ahead(make, samples, self.num_workers, pin_memory, ahead=MICROBATCHES_PER_STAGE)
         for number, shards in enumerate(rounds, 1):
             self._run(part, dataset, shards, batches)
-            LOG.info(f"{part}: {min(number * at_once, len(missing))} of {len(missing)} shards")
+            LOG.info(f"{part}: {min(number * at_once, len(missing))} of {counted(len(missing), 'shard')}")
 
     def _samples(self, part: str, shards: list[int]) -> list[list[int]]:
         """Return the packs of each micro-batch of this replica's shard.

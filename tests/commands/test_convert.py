@@ -88,7 +88,7 @@ def test_wrong_number_of_processes(original, tmp_path, capsys):
     args = ["--hf", original, "--save", tmp_path / "new", "--pipeline-model-parallel-size", 4]
     assert exit_code(convert, *args) == EXIT_USAGE
     message = capsys.readouterr().err
-    assert "tensor-model-parallel-size 1 x pipeline-model-parallel-size 4 is not 1 processes" in message
+    assert "tensor-model-parallel-size 1 x pipeline-model-parallel-size 4 is not 1 process" in message
     assert "torchrun --nproc-per-node 4" in message
 
 

@@ -41,9 +41,9 @@ def test_plan_without_torch(models):
     )
     assert done.returncode == 0, done.stderr
     *plan, totals, note, modules = done.stdout.splitlines()
-    assert modules == "[]" and note.startswith("note: this run is in fp32; ")
+    assert modules == "[]" and note.startswith("note: this run computes in fp32. ")
     assert re.fullmatch(r"1,000 steps: .*, .* GPU-hours, .* tokens; on disk a checkpoint .*", totals)
-    assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batches x 2 data-parallel")
+    assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batch x 2 data-parallel")
     assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith(
         "memory of pipeline rank 1: "
     )
@@ -85,7 +85,7 @@ def test_every_teacher_is_planned(models, tmp_path, capsys):
     second["hf"] = "nowhere-at-all/"
     file.write_text(json.dumps({"teachers": [{"name": "same"}, second]}))
     assert main(argv) == 64
-    assert "teachers[1].hf nowhere-at-all/" in capsys.readouterr().err
+    assert "teachers[1].hf: the folder nowhere-at-all/ does not exist" in capsys.readouterr().err
 
 
 def test_short_documents_make_attention_cheaper(models, capsys):
@@ -112,12 +112,13 @@ def test_a_hub_model_that_cannot_be_reached_is_one_quick_error(models, capsys, m
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        (["--world-size", "3", "--tensor-model-parallel-size", "2"], 64, "3 processes do not divide"),
+        (["--world-size", "3", "--tensor-model-parallel-size", "2"], 64, "3 processes cannot be divided"),
         (
             ["--world-size", "4", "--pipeline-model-parallel-size", "4"],
             64,
             "6 layers do not divide over 4 pipeline stages",
         ),
+        (["--tensor-model-parallel-size", "2"], 64, "`mkd plan --world-size 2`"),
         (["--world-size", "0"], 64, "--world-size"),
         (["--world-size", "4", "--no-such-flag"], 64, "--no-such-flag is not a flag of mkd"),
         (["--teacher-hf", "nowhere-at-all/"], 66, "nowhere-at-all"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
+from mkd.config.data_files import is_raw
+from mkd.data.sources import Blend, find_prefix, parse_blend
 from mkd.errors import DataError, UsageError
 
 

@@ -126,7 +126,7 @@ def test_a_model_with_images_has_one_size_in_the_plan_and_on_the_disk(parts, sta
     assert sizes == {"--save": weights + 12 * learned, "--export-hf": weights}
     layout = PipelineLayout.even(shape.num_layers, 1)
     totals = describe_totals(Forecast(config, BatchPlan(1, 1, 1, 4096), shape, (), layout, ()))
-    assert totals.startswith("1 steps: ")
+    assert totals.startswith("1 step: ")
     assert f"takes about {size(sizes['--save'])}, " in totals and totals.endswith(f" {size(weights)}")
 
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, MkdError, UsageError
 from mkd.plan.model_shape import ModelShape
 from mkd.pruning.measured_text import read_batches
+from mkd.pruning.request import StudentRequest
 from mkd.pruning.sizes import Sizes, num_parameters
-from mkd.pruning.student import StudentRequest, make_student, possible_sizes
+from mkd.pruning.student import make_student, possible_sizes
 from mkd.tokenizers.load import load_tokenizer
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.pruning.masked_reference import masked_teacher
@@ -277,13 +278,13 @@ BAD = {
     "student-overwrites-teacher": dict(out="teacher"),
     "folder-not-writable": dict(out="text.jsonl/student"),
     "measured-text-too-short": dict(text="short.jsonl"),
-    "data-file-unreadable": dict(text="missing.jsonl"),
+    "data-path-not-found": dict(text="missing.jsonl"),
     "model-type-not-supported": dict(teacher="mamba"),
     "experts-cut-not-supported": dict(teacher="mixtral"),
     "images-cut-not-supported": dict(teacher="smolvlm"),
     "hf-weights-missing": dict(teacher="no-weights"),
 }
-EXIT_CODES = {"measured-text-too-short": EXIT_DATA, "data-file-unreadable": EXIT_DATA} | {
+EXIT_CODES = {"measured-text-too-short": EXIT_DATA, "data-path-not-found": EXIT_DATA} | {
     "hf-weights-missing": EXIT_CHECKPOINT
 }
 

@@ -45,7 +45,7 @@ def problems_of(argv: list[str], world_size: int = 1) -> list:
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files, tmp_path, ranks):
-    """Conflicts of models, flags, batch, layout, before torch is imported; then of tokenizers, data and disk.
+    """First those of models, flags, layout and folders, without torch; then those of tokenizers and data.
 
     One rank reports them.
     """
@@ -78,6 +78,7 @@ def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files,
         "min-lr-above-lr": "lr 0.001",
         "batch-not-divisible": "use 3 or 6",
         "layers-not-divisible": "use --teacher-pipeline-layout 2,1",
+        "folder-not-writable": files / "text.jsonl" / "checkpoints",
     }
     assert_all_reported(run_main(ranks, argv, world_size=2), early)
     settings["teachers"].pop()
@@ -88,8 +89,8 @@ def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files,
         "tokenizers-differ": tmp_path / "stranger",
         "data-file-empty": tmp_path / "empty.jsonl",
         "data-file-kind-unknown": tmp_path / "table.csv",
-        "folder-not-writable": files / "text.jsonl" / "checkpoints",
     }
+    argv[argv.index("--save") + 1] = str(files / "checkpoints")
     assert_all_reported(run_main(ranks, argv, world_size=2), late)
     assert not (files / "refused").exists()
 
@@ -193,12 +194,12 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
             Path(spm_file),
             [
                 f"note: --tokenizer-model {spm_file} is not",
-                f"note: exports get {spm_file} as tokenizer.model alone: ",
+                f"note: exports contain {spm_file} as tokenizer.model, without settings",
             ],
         ),
         ("--tokenizer-type", "TiktokenTokenizer", "--tokenizer-model", ranks_file): (
             None,
-            [f"note: --tokenizer-model {ranks_file} is not", "note: exports get no tokenizer: "],
+            [f"note: --tokenizer-model {ranks_file} is not", "note: exports contain no tokenizer, because"],
         ),
     }
     for more, (source, notes) in given.items():

@@ -116,18 +116,19 @@ def test_several_problems_at_once(files, ranks):
         USAGE,
         "3 problems:",
         "[1] error[hf-model-not-found]: ",
-        "nowhere'",
+        "nowhere does not exist",
         "[2] error[min-lr-above-lr]: ",
         "[3] error[batch-not-divisible]: ",
     )
 
 
 def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
-    """A teacher with two wrong sizes and a wrong export are three problems, not a list in a list."""
+    """A teacher with two wrong sizes and a missing task are three problems, not a list in a list."""
     folder = shutil.copytree(files / "teacher", files / "wrong sizes")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400, "intermediate_size": 112}))
-    argv = flags(files, "one", "--export-hf", files / "student", teacher_hf="wrong sizes")
+    task = ("--eval-interval", 1, "--eval-completions", files / "none.jsonl")
+    argv = flags(files, "one", *task, teacher_hf="wrong sizes")
     assert_refused(
         ranks,
         argv,
@@ -137,7 +138,7 @@ def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
         "(intermediate_size)",
         "[2] error[hf-config-of-other-weights]: ",
         "(vocab_size)",
-        "[3] error[export-hf-is-read]: ",
+        "[3] error[task-file-unreadable]: ",
     )
 
 

@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -23,30 +22,13 @@ from mkd.checkpoint.hf.hf_check import DERIVED_TENSOR, check_hf_checkpoint, extr
 from mkd.checkpoint.hf.hf_names import Cut, Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames, load_tower
-from mkd.errors import CheckpointError, MkdError, collect_error, first_line
+from mkd.errors import CheckpointError, MkdError, collect_error
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ADAPTER_FILE, ModelShape, adapter_error
 
 LOG = logging.getLogger("mkd")
 TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
-HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
-
-
-def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """Return a local model folder unchanged; download anything else as a hub id (`org/name`).
-
-    Downloads go to the hub's cache. Raises `CheckpointError` if it is neither.
-    """
-    folder = Path(directory_or_id).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(str(directory_or_id), allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
-        what = f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model to download"
-        do = "check the path, or download the model where there is a network and pass its folder"
-        raise CheckpointError(what, first_line(error), do, code="hf-model-not-found") from error
 
 
 def contained_file(directory: Path, name: str) -> Path:

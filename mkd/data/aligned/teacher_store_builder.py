@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from mkd.config.data_files import is_raw
 from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, RowAligner, StoreAligner
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
@@ -20,7 +21,6 @@ from mkd.data.images.image_table import with_sources_of
 from mkd.data.known_files import KnownFiles
 from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
-from mkd.data.sources import is_raw
 from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
 from mkd.data.store_builder import replaced_when_complete
 from mkd.errors import DataError, MkdError

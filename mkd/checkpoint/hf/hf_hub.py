@@ -1,0 +1,101 @@
+"""The folder of a model: one on this machine, or one that is downloaded from the Hugging Face hub.
+
+It starts without torch and without the hub's library, so that a folder that does not exist is refused at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from mkd.config.data_files import HUB_ID
+from mkd.errors import CheckpointError, first_line
+
+HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+HUB_TIMEOUT_S = 5.0
+EXAMPLE_ID = "Qwen/Qwen2.5-0.5B"
+
+
+def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """Return a local model folder unchanged; download anything else as a hub id (`org/name`).
+
+    Downloads go to the hub's cache. Raises `CheckpointError` if it is neither.
+    """
+    name = str(directory_or_id)
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
+        raise _no_model(name, error) from error
+
+
+def config_folder(directory_or_id: str | Path) -> Path:
+    """Return the folder of a model's config.json, the only file that is downloaded for a hub id.
+
+    Raises `CheckpointError` as `resolve_hf`. The hub is asked once, because its library would try again for
+    more than a minute on a machine without network.
+    """
+    name = str(directory_or_id)
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    download = partial(hf_hub_download, name, "config.json")
+    with suppress(OSError, ValueError):  # not in the cache
+        return Path(download(local_files_only=True)).parent
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+        return Path(download()).parent
+    except Exception as error:  # those of the network are of several libraries
+        raise _no_model(name, error) from error
+
+
+def _local_folder(name: str) -> Path | None:
+    """Return the folder of this name; None if there is none, and the name may be that of a hub model."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_ID.fullmatch(name):
+        raise _no_folder(name)
+    return None
+
+
+def _no_folder(name: str) -> CheckpointError:
+    """Return the error for a path without a folder."""
+    is_file = Path(name).expanduser().exists()
+    what = f"{name} is a file, not a folder" if is_file else f"the folder {name} does not exist"
+    why = "a model is a folder with config.json and *.safetensors files"
+    do = f"check the path; a model of the Hugging Face hub is named by its id, such as {EXAMPLE_ID}"
+    return CheckpointError(what, why, do, code="hf-model-not-found")
+
+
+def _no_model(name: str, error: Exception) -> CheckpointError:
+    """Return the error for a name that may be a folder or a hub id, and is neither."""
+    from huggingface_hub.errors import HFValidationError
+
+    if isinstance(error, HFValidationError):
+        return _no_folder(name)
+    what = f"there is no folder {name}, and no model of this name could be downloaded"
+    do = "check the name; without a network, name a folder with the model's files"
+    return CheckpointError(what, _reason(error), do, code="hf-model-not-found")
+
+
+def _reason(error: Exception) -> str:
+    """Return what the hub's answer means."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "the hub gives it only to people who have accepted its terms there and log in (hf auth login)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the Hugging Face hub has none, or it is private and you are not logged in (hf auth login)"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the Hugging Face hub cannot be reached, and the model is not in its cache"
+    return f"the Hugging Face hub cannot be asked: {first_line(error)}"

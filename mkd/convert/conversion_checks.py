@@ -1,0 +1,108 @@
+"""Problems of a conversion that are found before torch is imported: of its models, folders and disks.
+
+`hf_to_mcore`, `mcore_to_hf` and `parity` take the flags of the commands for the modules of these names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mkd.checkpoint.folders import (
+    HF_FOLDER,
+    find_checkpoint,
+    holds_checkpoints,
+    iteration_folder,
+    require_same_model,
+    saved_iterations,
+)
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
+from mkd.checkpoint.hf.hf_hub import config_folder, resolve_hf
+from mkd.errors import CheckpointError, UsageError
+from mkd.human import counted
+from mkd.operations.disk import Written, require_disk
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import weight_bytes
+
+
+def hf_to_mcore(hf: str, save: Path, dtype: str | None, overwrite: bool, **layout: int) -> None:
+    """Raise the problem of a conversion to a Megatron checkpoint."""
+    _require_processes(**layout)
+    _require_room(save, overwrite)
+    shape = ModelShape.from_hf_dir(config_folder(hf))
+    require_disk(Written("the checkpoint", "--save", save, weight_bytes(shape, dtype != "fp32")))
+
+
+def parity(hf: str, hf_b: str | None, load: Path | None, ckpt_step: int | None, **_: object) -> None:
+    """Raise the problem of a model that is to be compared."""
+    config_folder(hf)
+    if load is not None:
+        locate(load, ckpt_step, hf)
+    elif hf_b:
+        config_folder(hf_b)
+
+
+def mcore_to_hf(
+    load: Path,
+    ckpt_step: int | None,
+    hf_out: Path,
+    reference_hf: str | None,
+    dtype: str | None,
+    overwrite: bool,
+    **layout: int,
+) -> None:
+    """Raise the problem of an export to a Hugging Face folder."""
+    _require_processes(**layout)
+    in_the_way = None if overwrite else model_in_the_way("--hf-out", hf_out)
+    if in_the_way is not None:
+        raise in_the_way
+    _, reference = locate(load, ckpt_step, reference_hf)
+    shape = ModelShape.from_hf_dir(reference)
+    require_disk(Written("the model", "--hf-out", hf_out, weight_bytes(shape, dtype != "fp32")))
+
+
+def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
+    """Return (iteration folder, Hugging Face folder that describes the model).
+
+    Raises CheckpointError if either is missing, or if they describe different models.
+    """
+    folder = find_checkpoint(load, step)
+    if folder is None:
+        what, do = f"--load {load} holds no checkpoint", "name a folder that --save has written to"
+        why = "neither the folder nor an iter_* folder in it is one"
+        raise CheckpointError(what, why, do, code="convert-checkpoint-missing")
+    if reference_hf is not None:
+        reference = resolve_hf(reference_hf)
+        require_same_model(folder, ModelShape.from_hf_dir(reference))
+        return folder, reference
+    if not (folder / HF_FOLDER / "config.json").exists():
+        what, why = f"{folder} does not say what model it is", f"it has no {HF_FOLDER}/config.json"
+        do = "name the Hugging Face folder of the model with --reference-hf"
+        raise CheckpointError(what, why, do, code="convert-model-unknown")
+    return folder, folder / HF_FOLDER
+
+
+def _require_room(save: Path, overwrite: bool) -> None:
+    """Raise CheckpointError if `save` holds checkpoints. A conversion alone may be overwritten."""
+    if not holds_checkpoints(save):
+        return
+    is_run = any(folder != iteration_folder(save, 0) for folder in saved_iterations(save))
+    if is_run or not overwrite:
+        what, do = f"{save} already holds checkpoints", "choose an empty folder for --save"
+        do += "" if is_run else ", or give --overwrite to replace the conversion in it"
+        why = "a converted model is iteration 0, so the run in that folder would start over"
+        raise CheckpointError(what, why, do, code="convert-save-not-empty")
+
+
+def _require_processes(tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:
+    """Raise UsageError for parallel sizes that do not fit the number of processes."""
+    tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if tensor * pipeline != world_size:
+        raise UsageError(
+            f"tensor-model-parallel-size {tensor} x pipeline-model-parallel-size {pipeline} "
+            f"is not {counted(world_size, 'process')}",
+            "every rank of a conversion holds one part of the model",
+            f"start it with torchrun --nproc-per-node {tensor * pipeline}",
+            code="convert-layout-not-processes",
+        )

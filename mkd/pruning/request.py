@@ -1,0 +1,106 @@
+"""A request for a student, and its problems that are found before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
+from mkd.checkpoint.hf.hf_hub import config_folder
+from mkd.config.data_files import require_file
+from mkd.errors import UsageError
+from mkd.operations.disk import Written, require_disk
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import weight_bytes
+from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, StudentSizes
+
+
+@dataclass(frozen=True)
+class StudentRequest:
+    """Everything that `make_student` is asked for."""
+
+    teacher: str  # Hugging Face folder or hub id
+    out: Path
+    sizes: Sizes
+    method: str = "block"  # how layers are chosen: block, one-by-one or even
+    text: tuple[str, ...] = ()  # files of records; (): nothing is measured
+    num_tokens: int = 8192
+    seq_length: int = 256
+    overwrite: bool = False  # the model in `out` may be replaced
+
+
+def check_request(request: StudentRequest) -> ModelShape:
+    """Return the teacher's shape; for a hub id, only its config.json is downloaded.
+
+    Raises UsageError for sizes that the teacher does not have or that need text, for a teacher that mkd
+    cannot cut, and for a folder or a disk that cannot take the student. Raises CheckpointError without a
+    teacher, and DataError without the text.
+    """
+    require_room(request)
+    teacher = ModelShape.from_hf_dir(config_folder(request.teacher))
+    refuse_other_kinds(teacher)
+    alternatives = request.sizes.resolve(teacher)
+    problems = [text_problem(request, sizes, teacher) for sizes in alternatives]
+    if problems[0] is not None and None not in problems:
+        raise problems[0]
+    for path in request.text:
+        require_file(path, "--data-path")
+    num_bytes = min(weight_bytes(sizes.shape(teacher), bf16=True) for sizes in alternatives)
+    require_disk(Written("the student", "--out", request.out, num_bytes))
+    return teacher
+
+
+def require_room(request: StudentRequest) -> None:
+    """Raise UsageError if the student would replace a model."""
+    out, teacher = request.out, Path(request.teacher)
+    if out.exists() and teacher.exists() and out.samefile(teacher):
+        raise UsageError(
+            f"--out {out} is the teacher's folder",
+            "the student would overwrite it",
+            "choose another folder",
+            code="student-overwrites-teacher",
+        )
+    in_the_way = None if request.overwrite else model_in_the_way("--out", out)
+    if in_the_way is not None:
+        raise in_the_way
+
+
+def refuse_other_kinds(teacher: ModelShape) -> None:
+    """Raise UsageError for a model with images or with experts."""
+    if teacher.vision is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.vision.family} model",
+            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
+            "cut its text model saved on its own",
+            code="images-cut-not-supported",
+        )
+    if teacher.moe is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.family} model with experts",
+            "which layers have experts is counted by position, and a cut would move them",
+            "cut a dense model",
+            code="experts-cut-not-supported",
+        )
+
+
+def narrower(sizes: StudentSizes, teacher: ModelShape) -> list[str]:
+    """Return the names of the sizes other than the number of layers that are below the teacher's."""
+    own = StudentSizes.of(teacher)
+    return [name for name in WIDTH_FLAGS if getattr(sizes, name) < getattr(own, name)]
+
+
+def text_problem(request: StudentRequest, sizes: StudentSizes, teacher: ModelShape) -> UsageError | None:
+    """Return the problem of a cut to `sizes` that is chosen by measurement, without a text to measure on."""
+    if request.text:
+        return None
+    names = narrower(sizes, teacher)
+    given = [WIDTH_FLAGS[name] for name in names if getattr(request.sizes, name) is not None]
+    if not names and request.method != "one-by-one":
+        return None
+    subject = ", ".join(given or ["--target-params, which cuts FFN channels here,"])
+    return UsageError(
+        f"{subject if names else '--method one-by-one'} needs text",
+        "the parts to keep are chosen by what the teacher computes on it",
+        "give --data-path FILE",
+        code="cut-needs-text",
+    )
