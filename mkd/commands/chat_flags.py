@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from mkd.config.data_files import is_raw
 from mkd.config.run_files import DataConfig
+from mkd.plan.checks.no_effect import no_effect
 
 if TYPE_CHECKING:
     from mkd.tokenizers.chat_input import ChatSettings
@@ -24,6 +26,15 @@ def add_chat_flags(add: Callable[..., object]) -> None:
         text = known["help"] + (f" (default: {option.default})" if option.default else "")
         text = text.replace("the run's first start, also after it resumes", "the start")
         add("--" + name.replace("_", "-"), default=option.default, choices=known["choices"], help=text)
+
+
+def require_records(args: argparse.Namespace, path: str) -> None:
+    """Raise UsageError if a flag is set for the prefix of a corpus, whose conversations are tokenised."""
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    for name in NAMES:
+        if getattr(args, name) != defaults[name] and not is_raw(path):
+            why = f"{path} is tokenised, with the settings that `mkd preprocess` had"
+            raise no_effect(f"--{name.replace('_', '-')}", why, "remove it")
 
 
 def chat_of(args: argparse.Namespace) -> ChatSettings:

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkd.commands.chat_flags import add_chat_flags, chat_of
+from mkd.commands.chat_flags import add_chat_flags, chat_of, require_records
 from mkd.config.flags import FlagParser, add_overwrite, require_new_file, whole_number
 from mkd.config.run_files import OVERLONG_CONVERSATIONS
 from mkd.errors import DataError, UsageError, returns_exit_code
@@ -192,6 +192,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
     if args.picture:
         require_pillow(args.picture)
+    require_records(args, args.input)
     chat = chat_of(args)
     tokenizer = open_tokenizer(args.student, chat)
     require_marks(tokenizer, args.student, chat)

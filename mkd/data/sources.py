@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from mkd.config.data_files import RAW_SUFFIXES, no_such_file
+from mkd.config.data_files import RAW_SUFFIXES, is_raw, no_such_file
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -49,6 +50,15 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
                 code="blend-weight-not-positive",
             )
     return Blend(tuple(values[1::2]), weights)
+
+
+def all_tokenised(*flags: Sequence[str]) -> bool:
+    """Return True if the values of data flags name corpora, and all are tokenised."""
+    paths: list[str] = []
+    for values in flags:
+        with suppress(UsageError):  # reported where the data are checked
+            paths += parse_blend(values).paths if values else ()
+    return bool(paths) and not any(map(is_raw, paths))
 
 
 def find_prefix(path: str, flag: str = "--data-path") -> str:

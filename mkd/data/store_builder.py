@@ -115,7 +115,7 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **summary.described(),
-            **({"chat": tokenizer.describe_chat()} if summary.has_conversations else {}),
+            **(tokenizer.chat_description if summary.has_conversations else {}),
             **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
             "sha256": content_hashes(partial, progress),
         }

@@ -33,8 +33,8 @@ def require_same_choices(chosen: Mapping[str, object]) -> None:
             if other[name] != value:
                 problem = UsageError(
                     f"{name} is {value} on rank 0 and {other[name]} on rank {rank}",
-                    "it was not given, so every rank chose a value, and something changed meanwhile",
-                    f"start again, or give {name}",
+                    "all ranks need the same; without the flag every rank chooses a value when it starts",
+                    f"start again, or give {name} with the same value on all ranks",
                     code="ranks-chose-differently",
                 )
                 problem.on_all_ranks = True

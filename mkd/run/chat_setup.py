@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.folders import find_checkpoint, read_state, saved_iterations
-from mkd.config.data_files import is_raw
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
-from mkd.data.sources import parse_blend
+from mkd.data.sources import all_tokenised
 from mkd.data.stored.teacher_topk import TopKMeta
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
@@ -41,11 +40,11 @@ def chat_settings(
 
 
 def chat_problems(tokenizer: Tokenizer, config: Config) -> Iterator[UsageError]:
-    """Yield the problems of flags for conversations, if the run cannot have any of its own to read."""
+    """Yield the problems of flags for conversations, if the run reads none itself."""
     data = config.data
     if not tokenizer.has_chat_template:
         why = "the tokenizer has no chat template"
-    elif (paths := [*_paths(data)]) and not (config.rollout.is_on or any(map(is_raw, paths))):
+    elif not config.rollout.is_on and all_tokenised(data.data_path, data.valid_data_path):
         why = "the corpora are tokenised, with the settings that `mkd preprocess` had"
     else:
         return
@@ -56,12 +55,6 @@ def chat_problems(tokenizer: Tokenizer, config: Config) -> Iterator[UsageError]:
     ):
         if value != default:
             yield no_effect(f"--{flag} {value}", why, "remove it")
-
-
-def _paths(data: DataConfig) -> Iterator[str]:
-    for flag, values in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
-        with suppress(UsageError):  # reported where the data are checked
-            yield from parse_blend(values, flag).paths if values else ()
 
 
 def date_of(tokenizers: Iterable[Tokenizer]) -> str | None:
@@ -76,14 +69,18 @@ def describe_chat(
 ) -> list[str]:
     """Return lines on how the run reads conversations; none if it has none.
 
-    A corpus was tokenised with the settings in its description, which need not be those of the run.
+    A corpus of `mkd preprocess` was read with the settings in its description, not with those of the run.
     """
-    members = [member for one in data_sets if one is not None for member in one.members]
-    lines = [line for member in members for line in member.store.meta.get("chat", ())]
-    if prompts is not None and any(one.is_chat for one in prompts.prompts):
-        lines += tokenizers[0].describe_chat()
-    of_teachers = [line for tokenizer in tokenizers[1:] for line in tokenizer.describe_date()]
-    return list(dict.fromkeys([*lines, *of_teachers])) if lines else []
+    reads_some = prompts is not None and any(one.is_chat for one in prompts.prompts)
+    lines = tokenizers[0].describe_chat()[:1] if reads_some else []
+    for meta in (member.store.meta for one in data_sets if one is not None for member in one.members):
+        is_own = bool(meta.get("cache_key"))
+        lines += [meta["chat"]] if "chat" in meta else []
+        if meta.get("chat_date") and not is_own:
+            lines.append(f"note: `mkd preprocess` wrote the date {meta['chat_date']} into conversations")
+        reads_some |= "chat" in meta and is_own
+    dates = [line for tokenizer in tokenizers for line in tokenizer.describe_date()]
+    return list(dict.fromkeys([*lines, *(dates if reads_some else ())]))
 
 
 def _saved_date(checkpoint: CheckpointConfig) -> str | None:

@@ -57,7 +57,7 @@ NOT_OF_ROLLOUT = frozenset(
     | {"rollout_server_timeout_s"}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
-NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "notes")
+NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 CHAT_LOSS, CHAT_VARIABLES = "chat.loss", "chat.template_kwargs"  # absent in checkpoints of earlier versions

@@ -15,6 +15,7 @@ import numpy as np
 
 from mkd.checkpoint.distributed import TrainingState
 from mkd.checkpoint.folders import saved_iterations
+from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import UsageError
 from mkd.operations.run_folders import log_folder
@@ -43,6 +44,7 @@ def build_server_source(
     rollout, checkpoint, context = plan.config.rollout, plan.config.checkpoint, engine.context
     client = ServerClient((rollout.rollout_server_url or "").rstrip("/"), rollout.rollout_server_timeout_s)
     model = _find_once(client, plan, context)
+    assets = replace(plan, trained_ends=()).assets  # the server stops at the same tokens as this process
     record = None
     if checkpoint.save:
         digest = hashlib.sha256(json.dumps(fingerprints, sort_keys=True, default=str).encode()).hexdigest()
@@ -55,7 +57,7 @@ def build_server_source(
         context=context,
         sampling=sampling,
         parameters_gathered=engine.parameters_gathered,
-        export=partial(_export, plan, state, context),
+        export=partial(_export, plan, assets, state, context),
         client=client,
         model=model.name,
         folder=log_folder(plan.config) / "rollout_weights",
@@ -66,9 +68,10 @@ def build_server_source(
     )
 
 
-def _export(plan: Plan, state: TrainingState, context: ParallelContext, folder: Path) -> None:
+def _export(
+    plan: Plan, assets: HFAssets, state: TrainingState, context: ParallelContext, folder: Path
+) -> None:
     parts = [(part, part.first_layer) for part in state.models]
-    assets = replace(plan, trained_ends=()).assets  # the server stops at the same tokens as this process
     export_hf(parts, plan.student.shape, folder, context=context, assets=assets)
 
 

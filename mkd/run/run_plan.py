@@ -48,6 +48,8 @@ from mkd.run.stored_teacher import StoredTeacher
 from mkd.run.trained_ends import ends_of_stores, stop_notes, trained_ends
 from mkd.tokenizers.tokenizer_files import rebuilt_example
 
+KEPT_STOPS = "note: no token that ends a text has loss: exports stop where the student's own files do"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -233,7 +235,7 @@ def with_ends_of(train_set, plan: Plan) -> Plan:
     if train_set is None or plan.tokenizers is None:
         return plan
     exact = replace(plan, trained_ends=ends_of_stores(train_set, plan.tokenizers))
-    for line in exact.stop_notes():
-        if line not in plan.stop_notes():
-            LOG.info(line)
+    before, now = plan.stop_notes(), exact.stop_notes()
+    for line in (now or [KEPT_STOPS]) if now != before else ():
+        LOG.info(line)
     return exact

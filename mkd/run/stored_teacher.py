@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
+from mkd.data.sources import all_tokenised
 from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
@@ -130,12 +131,15 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
         do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
         yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
     settings = data_settings(config)
+    is_tokenised = all_tokenised(config.data.data_path, config.data.valid_data_path)
     for name, (flag, reason) in DATA_FLAGS.items():
         value, exported = settings.get(name), meta.data.get(name)
         follows = name == OVERLONG_CONVERSATIONS and meta.data.get("overlong") != settings["overlong"]
         is_known = name in meta.data or name != OVERLONG_CONVERSATIONS  # else the packs alone are compared
         if name == CHAT_DATE:  # without the flag the run takes the export's
             is_known = None not in (value, exported)
+        if is_tokenised and name.startswith("chat_"):  # the packs are compared, and the flags are refused
+            is_known = False
         if exported != value and is_known and not follows:
             what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"

@@ -19,7 +19,7 @@ from mkd.run.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_rec
 def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ...]:
     """Return the end of a turn, if there are conversations, and EOS, if there are other texts.
 
-    Of files that are not tokenised yet, the first records tell; see `ends_of_stores`.
+    Only the first records of files that are not tokenised yet are read; `ends_of_stores` knows them all.
     """
     if tokenizers is None or not config.data.data_path:
         return ()
@@ -33,7 +33,7 @@ def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ..
 
 
 def ends_of_stores(train_set, tokenizers: Tokenizers) -> tuple[int, ...]:
-    """Return the same of tokenised corpora, whose descriptions tell for all of their records."""
+    """Return the same for corpora that are tokenised, from the descriptions of all their records."""
     ends = (_ends_of_store(member.store, tokenizers) for member in train_set.members)
     return _in_order(set().union(*ends), tokenizers)
 
@@ -45,10 +45,8 @@ def _in_order(found: set[int], tokenizers: Tokenizers) -> tuple[int, ...]:
 
 
 def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers) -> set[int]:
-    kinds, roles = (
-        kinds_of_records("--data-path", path, config.data.max_bad_records),
-        tokenizers.student.roles,
-    )
+    kinds = kinds_of_records("--data-path", path, config.data.max_bad_records)
+    roles = tokenizers.student.roles
     has_texts = bool(kinds - CONVERSATIONS) and config.data.append_eod
     wanted = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts
     return {roles[name] for name in wanted if name in roles}

@@ -91,6 +91,12 @@ class Tokenizer(ABC):
         return []
 
     @property
+    def chat_description(self) -> dict[str, Any]:
+        """Entries of a corpus's description: how its conversations were read; none without a template."""
+        lines = self.describe_chat()
+        return {"chat": lines[0], "chat_date": self.chat_date} if lines else {}
+
+    @property
     def chat_date(self) -> str | None:
         """Date that the chat template writes, if it asks for the present one and the settings name one."""
         return None

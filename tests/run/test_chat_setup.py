@@ -12,6 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from mkd.checkpoint.folders import MEGATRON_FILE, POINTER, STATE_FILE
+from mkd.commands.inspect import build_parser as inspect_parser
+from mkd.commands.inspect import show_packs
 from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE, ErrorList
@@ -138,6 +140,21 @@ def test_a_teacher_cache_has_one_date(files):
     assert chat_settings(config("--teacher-topk", out, teacher_hf=None)).date == "2026-11-26"
 
 
+def test_a_teacher_cache_of_tokenised_corpora_asks_for_no_flag_of_conversations(files):
+    """Whatever flags its export had: the packs are compared, and the run's flags would have no effect."""
+    out = files / "tokenised cache"
+    out.mkdir()
+    paths = dict(student_hf="student", teacher_hf="student", data_path="chat.jsonl")
+    argv = flags(files, "export", "--chat-loss", "last", **paths)
+    plan = plan_export(load_config(list(map(str, argv))).config, 1, out)
+    write_description(plan, ExportSettings(out, 4, "float32", 8), 300, {"train": 20})
+    given = ["--input", files / "chat.jsonl", "--output-prefix", files / "plain ids"]
+    given += ["--tokenizer-model", files / "student"]
+    assert preprocess([str(word) for word in given]) == 0
+    argv = flags(files, "from ids", "--teacher-topk", out, **paths | dict(data_path="plain ids"))
+    assert not problems_of(list(map(str, argv)))
+
+
 @pytest.mark.parametrize("damage", ["lost", "damaged"])
 def test_the_date_is_that_of_the_newest_checkpoint_that_can_be_read(damage, tmp_path):
     """A run that falls back to an earlier checkpoint keeps the date of its first start."""
@@ -184,10 +201,14 @@ def test_a_tokenised_corpus_tells_how_its_conversations_were_read(files, ranks):
     (result,) = run_main(ranks, flags(files, "from ids", data_path="ids"))
     assert result.exit_code == 0, result.stderr
     said = result.stdout + result.stderr
-    assert "(--chat-loss last)" in said and "2020-02-29" in said and "(--chat-loss auto)" not in said
+    assert "(--chat-loss last)" in said and "wrote the date 2020-02-29" in said
+    assert "(--chat-loss auto)" not in said and "--chat-date sets another" not in said
     found = problems_of(flags(files, "flags", "--chat-loss", "last", data_path="ids"))
     assert [one.code for one in found] == ["setting-without-effect"]
     assert "tokenised" in str(found[0])
+    inspected = ["--input", str(files / "ids"), "--student", str(files / "student"), "--chat-loss", "last"]
+    with refused("setting-without-effect"):
+        show_packs(inspect_parser().parse_args(inspected), colour=False)
 
 
 def test_ranks_that_chose_other_dates_do_not_start(files, ranks):

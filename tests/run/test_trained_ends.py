@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,25 @@ def test_a_tokenizer_of_another_folder_is_read_as_it_was_trained(files, tmp_path
     plan.assets.copy_to(tmp_path / "out")
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert exported("x 2024").input_ids == plan.tokenizers.student.encode("x 2024")
+
+
+def test_ends_without_loss_are_taken_back(files, ranks, tmp_path):
+    """A template may mark the words alone; the plan assumes that the end of the turn has loss."""
+    model = shutil.copytree(files / "base", tmp_path / "model")
+    marked = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(marked)
+    path = write_records(tmp_path / "chat.jsonl", *[CHAT] * 20)
+    argv = flags(files, "taken back", "--kd-ratio", 0, student_hf=model, teacher_hf=None, data_path=path)
+    argv = [*argv, "--data-cache-path", str(tmp_path / "cache"), "--export-hf", str(tmp_path / "hf")]
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert "Exports list [2, 0]" in said and "no token that ends a text has loss" in said
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
 def test_conversations_after_the_first_records_end_exports_too(files, ranks, tmp_path):

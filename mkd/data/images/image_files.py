@@ -69,7 +69,8 @@ class ImageSource:
                 raise FileNotFoundError(_what_is_there(path))
             os.stat(os.path.join(root, name))  # an error for FILE/, which `resolve` takes for FILE
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size  # else Python reserves memory for `most` bytes
+                # Python reserves memory for all bytes that it is asked for. Some file systems report 0 bytes.
+                size = os.fstat(file.fileno()).st_size or most
                 content = file.read(min(size, most) + 1)
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before 3.13
             raise DataError(
