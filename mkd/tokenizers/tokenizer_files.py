@@ -64,8 +64,8 @@ def open_hf(model: str) -> tuple[Any, bool]:
     if example is None:
         return hf, False
     note_once(
-        f"note: {path} is used as it is. transformers {__version__} replaces its "
-        f"{' and '.join(replaced_parts(hf, path))} ({type(hf).__name__}), and would {example}"
+        f"note: mkd uses {path} as it is. transformers {__version__} would replace its "
+        f"{' and '.join(replaced_parts(hf, path))} ({type(hf).__name__}), and {example}"
     )
     own = PreTrainedTokenizerFast.from_pretrained(model)
     own.chat_template = hf.chat_template
@@ -75,11 +75,13 @@ def open_hf(model: str) -> tuple[Any, bool]:
 def rebuilt_example(folder: str) -> str | None:
     """Return an example of what AutoTokenizer does with a folder that its tokenizer.json does not say.
 
-    Return None if there is none, or no tokenizer.json.
+    Return None if there is none, if the folder has no tokenizer.json, or if AutoTokenizer cannot read it
+    without running the folder's code.
     """
     path = model_file(folder, TOKENIZER_JSON)
     try:
-        return None if path is None else first_difference(AutoTokenizer.from_pretrained(folder), path)
+        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return None if path is None else first_difference(hf, path)
     except Exception:  # the tokenizers library raises bare Exception; whoever reads the folder says more
         return None
 
@@ -115,9 +117,9 @@ def compare_with_sentencepiece(hf: Any, file: Path) -> None:
         if own != made:
             other, right = (_example(hf.backend_tokenizer, *pair) for pair in ((made, own), (own, made)))
             note_once(
-                f"note: transformers {__version__} makes another tokenizer from {file}: it encodes text as "
-                f"{other} instead of {right}. To train with SentencePiece's ids, give a tokenizer.json that "
-                "has them, or --tokenizer-type SentencePieceTokenizer"
+                f"note: transformers {__version__} does not read {file} as SentencePiece does: it encodes "
+                f"text as {other} instead of {right}. To train with SentencePiece's ids, give a "
+                "tokenizer.json that has them, or --tokenizer-type SentencePieceTokenizer"
             )
             return
 

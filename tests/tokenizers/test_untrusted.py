@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 
 import pytest
 import sentencepiece
@@ -12,13 +13,18 @@ import sentencepiece
 from mkd.errors import UsageError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer
+from mkd.tokenizers.tokenizer_files import rebuilt_example
 from tests.tokenizers.trained import SENTENCES, llama_tokenizer, write_ranks
 
 
 @pytest.mark.parametrize("own_class", ["Remote", "PreTrainedTokenizerFast"])
 @pytest.mark.fault(32)
-def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class):
-    """`auto_map` names a class in a file of the folder; importing it would leave a mark."""
+def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class, monkeypatch):
+    """`auto_map` names a class in a file of the folder; importing it would leave a mark.
+
+    Nobody is asked whether it may run: a `y` on stdin changes nothing.
+    """
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     folder, mark = shutil.copytree(hf_dir, tmp_path / "model"), tmp_path / "was run"
     (folder / "remote.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Remote: ...\n")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -36,6 +42,7 @@ def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class):
         assert error.code == "model-config-refused"
     else:
         assert ids == load_tokenizer("HuggingFaceTokenizer", hf_dir).encode("The fox")
+    assert rebuilt_example(str(folder)) is None
     assert not mark.exists()
 
 
