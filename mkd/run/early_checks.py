@@ -29,7 +29,7 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     runs = config.needs_models and not (config.teachers and config.teachers[0].topk)
     student, *teachers = _models(problems, config, (None, *range(len(config.teachers) if runs else 0)))
     problems += find_problems(config, world_size, student, teachers)
-    problems += missing_files(config)
+    problems += missing_files(config, reads_prompts=config.rollout.is_on)
     problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
     problems += disk_problems([*writes_of(config, student, _corpora(config))])
     names = [model_of(config, number).hf for number in (None, *range(len(config.teachers)))]
@@ -46,7 +46,9 @@ def early_model_problems(
     problems: list[MkdError] = []
     (shape,) = _models(problems, config, (teacher,))
     problems += find_model_problems(config, world_size, shape, teacher)
-    return [*problems, *missing_files(config)]
+    if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone
+        problems += missing_files(config, reads_prompts=False)
+    return problems
 
 
 def _models(
@@ -65,9 +67,10 @@ def _corpora(config: Config) -> Iterable[str]:
 
 
 def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
-    """Return the shape of the student (None) or of the teacher of that number, if --student-hf says it.
+    """Return the shape of the student (None) or of the teacher of that number.
 
-    Return None also after adding an error to `problems`. For a hub id, only config.json is downloaded.
+    Return None if neither --student-hf nor --teacher-hf names its folder, or after adding an error to
+    `problems`. For a hub id, only config.json is downloaded.
     """
     name = model_of(config, teacher).hf
     if not name:
@@ -99,12 +102,12 @@ def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
     return folder
 
 
-def missing_files(config: Config) -> list[MkdError]:
-    """Return the problem of every file of records that a flag names and that does not exist."""
+def missing_files(config: Config, reads_prompts: bool) -> list[MkdError]:
+    """Return the problem of every file of records that is to be read and does not exist."""
     given = {
         "--data-path": config.data.data_path,
         "--valid-data-path": config.data.valid_data_path,
-        "--prompt-data-path": config.rollout.prompt_data_path,
+        "--prompt-data-path": config.rollout.prompt_data_path if reads_prompts else (),
     }
     problems: list[MkdError] = []
     for flag, values in given.items():

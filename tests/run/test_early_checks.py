@@ -7,6 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -41,9 +46,9 @@ def files(tmp_path_factory):
     return folder
 
 
-def refused(*commands: tuple[str, list[object]]) -> str:
+def refused(*commands: tuple[str, list[object]], **hub: str) -> str:
     """Run (state of the disk, command) of each in one process, and return what they print on stderr."""
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": "/nonexistent/cache"}
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": "/nonexistent/cache"} | hub
     argv = json.dumps([(disk, [str(word) for word in words]) for disk, words in commands])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, argv],
@@ -58,7 +63,7 @@ def refused(*commands: tuple[str, list[object]]) -> str:
 
 
 def test_a_training_run(files):
-    run = ["train", *flags(files, "run")]
+    run = ["train", *flags(files, "run", "--prompt-data-path", "/nonexistent/not-read.jsonl")]
     message = refused(
         ("", [*run, "--export-hf", files / "taken"]),
         ("", [*run, "--export-hf", files / "student"]),
@@ -116,11 +121,12 @@ def test_commands_that_write_a_model(files):
 def test_commands_that_read_a_model(files):
     taken, task = files / "taken", ["--completions", files / "text.jsonl"]
     missing = ["--student-hf", "/nonexistent/model"]
+    unread = ["--prompt-data-path", "/nonexistent/not-read.jsonl"]
     message = refused(
         ("", ["parity", "--hf", "/nonexistent/model"]),
-        ("", ["evaluate", *task, *missing]),
+        ("", ["evaluate", *task, *missing, "--data-path", "/nonexistent/not-read.jsonl"]),
         ("", ["evaluate", *task, "--student-hf", files / "student", "--out", taken / "scores.json"]),
-        ("", ["topk", "--out", files / "new", *flags(files, "topk", teacher_hf="nowhere")]),
+        ("", ["topk", "--out", files / "new", *flags(files, "topk", *unread, teacher_hf="nowhere")]),
         ("", ["plan", *missing, "--kd-ratio", 0]),
         ("", ["report", files, "--out", taken / "page.html"]),
         ("", ["plot", files, "--out", taken / "curves.png"]),
@@ -132,3 +138,67 @@ def test_commands_that_read_a_model(files):
         *["out-exists"] * 2,
     ]
     assert {path.read_text() for path in taken.iterdir()} == {"another file"}
+
+
+@contextmanager
+def late_hub(files: dict[str, Path]) -> Iterator[str]:
+    """Serve the files of hub models by their paths, and yield the URL. The first answer comes too late."""
+    numbers, ended = count(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.wfile.write(self.answer())
+
+        def answer(self) -> bytes:
+            found = files.get(self.path.replace("/resolve/main", "").strip("/"))
+            if found is not None and next(numbers) == 0:
+                ended.wait(60)
+            body = b"" if found is None else found.read_bytes()
+            headers = {"X-Repo-Commit": "0" * 40, "ETag": '"1"', "Content-Length": str(len(body))}
+            self.send_response(200 if found else 404)
+            for name, value in (headers | ({} if found else {"X-Error-Code": "EntryNotFound"})).items():
+                self.send_header(name, value)
+            self.end_headers()
+            return body
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_models_of_the_hub(files, tmp_path):
+    """A late hub is asked again. A model without config.json is not said to be missing."""
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text("{}")
+    served = {
+        "some/model/config.json": files / "teacher" / "config.json",
+        f"some/adapter/{adapter.name}": adapter,
+    }
+    make = ["make-student", "--num-layers", 99, "--out", files / "new", "--hf"]
+    with late_hub(served) as url:
+        environment = {
+            "HF_ENDPOINT": url,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_ETAG_TIMEOUT": "1",
+        }
+        message = refused(
+            ("", [*make, "some/model"]),
+            ("", [*make, "some/adapter"]),
+            ("", [*make, "some/gguf"]),
+            **environment,
+        )
+    expected = ["student-larger-than-teacher", "hf-adapter", "model-config-not-found"]
+    assert reported_codes(message) == expected
+    assert "some/adapter is an adapter" in message and "merge_and_unload" in message
+    assert "the model some/gguf of the Hugging Face hub has no config.json" in message

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from mkd.config.data_files import HUB_ID
 from mkd.errors import CheckpointError, first_line
+from mkd.plan.model_shape import ADAPTER_FILE, adapter_error
 
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-HUB_TIMEOUT_S = 5.0
+REACHED = ("ReadError", "ReadTimeout", "RemoteProtocolError")
+"""Names of network errors after a connection. The hub's versions use several libraries with these names."""
+
 EXAMPLE_ID = "Qwen/Qwen2.5-0.5B"
 
 
@@ -39,23 +41,56 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
 def config_folder(directory_or_id: str | Path) -> Path:
     """Return the folder of a model's config.json, the only file that is downloaded for a hub id.
 
-    Raises `CheckpointError` as `resolve_hf`. The hub is asked once, because its library would try again for
-    more than a minute on a machine without network.
+    Raises `CheckpointError` as `resolve_hf`, and for a hub model without config.json.
     """
     name = str(directory_or_id)
     folder = _local_folder(name)
     if folder is not None:
         return folder
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    folder = _download(name, "config.json")
+    if folder is not None:
+        return folder
+    if _download(name, ADAPTER_FILE) is not None:
+        raise adapter_error(name, f"the hub has its {ADAPTER_FILE}, and no config.json")
+    raise CheckpointError(
+        f"the model {name} of the Hugging Face hub has no config.json",
+        "mkd reads the sizes of a model there. A repository of GGUF files, for example, has none",
+        "name a repository with config.json and *.safetensors files, such as the one that it was made from",
+        code="model-config-not-found",
+    )
 
-    download = partial(hf_hub_download, name, "config.json")
+
+def _download(name: str, file: str) -> Path | None:
+    """Return the folder of a file of a hub model; None if the model has no such file.
+
+    Before the download the hub is asked once, because on a machine without network its library would try
+    again for more than a minute. If the hub is late or busy, the library may try again.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
     with suppress(OSError, ValueError):  # not in the cache
-        return Path(download(local_files_only=True)).parent
+        return Path(hf_hub_download(name, file, local_files_only=True)).parent
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-        return Path(download()).parent
-    except Exception as error:  # those of the network are of several libraries
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file))
+        except Exception as error:
+            if not _is_late(error):
+                raise
+        return Path(hf_hub_download(name, file)).parent
+    except RemoteEntryNotFoundError:
+        return None
+    except Exception as error:  # each network library has its own classes of errors
         raise _no_model(name, error) from error
+
+
+def _is_late(error: Exception) -> bool:
+    """Return True if the hub was reached, but has not answered in time or is busy."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return type(error).__name__ in REACHED
 
 
 def _local_folder(name: str) -> Path | None:
