@@ -136,10 +136,15 @@ def trained_messages(conversation: Conversation, rule: str) -> set[int]:
 def _marked(
     template: ChatTemplate, conversation: Conversation, search: TurnSearch, trained: set[int]
 ) -> list[Place] | None:
-    """Return the marked places in the messages with loss; None if marks do not decide."""
+    """Return the marked places in the messages with loss; None if marks do not decide.
+
+    Raises DataError under the rule `marks` if the template for the conversation has none.
+    """
     rule = template.settings.loss
-    reads_marks = rule != "turns" and template.has_marks(conversation)
-    marks = template.marks(conversation) if reads_marks else []
+    has_marks = template.has_marks(conversation)
+    if rule == "marks" and not has_marks:
+        raise _no_marks(template, conversation)
+    marks = template.marks(conversation) if has_marks and rule != "turns" else []
     if not marks and rule != "marks":
         return None
     if trained == set(search.numbers):
@@ -178,9 +183,20 @@ def _loss_on_other_role(number: int, role: str) -> DataError:
     )
 
 
+def _no_marks(template: ChatTemplate, conversation: Conversation) -> DataError:
+    kind = "without tools" if conversation.tools is None else "with tools"
+    return DataError(
+        f"--chat-loss marks: the chat template{template.origin} for records {kind} has no "
+        "{% generation %} marks",
+        "no token of the record would have loss",
+        "add marks to this template, or use --chat-loss turns",
+        code="chat-record-without-marks",
+    )
+
+
 def _mark_not_placed(template: ChatTemplate, number: int) -> DataError:
     return DataError(
-        f"message {number + 1}: its marks among those of the chat template{template.origin} are not known",
+        f"message {number + 1}: its marks cannot be told from others of the chat template{template.origin}",
         "flags of loss and --chat-loss last choose among the marks by their messages",
         "use --chat-loss turns, or remove the flags",
         code="chat-mark-not-placed",

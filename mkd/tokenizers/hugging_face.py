@@ -120,7 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def has_chat_marks(self) -> bool:
         both = (Conversation((), tools) for tools in (None, ()))
-        return self.has_chat_template and all(map(self._template.has_marks, both))
+        return self.has_chat_template and any(map(self._template.has_marks, both))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=False)

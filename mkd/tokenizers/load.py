@@ -35,11 +35,11 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings
 
 
 def require_marks(tokenizer: Tokenizer, name: str, chat: ChatSettings | None) -> None:
-    """Raise UsageError if `chat` wants marks, and a chat template of the tokenizer `name` has none."""
+    """Raise UsageError if `chat` wants marks, and no chat template of the tokenizer `name` has any."""
     wants_marks = chat is not None and chat.loss == "marks" and tokenizer.has_chat_template
     if wants_marks and not tokenizer.has_chat_marks:
         raise UsageError(
-            f"--chat-loss marks: a chat template of {name} has no {{% generation %}} marks",
+            f"--chat-loss marks: the chat template of {name} has no {{% generation %}} marks",
             "no token of its conversations would have loss",
             "add marks to the template, or use --chat-loss turns",
             code="chat-template-without-marks",

@@ -103,7 +103,7 @@ class Tokenizer(ABC):
 
     @property
     def has_chat_marks(self) -> bool:
-        """True if the chat template has {% generation %} marks, also the one for tools if that is another."""
+        """True if a chat template has {% generation %} marks: the default one, or the one for tools."""
         return False
 
     @abstractmethod

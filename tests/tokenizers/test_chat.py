@@ -9,7 +9,7 @@ from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer
 from tests.reported import refused
-from tests.tokenizers.chat_templates import MARKED, ROUNDS, TOOLS
+from tests.tokenizers.chat_templates import CHATML_TOOLS, MARKED, ROUNDS, TOOLS
 from tests.tokenizers.test_chat_turns import CHATML_ROUNDS
 from tests.tokenizers.trained import train_hf_tokenizer
 
@@ -218,12 +218,22 @@ def test_a_template_that_marks_nothing_of_a_record_falls_back_to_turns():
 
 
 def test_marks_that_are_missing_or_of_unknown_messages_are_refused(tmp_path):
-    for_tools = {"default": MARKED, "tool_use": EOS_AT_THE_END}
-    for name, templates in (("none", EOS_AT_THE_END), ("of tools", for_tools)):
-        with refused("chat-template-without-marks", UsageError) as caught:
-            in_folder(tmp_path / name, templates, ChatSettings("marks"))
-        assert f"of {tmp_path / name} has no" in caught.value.what
+    with refused("chat-template-without-marks", UsageError) as caught:
+        in_folder(tmp_path, EOS_AT_THE_END, ChatSettings("marks"))
+    assert f"of {tmp_path} has no" in caught.value.what
     all_in_one = "{% generation %}" + EOS_AT_THE_END + "{% endgeneration %}"
     assert len(predicted_text(all_in_one, CHAT)) == 1
     with refused("chat-mark-not-placed", DataError):
         predicted_text(all_in_one, CHAT, ChatSettings("last"))
+
+
+def test_only_records_whose_template_has_no_marks_are_refused(tmp_path):
+    for marked, records in (("default", "with tools"), ("tool_use", "without tools")):
+        templates = dict.fromkeys(("default", "tool_use"), CHATML_TOOLS) | {marked: MARKED}
+        tokenizer = in_folder(tmp_path / marked, templates, ChatSettings("marks"))
+        bare, given = Conversation(CHAT), Conversation(CHAT, TOOLS)
+        read, without_marks = (bare, given) if marked == "default" else (given, bare)
+        assert any(tokenizer.apply_chat_template(read)[1])
+        with refused("chat-record-without-marks", DataError) as caught:
+            tokenizer.apply_chat_template(without_marks)
+        assert f"for records {records} has no" in caught.value.what
