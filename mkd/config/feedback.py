@@ -9,7 +9,7 @@ from mkd.config.field import option
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """Losses of judged answers, which take the place of the cross entropy."""
+    """Losses of judged answers, which replace the cross entropy."""
 
     dpo_beta: float | None = option(
         None,

@@ -92,7 +92,7 @@ class XTokenConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig(TeacherDivergence):
-    """A frozen model to imitate. The flags are those of the first teacher."""
+    """A frozen model to imitate. These flags set the first teacher."""
 
     name: str | None = option(None, "label of the teacher in logs (default: name of its folder)", flag=False)
     hf: str | None = option(

@@ -17,8 +17,9 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ... Each is a .jsonl, .json, .parquet "
-        "or .arrow file of records, a .txt file of lines, or the prefix of a tokenised .bin/.idx pair",
+        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ... Each path is a .jsonl, .json, "
+        ".parquet or .arrow file of records, a .txt file of lines, or the prefix of a tokenised .bin/.idx "
+        "pair",
     )
     valid_data_path: tuple[str, ...] = option(
         (),
@@ -128,17 +129,17 @@ def rule_for_conversations(overlong: str, given: str | None) -> str:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Places where the student is written, and where a run resumes."""
+    """Where the student is saved, and where a run resumes."""
 
     save: str | None = option(
         None,
-        "folder to write checkpoints to (default: --log-dir, else runs/NAME; if that holds checkpoints, the "
-        "first of FOLDER-2, FOLDER-3 and so on that holds none)",
+        "folder to write checkpoints to (default: --log-dir, else runs/NAME; if that folder holds "
+        "checkpoints, the first of FOLDER-2, FOLDER-3 and so on that holds none)",
     )
     no_save: bool = option(False, "write no checkpoints: only --export-hf keeps what the run has learned")
     load: str | None = option(
         None,
-        "folder of checkpoints to resume from, usually that of --save. While it is empty the run starts "
+        "folder of checkpoints to resume from, usually the --save folder. While it is empty, the run starts "
         "from the student's own weights (default: none)",
     )
     save_interval: int | None = option(

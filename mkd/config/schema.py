@@ -187,8 +187,10 @@ class TrainingConfig:
     global_batch_size: int | None = option(
         None, "packs of one optimizer step (default: one micro-batch on every data-parallel rank)"
     )
-    seq_length: int = option(2048, "tokens of a pack, which several documents share. Batch sizes count packs")
-    bf16: bool = option(False, "run the models in bfloat16 with fp32 master weights, not in fp32")
+    seq_length: int = option(
+        2048, "tokens of a pack, which may hold several documents. Batch sizes count packs"
+    )
+    bf16: bool = option(False, "run the models in bfloat16 with fp32 master weights; without it, in fp32")
     seed: int = option(1234, "seed of the data order and of random generators")
     eval_interval: int | None = option(
         None,
@@ -278,7 +280,7 @@ class TrainingConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-4, "peak learning rate. 1e-4 suits a pruned student, about 1e-5 a finished model")
+    lr: float = option(1e-4, "peak learning rate. 1e-4 suits a pruned student, 1e-5 a finished model")
     min_lr: float = option(0.0, "learning rate at the end of decay, and its lower bound")
     lr_decay_style: str = option(
         "cosine",

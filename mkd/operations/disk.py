@@ -105,8 +105,8 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     retains = checkpoint.save_retain_interval is not None
     flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
-        f"note: {counted(staying, 'more checkpoint')} of {size(each)} will stay in {save.folder}, "
-        f"{size(staying * each)} in all; its disk has {size(free)} left: give {flag}, or remove some "
+        f"note: {counted(staying, 'more checkpoint')} of {size(each)} will stay in {save.folder} and need "
+        f"{size(staying * each)}, but its disk has {size(free)} left. Give {flag}, or remove checkpoints "
         "during the run"
     ]
 
@@ -119,10 +119,9 @@ def _room_for_saves_by_time(config: Config, save: Written, each: int, free: int)
     if is_limited or not checkpoint.minutes_without_save or (most - present) * each <= free:
         return []
     return [
-        f"note: a run of more than {checkpoint.minutes_without_save:g} minutes saves by time, and needs "
-        f"room for up to {most} checkpoints of {size(each)}; the disk of {save.folder} has "
-        f"{size(free)} left: make room, give --keep-checkpoints 1, or --save-interval-in-mins 0 to save "
-        "only the last step"
+        f"note: a run that saves after {checkpoint.minutes_without_save:g} minutes without a save needs room "
+        f"for up to {most} checkpoints of {size(each)}, but the disk of {save.folder} has {size(free)} left. "
+        "Make room, give --keep-checkpoints 1, or give --save-interval-in-mins 0 to save only the last step"
     ]
 
 

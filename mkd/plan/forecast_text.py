@@ -107,10 +107,10 @@ def _ahead(forecast: Forecast) -> Iterator[str]:
         tasks = forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches
         why = f"no order of work was found for {wanted} micro-batches ahead"
         if tasks > MOST_PLANNED:
-            why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, whose plan takes long"
+            why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, and take too long to plan"
         elif usable_gib is not None and forecast.need_gib(wanted) > usable_gib:
             why = f"{wanted} micro-batches ahead would need {forecast.need_gib(wanted):.1f} GiB"
-            why += f", and {usable_gib:.1f} are usable"
+            why += f", but only {usable_gib:.1f} GiB are usable"
         yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
 
 

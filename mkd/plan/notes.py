@@ -24,13 +24,14 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     """Yield the notes, a line each."""
     unread = list(_unread_teachers(forecast.config))
     if unread:
-        yield f"note: no teacher runs, because kd-ratio is 0. Without effect: {', '.join(unread)}"
+        names = ", ".join(unread)
+        yield f"note: no teacher runs, because --kd-ratio is 0. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
     behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
         times = f"a step takes {milliseconds(pipeline_ms)} instead of {milliseconds(behind_ms)}"
-        yield f"note: {ahead} is slower than 0 here: {times}"
+        yield f"note: {ahead} is slower than {FLAG} 0 here: {times}"
     layouts = forecast.student_layout, forecast.teacher_layouts
     fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
     if forecast.config.training.bf16 and slow_ms > pipeline_ms:
@@ -38,9 +39,9 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
         less = "less tensor parallelism or more" if is_divided else "more"
         yield (
-            "note: the CPU may be the limit: starting the kernels of a step takes "
+            "note: the CPU may be the limit: to start the kernels of a step, it needs "
             f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines. "
-            f"It takes less with {less} tokens in a micro-batch"
+            f"This takes less time with {less} tokens in a micro-batch"
         )
 
 
@@ -59,7 +60,9 @@ def precision_note(forecast: Forecast) -> list[str]:
         return []
     faster = forecast.with_config(replace(forecast.config, training=replace(training, bf16=True)))
     fast, slow = (milliseconds(one.planned_step_ms()) for one in (faster, forecast))
-    usual = f"--bf16 is usual on GPUs: a step takes {fast} instead of {slow}, and less memory"
+    usual = (
+        f"With --bf16, which is usual on GPUs, a step takes {fast} instead of {slow}, and needs less memory"
+    )
     return [f"note: this run computes in fp32. {usual}"]
 
 

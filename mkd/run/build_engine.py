@@ -203,7 +203,9 @@ def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | N
     fewest = torch.tensor(plan.forecast.states_ahead, device=context.device)
     dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
     if fewest < plan.forecast.states_ahead:
-        LOG.warning("--teacher-prefetch auto: teachers do not run ahead, another process lacks the memory")
+        LOG.warning(
+            "--teacher-prefetch auto: teachers do not run ahead, because another process lacks the memory"
+        )
     return plan.forecast.prefetch if fewest else None
 
 

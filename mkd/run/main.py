@@ -143,7 +143,9 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
                 write_job(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
         if done > asked:
-            LOG.warning("%d iterations are done, --train-iters asks for %d: nothing is trained", done, asked)
+            LOG.warning(
+                "%d iterations are done, and --train-iters asks for %d: nothing is left to train", done, asked
+            )
         stop = train(current)
         if stop is not None:
             what = f"stopped at iteration {current.position.iteration}: {stop.reason}"

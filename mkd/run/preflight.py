@@ -89,7 +89,7 @@ def open_tokenizers(
         own.append(None)
         problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         if source is not None and not has_tokenizer(source.assets):
-            assumed = "so its ids are assumed to be the student's"
+            assumed = "so mkd assumes that it has the student's ids"
             notes.append(f"note: the {role}'s folder {source.assets} has no tokenizer, {assumed}")
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     images = None
@@ -122,7 +122,7 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
         return
     if kind == "SentencePieceTokenizer":
         asset = f"note: exports contain {name} as {SENTENCEPIECE_ASSET}, without settings of a tokenizer"
-        yield f"{asset}. transformers may make other ids of it"
+        yield f"{asset}, so transformers may encode text as other ids"
     elif kind == "TiktokenTokenizer":
         yield f"note: exports contain no tokenizer, because transformers cannot read {name}"
 

@@ -75,5 +75,5 @@ def stop_notes(
         added = named([one for one in ends if one not in listed_ids(old)], tokenizers.student)
         yield (
             f"note: the training texts end with {added}, which {path} does not list as eos_token_id. Exports "
-            f"list {list(listed_ids(new))}"
+            f"list {list(listed_ids(new))} there, so that generation stops"
         )

@@ -112,8 +112,8 @@ class ChatTemplate:
         if date is None or DATE + "(" in self.source(Conversation(PROBE)):
             return ["note: the chat template writes the present date, so its token ids change every day"]
         return [
-            f"note: the chat template writes a date. It is {date} in the whole run, also after a resume; "
-            "--chat-date sets another"
+            f"note: the chat template writes a date. The whole run writes {date}, also after a resume; "
+            "--chat-date sets another date"
         ]
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:

@@ -34,7 +34,7 @@ def test_plain_training_names_the_settings_of_teachers_that_it_does_not_read(mor
     plain = forecast("--kd-ratio", 0, *given, "--teacher-prefetch", 3, "--xtoken-loss", "gold", *more)
     (note,) = notes_of_settings(plain)
     named = "--teacher-hf, --teacher-residency, --teacher-precision, --xtoken-loss, --teacher-prefetch"
-    text = "note: no teacher runs, because kd-ratio is 0. Without effect: "
+    text = "note: no teacher runs, because --kd-ratio is 0. These settings have no effect: "
     assert note == text + named
     assert notes_of_settings(forecast("--kd-ratio", 0, *more)) == [f"{text}--teacher-hf"]
 
@@ -51,7 +51,9 @@ def test_a_number_of_forwards_ahead_that_is_slower_than_none_is_named():
     slow_ms, fast_ms = one.pipeline_ms(), without.pipeline_ms()
     assert slow_ms > 1.5 * fast_ms
     shown = f"a step takes {slow_ms:.4g} ms instead of {fast_ms:.4g} ms"
-    assert notes_of_settings(one) == [f"note: --teacher-prefetch 1 is slower than 0 here: {shown}"]
+    assert notes_of_settings(one) == [
+        f"note: --teacher-prefetch 1 is slower than --teacher-prefetch 0 here: {shown}"
+    ]
     for number in (0, 8, "auto"):
         assert not notes_of_settings(forecast(*known, number, teachers=(TEACHER,)))
 

@@ -71,7 +71,7 @@ def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
 
     first = start("2026-11-26", "first", "--exit-interval", 1)
     assert first.exit_code == 0, first.stderr
-    assert "writes a date. It is 2026-11-26" in first.stdout + first.stderr
+    assert "writes a date. The whole run writes 2026-11-26" in first.stdout + first.stderr
     assert "every turn of the assistant, because the chat template marks none" in first.stdout + first.stderr
     changed = start("2026-11-27", "changed", "--load", files / "saved", "--chat-date", "2026-11-27")
     assert changed.exit_code == EXIT_CHECKPOINT, changed.stderr
@@ -84,7 +84,7 @@ def test_a_run_that_resumes_keeps_the_date_of_its_first_start(files, ranks):
         assert changed.exit_code == EXIT_CHECKPOINT and f"with other {name}, data.files" in changed.stderr
     second = start("2026-11-27", "second", "--load", files / "saved")
     assert second.exit_code == 0, second.stderr
-    assert "writes a date. It is 2026-11-26" in second.stdout + second.stderr
+    assert "writes a date. The whole run writes 2026-11-26" in second.stdout + second.stderr
 
 
 def test_settings_of_conversations_count_where_the_run_makes_tokens(files):

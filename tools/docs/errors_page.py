@@ -21,7 +21,8 @@ _INTRODUCTION = """# Errors
 
 Every error has a code, which never changes: `error[batch-not-divisible]: ...`. The message says what is
 wrong, why that matters and what to do. Several problems at once form a numbered list. This page lists all
-codes in alphabetical order; `...` stands for a value.
+codes in alphabetical order; `...` stands for a value. Where a text has several reasons (why) or fixes (do), a
+message gives those of its case.
 
 | exit code | meaning |
 |---|---|
@@ -64,7 +65,7 @@ def error_classes() -> dict[str, type[errors.MkdError]]:
 
 @dataclass(frozen=True, order=True)
 class RaisedError:
-    """One text of an error, in the order of the page."""
+    """One text of an error, in the order of the page. Other reasons and fixes of the same text are lines."""
 
     code: str
     what: str
@@ -76,7 +77,8 @@ class RaisedError:
     def entry(self) -> str:
         """Return the item of a list."""
         lines = [f"* **{self.what}**" if re.search("[A-Za-z]", self.what) else "* The text names the cause."]
-        lines += [f"  {label}: {text}" for label, text in (("why", self.why), ("do", self.do)) if text]
+        for label, texts in (("why", self.why), ("do", self.do)):
+            lines += [f"  {label}: {text}" for text in texts.splitlines()]
         return "  \n".join(lines)
 
 
@@ -103,7 +105,10 @@ def _made_class(tree: ast.Module, call: ast.Call) -> str | None:
 
 
 def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
-    """Yield code, what, why and do of an error: one set for every text that `what` may have."""
+    """Yield code, what, why and do of an error: one set for every text that `what` may have.
+
+    Its reasons and fixes are those of the same branches.
+    """
     given = _bound(("what", "why", "do"), call)
     function = _function_around(tree, call)
     parameters = [one.arg for one in (*function.args.args, *function.args.kwonlyargs)] if function else []
@@ -122,9 +127,12 @@ def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
         if not isinstance(code, ast.Constant) or "what" not in resolved:
             continue
         for what in _values(tree, call, resolved["what"]):
-            texts = {key: _pattern(_values(tree, call, node)[-1]) for key, node in resolved.items()}
-            texts = {key: "" if texts.get(key) == "..." else texts.get(key, "") for key in ("why", "do")}
-            yield {"code": code.value, "what": _pattern(what), **texts}
+            texts = {"code": code.value, "what": _pattern(what)}
+            for key in ("why", "do"):
+                nodes = _values(tree, call, resolved[key], what) if key in resolved else []
+                patterns = dict.fromkeys(map(_pattern, nodes))
+                texts[key] = "\n".join(one for one in patterns if one != "...")
+            yield texts
 
 
 @lru_cache(maxsize=64)
@@ -152,11 +160,14 @@ def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
     )
 
 
-def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
-    """Return what a variable was last set to before `call`, in every branch.
+def _values(tree: ast.Module, call: ast.Call, node: ast.expr, what: ast.expr | None = None) -> list[ast.expr]:
+    """Return what a variable was last set to before `call`, in every branch that can lead to `what`.
 
-    For a call of a function of the file, return what that function returns; for anything else, `node` itself.
+    For a call of a function of the file, return what that function returns, and for an `if` expression both
+    values; for anything else, `node` itself.
     """
+    if isinstance(node, ast.IfExp):
+        return [value for arm in (node.body, node.orelse) for value in _values(tree, call, arm, what)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         made_by = [
             one for one in _nodes(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id
@@ -168,22 +179,54 @@ def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
     if not isinstance(node, ast.Name):
         return [node]
     scope = _function_around(tree, call) or tree
-    local = [one for one in _nodes(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
+    end = min(_line(call), _line(node))
+    local = [one for one in _nodes(scope) if isinstance(one, ast.Assign) and one.end_lineno < end]
     found = [value for name, value in _assigned((*tree.body, *local)) if name == node.id]
     if not found:
         return [node]
-    last = max(found, key=_line)
-    branches = [
-        one
-        for one in _nodes(scope)
-        if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)
-    ]
-    set_to = [one for one in found if one is last or any(_holds(branch, one) for branch in branches)]
+    entered = _arms(scope, call) | (_arms(scope, what) if what is not None else set())
     return [
         one
-        for value in set_to
-        for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))
+        for value in _last_of(found, entered, scope)
+        for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value, what))
     ]
+
+
+def _last_of(values: Iterable[ast.expr], entered: set[Arm], scope: ast.AST) -> list[ast.expr]:
+    """Return the values that the last assignments may have made, if the arms of `entered` were entered."""
+    found: list[ast.expr] = []
+    taken: set[frozenset[Arm]] = set()  # the arms that lead to each value, without those of `entered`
+    for value in sorted(values, key=_line, reverse=True):
+        arms = _arms(scope, value)
+        if any((branch, not side) in entered for branch, side in arms):
+            continue
+        found.insert(0, value)
+        taken.add(frozenset(arms - entered))
+        if _cover_all(taken):
+            break
+    return found
+
+
+Arm = tuple[ast.If, bool]  # True: its `if`; False: its `else`
+
+
+def _arms(scope: ast.AST, node: ast.AST) -> set[Arm]:
+    """Return the arms of the `if` statements that lead to a node."""
+    branches = (one for one in _nodes(scope) if isinstance(one, ast.If) and _holds(one, node))
+    sides = ((one, side, one.body if side else one.orelse) for one in branches for side in (True, False))
+    return {(one, side) for one, side, body in sides if any(_holds(statement, node) for statement in body)}
+
+
+def _cover_all(taken: set[frozenset[Arm]]) -> bool:
+    """Return True if one of these sets of arms is entered in any case."""
+    if frozenset() in taken:
+        return True
+    for arms in taken:
+        for branch, side in arms:
+            rest = arms - {(branch, side)}
+            if rest not in taken and rest | {(branch, not side)} in taken:
+                return _cover_all({*taken, rest})
+    return False
 
 
 def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:

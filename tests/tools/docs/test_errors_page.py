@@ -61,6 +61,7 @@ def test_texts_elsewhere_are_found(found):
     places = {(error.file, error.what) for error in found}
     for file, what in (
         ("mkd/operations/profiling.py", "--profile-ranks ... do not exist"),
+        ("mkd/checkpoint/hf/hf_hub.py", "the folder ... does not exist"),
         ("mkd/operations/disk.py", "cannot make ...: ... is a file"),
         ("mkd/operations/disk.py", "cannot write to ...: ... is read-only for this user"),
         ("mkd/train/nonfinite.py", "...; logits that are not finite: ..."),
@@ -76,3 +77,36 @@ def test_texts_elsewhere_are_found(found):
     assert memory.why.startswith("planned for") and memory.do.startswith("one of")
     for error in found:
         assert "\n" not in error.entry().replace("  \n", "") and "......" not in error.entry()
+
+
+def test_reasons_and_fixes_of_every_branch_are_listed(found):
+    (replicas,) = [error for error in found if error.code == "world-not-divisible"]
+    started, planned = replicas.do.splitlines()
+    assert started.startswith("start a multiple of") and planned.startswith("plan a multiple of")
+    (turn,) = [error for error in found if error.what.startswith("message ...: mkd cannot find this turn")]
+    assert [" marks " in line for line in turn.do.splitlines()] == [False, True]
+    (hub,) = [error for error in found if error.what.startswith("there is no folder ...")]
+    assert len(hub.why.splitlines()) == 4
+
+
+def test_reasons_and_fixes_of_other_branches_are_not_listed(tmp_path):
+    """Of the branch of a text, its own fix; `why` is set again in each."""
+    (tmp_path / "mkd").mkdir()
+    (tmp_path / "mkd" / "some.py").write_text(
+        "def check(a, b):\n"
+        "    why, do = 'never', 'of none'\n"
+        "    if a:\n"
+        "        what, why, do = 'first', 'A', 'of the first'\n"
+        "    elif b:\n"
+        "        what, why, do = 'second', 'B', 'of the second'\n"
+        "    else:\n"
+        "        what, why = 'third', 'C'\n"
+        "    do = 'also b' if b else do\n"
+        "    raise UsageError(what, why, do, code='a-code')\n"
+    )
+    raised = {error.what: (error.why, error.do.splitlines()) for error in raised_errors(tmp_path)}
+    assert raised == {
+        "first": ("A", ["also b", "of the first"]),
+        "second": ("B", ["also b", "of the second"]),
+        "third": ("C", ["also b", "of none"]),
+    }
