@@ -290,7 +290,8 @@ def _load_backend(folder: Path) -> Any:
         from transformers import AutoImageProcessor
 
         # Backends differ in pixels, and torchvision's often fails to load beside CPU torch: pin Pillow's.
-        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        options = dict(backend="pil", local_files_only=True, trust_remote_code=False)
+        return AutoImageProcessor.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises errors of many types
         raise UsageError(
             f"{folder}: the image processor cannot be loaded",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -90,6 +92,19 @@ def test_the_patches_of_a_tile_count_in_the_fingerprint(tmp_path):
     after = load(folder)
     assert len(after.shape(40, 40).ids) < len(before.shape(40, 40).ids)
     assert after.fingerprint != before.fingerprint
+
+
+def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
+    """Nobody is asked whether it may run: a `y` on stdin changes nothing."""
+    folder, mark = make_smolvlm(tmp_path / "model"), tmp_path / "was run"
+    (folder / "remote.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Remote: ...\n")
+    settings = json.loads((folder / PREPROCESSOR_FILE).read_text())
+    settings |= {"image_processor_type": "Remote", "auto_map": {"AutoImageProcessor": "remote.Remote"}}
+    (folder / PREPROCESSOR_FILE).write_text(json.dumps(settings))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    with refused("image-processor-not-loadable"):
+        load(folder)
+    assert not mark.exists()
 
 
 def test_a_text_model_has_no_image_processor(tmp_path, folders):
