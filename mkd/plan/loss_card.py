@@ -21,8 +21,8 @@ _XTOKEN = {
     "h_kl": "over the common tokens and the rest, and the L1 distance of the others, sorted",
 }
 _MASK = (
-    "the next token of the same document; of conversations those of assistant turns, of prompt and "
-    "completion those of the completion; never padding"
+    "the next token of the same document: in conversations only tokens of assistant turns, after a prompt "
+    "only tokens of the completion, never padding"
 )
 _NORMALISER = (
     "sums over the global batch divided once by its number of loss tokens, counted over all ranks and "

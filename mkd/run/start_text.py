@@ -28,7 +28,7 @@ def dry_run_text(loaded: LoadedConfig, plan: Plan, platform: Platform) -> str:
     """Return everything that is known before the start."""
     from mkd.run.dry_run import verdict_text
 
-    given = given_settings(loaded, "described by `mkd train --help`")
+    given = given_settings(loaded, "described by `mkd train --help-all`")
     return "\n".join([*given, plan.text, plan.loss_card(), platform.describe(), verdict_text(plan)])
 
 
