@@ -73,7 +73,7 @@ def test_a_cpu_that_needs_longer_than_the_gpus_is_named():
         layouts = found.student_layout, found.teacher_layouts
         fast_ms, slow_ms = kernel_start_ms(argv, *layouts, found.batch.num_microbatches)
         assert text.startswith("note: the CPU may be the limit: ")
-        assert f" takes {milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated" in text
+        assert f" needs {milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated" in text
         return fast_ms, slow_ms
 
     tensor = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--global-batch-size", 4)

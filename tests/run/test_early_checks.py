@@ -63,7 +63,7 @@ def refused(*commands: tuple[str, list[object]], **hub: str) -> str:
 
 
 def test_a_training_run(files):
-    run = ["train", *flags(files, "run", "--prompt-data-path", "/nonexistent/not-read.jsonl")]
+    run = ["train", *flags(files, "run")]
     message = refused(
         ("", [*run, "--export-hf", files / "taken"]),
         ("", [*run, "--export-hf", files / "student"]),
