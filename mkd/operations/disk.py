@@ -106,7 +106,7 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
         f"note: {counted(staying, 'more checkpoint')} of {size(each)} will stay in {save.folder} and need "
-        f"{size(staying * each)}, but its disk has {size(free)} left. Give {flag}, or remove checkpoints "
+        f"{size(staying * each)}, but its disk has {size(free)} left: give {flag}, or remove checkpoints "
         "during the run"
     ]
 
