@@ -336,9 +336,7 @@ def difference(text: str, other: str) -> Place:
 
 def _turn_not_found(template: ChatTemplate, number: int, uses_marks: bool) -> DataError:
     """Return the error for an assistant message, counted from 0, whose turn is not known."""
-    what = (
-        f"message {number + 1}: mkd cannot find this turn in what the chat template{template.origin} writes"
-    )
+    what = f"message {number + 1}: mkd cannot find its turn in what the chat template{template.origin} writes"
     why = "it rewrites assistant turns, or ends a call with no token that generation_config.json lists"
     do = "write the record as prompt and completion, or use a template that keeps answers and closes turns"
     if uses_marks:

@@ -83,7 +83,7 @@ def test_reasons_and_fixes_of_every_branch_are_listed(found):
     (replicas,) = [error for error in found if error.code == "world-not-divisible"]
     started, planned = replicas.do.splitlines()
     assert started.startswith("start a multiple of") and planned.startswith("plan a multiple of")
-    (turn,) = [error for error in found if error.what.startswith("message ...: mkd cannot find this turn")]
+    (turn,) = [error for error in found if error.what.startswith("message ...: mkd cannot find its turn")]
     assert [" marks " in line for line in turn.do.splitlines()] == [False, True]
     (hub,) = [error for error in found if error.what.startswith("there is no folder ...")]
     assert len(hub.why.splitlines()) == 4
