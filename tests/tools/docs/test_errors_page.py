@@ -90,7 +90,7 @@ def test_reasons_and_fixes_of_every_branch_are_listed(found):
 
 
 def test_reasons_and_fixes_of_other_branches_are_not_listed(tmp_path):
-    """Of the branch of a text, its own fix; `why` is set again in each."""
+    """A text keeps the reasons and fixes that its own branch or later lines set."""
     (tmp_path / "mkd").mkdir()
     (tmp_path / "mkd" / "some.py").write_text(
         "def check(a, b):\n"
