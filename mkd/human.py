@@ -35,10 +35,10 @@ def count(number: float) -> str:
     return f"{number:.0f}T" if number < 1e6 else f"{number:.0e}T"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 step, 2 steps, 1,000 batches."""
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun: 1 step, 2.5 minutes, 1,000 batches."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{number:,} {noun}{ending}"
+    return f"{number:,g} {noun}{ending}" if isinstance(number, float) else f"{number:,} {noun}{ending}"
 
 
 def duration(seconds: float) -> str:

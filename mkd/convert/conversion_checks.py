@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -28,9 +29,11 @@ from mkd.plan.parameters import weight_bytes
 def hf_to_mcore(hf: str, save: Path, dtype: str | None, overwrite: bool, **layout: int) -> None:
     """Raise the problem of a conversion to a Megatron checkpoint."""
     _require_processes(**layout)
-    _require_room(save, overwrite)
-    shape = ModelShape.from_hf_dir(config_folder(hf))
-    require_disk(Written("the checkpoint", "--save", save, weight_bytes(shape, dtype != "fp32")))
+    require_room(save, overwrite)
+    folder = config_folder(hf)
+    shape = ModelShape.from_hf_dir(folder)
+    is_bf16 = dtype == "bf16" if dtype else _is_in_bf16(folder)
+    require_disk(Written("the checkpoint", "--save", save, weight_bytes(shape, is_bf16)))
 
 
 def parity(hf: str, hf_b: str | None, load: Path | None, ckpt_step: int | None, **_: object) -> None:
@@ -82,7 +85,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
     return folder, folder / HF_FOLDER
 
 
-def _require_room(save: Path, overwrite: bool) -> None:
+def require_room(save: Path, overwrite: bool) -> None:
     """Raise CheckpointError if `save` holds checkpoints. A conversion alone may be overwritten."""
     if not holds_checkpoints(save):
         return
@@ -92,6 +95,13 @@ def _require_room(save: Path, overwrite: bool) -> None:
         do += "" if is_run else ", or give --overwrite to replace the conversion in it"
         why = "a converted model is iteration 0, so the run in that folder would start over"
         raise CheckpointError(what, why, do, code="convert-save-not-empty")
+
+
+def _is_in_bf16(folder: Path) -> bool:
+    """Return True if a model's config.json names bf16 as the dtype of its files, or no dtype."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name: str = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return name == "bfloat16"
 
 
 def _require_processes(tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:

@@ -12,6 +12,7 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.convert.conversion_checks import require_room
 from mkd.convert.models import DTYPES, build_context, load_from_hf
 from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.human import counted
@@ -24,12 +25,14 @@ def run(
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
-    overwrite: bool = False,  # read by `conversion_checks`
+    overwrite: bool = False,
 ) -> None:
     """Convert `hf` to a checkpoint in `save`; `dtype` defaults to that of the files. Arguments are flags.
 
-    They are those that `conversion_checks` has accepted. Raises CheckpointError if `hf` is incomplete.
+    They are those that `conversion_checks` has accepted. Raises CheckpointError if `hf` is incomplete, and if
+    `save` holds checkpoints, unless `overwrite` allows to replace a conversion.
     """
+    require_room(save, overwrite)
     folder = resolve_hf(hf)
     shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
     check_hf_checkpoint(shape, checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
 from mkd.convert.conversion_checks import locate
@@ -46,12 +48,12 @@ def run(
     dtype: str | None,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
-    overwrite: bool = False,  # read by `conversion_checks`
+    overwrite: bool = False,
 ) -> None:
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
     They are those that `conversion_checks` has accepted. Raises CheckpointError if `load` has no intact
-    checkpoint.
+    checkpoint, and UsageError if `hf_out` holds a model and `overwrite` is False.
     """
     folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
@@ -61,7 +63,9 @@ def run(
     model = build_model(shape, weights, context)
     load_checkpoint(folder, TrainingState([model]), context, is_verified=True)
     assets = assets_of(folder, reference)
-    export_hf([(model, model.first_layer)], shape, hf_out, context=context, assets=assets)
+    in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
+    parts = [(model, model.first_layer)]
+    export_hf(parts, shape, hf_out, context=context, assets=assets, in_the_way=in_the_way)
     if context.rank == 0:
         print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
         warn_of_export(str(hf_out))

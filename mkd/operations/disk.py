@@ -36,6 +36,7 @@ class Written:
     flag: str  # flag that moves them elsewhere
     folder: Path  # need not exist yet
     num_bytes: int = 0  # lower bound; 0 for small files
+    instead: str = ""  # what to do instead of writing them
 
     @property
     def existing(self) -> Path:
@@ -51,7 +52,7 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
         count = checkpoints_to_come(config)
         what = "a checkpoint" if count < 2 else counted(count, "checkpoint")
         num_bytes = count * checkpoint_bytes(student, bf16, config.student.train_parts) if student else 0
-        yield Written(what, "--save", Path(checkpoint.save), num_bytes)
+        yield Written(what, "--save", Path(checkpoint.save), num_bytes, "save nothing (--no-save)")
     if checkpoint.export_hf:
         num_bytes = weight_bytes(student, bf16) if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), num_bytes)
@@ -119,8 +120,9 @@ def _room_for_saves_by_time(config: Config, save: Written, each: int, free: int)
     if is_limited or not checkpoint.minutes_without_save or (most - present) * each <= free:
         return []
     return [
-        f"note: a run that saves after {checkpoint.minutes_without_save:g} minutes without a save needs room "
-        f"for up to {most} checkpoints of {size(each)}, but the disk of {save.folder} has {size(free)} left. "
+        f"note: a run that saves after {counted(checkpoint.minutes_without_save, 'minute')} without a save "
+        f"needs room for up to {most} checkpoints of {size(each)}, but the disk of {save.folder} has "
+        f"{size(free)} left. "
         "Make room, give --keep-checkpoints 1, or give --save-interval-in-mins 0 to save only the last step"
     ]
 
@@ -187,7 +189,7 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     parts = ", ".join(f"{write.what} {size(write.num_bytes)}" for write in large)
     what = f"the disk of {large[0].folder} has {size(free)} left, the run writes {size(needed)} to it"
     do = f"make room, or choose another {_joined(write.flag for write in large)}"
-    do += ", or save nothing (--no-save)" if any(write.flag == "--save" for write in large) else ""
+    do += "".join(f", or {write.instead}" for write in large if write.instead)
     return UsageError(what, f"it would fail after all the work before: {parts}", do, code="disk-too-small")
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from mkd.commands import convert, export, parity
+from mkd.convert import hf_to_mcore, mcore_to_hf
 from mkd.convert.models import DTYPES
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
 from tests.checkpoint.saved_tensors import all_tensors
+from tests.reported import refused
 from tests.tiny_models import make_model
 from tests.tokenizers.test_tokenizer_files import with_digits, write
 
@@ -95,6 +97,20 @@ def test_wrong_number_of_processes(original, tmp_path, capsys):
 def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, capsys):
     assert exit_code(convert, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
     assert "already holds checkpoints" in capsys.readouterr().err
+
+
+def test_a_call_from_python_replaces_nothing_either(original, checkpoint, tmp_path, ranks):
+    with refused("convert-save-not-empty"):
+        hf_to_mcore.run(str(original), checkpoint, None, 1, 1)
+    (tmp_path / "config.json").write_text("another model")
+    ranks.run(export_is_refused, 1, checkpoint, tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["another model"]
+
+
+def export_is_refused(load, out):
+    """Check this on a rank of the pool."""
+    with refused("folder-holds-model"):
+        mcore_to_hf.run(load, None, out, None, None, 1, 1)
 
 
 def test_nothing_to_convert(tmp_path, capsys):

@@ -56,6 +56,7 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
     assert checkpoints_to_come(config) == count
     write = next(iter(writes_of(config, STUDENT, [])))
     assert write.num_bytes == count * checkpoint_bytes(STUDENT, True, ())
+    assert write.instead == "save nothing (--no-save)"
     assert write.what == ("a checkpoint" if count == 1 else f"{count} checkpoints")
 
 
@@ -92,6 +93,7 @@ def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
         ({"save_interval": 10, "keep_checkpoints": 3}, None),
         ({}, None),
         ({"size": 2}, "up to 3 checkpoints"),
+        ({"size": 2, "save_interval_in_mins": 1.0}, "saves after 1 minute without a save"),
         ({"size": 2, "save_interval_in_mins": 0.0}, None),
         ({"size": 2, "keep_checkpoints": 1}, None),
     ],
