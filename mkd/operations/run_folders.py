@@ -18,6 +18,7 @@ from mkd.config.load import read_saved_config
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.errors import UsageError
 from mkd.human import counted
+from mkd.run_command import quoted
 
 SAVED_CONFIG = "config.yaml"
 LOG_FILES = ("metrics.jsonl", "events.jsonl", SAVED_CONFIG, "loss_card.txt", "plan.json")
@@ -83,7 +84,7 @@ def describe_saves(config: Config) -> str:
         return f"saves no checkpoints{export}"
     steps, minutes = checkpoint.save_interval, checkpoint.minutes_without_save
     times = [f"every {counted(steps, 'step')}"] if steps else []
-    times += [f"after {minutes:g} minute{'s' * (minutes != 1)} without a save"] if minutes else []
+    times += [f"after {counted(minutes, 'minute')} without a save"] if minutes else []
     return f"saves to {checkpoint.save} {', '.join([*times, 'at a stop and at the end'])}{export}"
 
 
@@ -181,6 +182,19 @@ def continues(checkpoint: CheckpointConfig) -> bool:
         return False
     save, load = Path(checkpoint.save).absolute(), Path(checkpoint.load).absolute()
     return _is_same(load, save) or _is_same(load.parent, save)
+
+
+def changes_to_resume(checkpoint: CheckpointConfig, kept_in: Path | None) -> list[str]:
+    """Return how the command of a run must change to resume from `kept_in`, where its last step is kept.
+
+    Change nothing if that is None or not in --save: the command then starts as it did.
+    """
+    if checkpoint.save is None or kept_in is None or kept_in.parent != Path(checkpoint.save):
+        return []
+    changes = ["without --ckpt-step"] if checkpoint.ckpt_step is not None else []
+    if not (checkpoint.load and _is_same(Path(checkpoint.load), Path(checkpoint.save))):
+        changes.append(f"with --load {quoted(checkpoint.save)}")
+    return changes
 
 
 def restart_notes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkd.human import counted, duration, fixed
 from mkd.log.records import read_records, split_of
-from mkd.operations.run_folders import continues
+from mkd.operations.run_folders import changes_to_resume
 from mkd.run_command import mkd_command, quoted
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def _commands(run: Run, folder: Path) -> Iterator[str]:
     yield f"{mkd} report {quoted(folder)}    # the run as one page"
     if not save:
         return
-    added = [] if continues(checkpoint) else [f"--load {quoted(save)}"]
+    changes = changes_to_resume(checkpoint, run.progress.kept_in)
     is_done = run.position.iteration >= run.config.training.train_iters
-    added += ["a larger --train-iters"] if is_done else []
-    same = " with ".join(["the same command", *filter(None, [" and ".join(added)])])
+    changes += ["with a larger --train-iters"] if is_done else []
+    same = f"the same command {' and '.join(changes)}".rstrip()
     yield f"{same}    # {'trains further' if is_done else 'resumes'}"

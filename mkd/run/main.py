@@ -29,7 +29,7 @@ from mkd.errors import (
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
-from mkd.operations.run_folders import LOG_FILES, log_folder, with_save_folder
+from mkd.operations.run_folders import LOG_FILES, changes_to_resume, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
 from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
@@ -184,14 +184,13 @@ def end(current, stop) -> None:
 def what_is_kept(current) -> tuple[str, str]:
     """Return (what remains of a run that was told to end, how to resume it)."""
     checkpoint, progress = current.config.checkpoint, current.progress
-    save, iteration, again = checkpoint.save, current.position.iteration, "start the same command again"
+    iteration, again = current.position.iteration, "start the same command again"
     if iteration > progress.kept_iteration:
         return "with --no-save the steps of this run are lost", f"{again}, without --no-save"
     if progress.kept_in is None:
         return "no step was done: there is nothing to save", again
-    if save is not None and progress.kept_in.parent == Path(save):
-        again += ", without --ckpt-step" if checkpoint.ckpt_step is not None else ""
-        again += f", with --load {save}"
+    changes = " and ".join(changes_to_resume(checkpoint, progress.kept_in))
+    again += f", {changes}" if changes else ""
     return f"iteration {iteration} is saved in {progress.kept_in}", again
 
 

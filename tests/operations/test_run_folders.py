@@ -11,6 +11,7 @@ from mkd.checkpoint.folders import POINTER
 from mkd.config.schema import CheckpointConfig, Config, LogConfig
 from mkd.operations.run_folders import (
     cache_folder,
+    changes_to_resume,
     describe_saves,
     log_folder,
     requeue_problems,
@@ -109,6 +110,21 @@ def test_where_a_run_without_save_saves(given, save, folders):
     saves = describe_saves(config)
     assert saves.startswith(f"saves to {save} after 15 minutes" if save else "saves no checkpoints")
     assert bool(save_notes(config)) == (save in ("runs/qwen-3", "a-2") and "load" not in given)
+
+
+def test_how_to_resume_from_the_last_step(folders):
+    """The command of a run that kept no step of its own in --save starts as before."""
+    for load, step, changes in (
+        ("link", None, []),
+        ("link", 2, ["without --ckpt-step"]),
+        ("a/iter_0000002", None, ["with --load a"]),
+        ("b", 2, ["without --ckpt-step", "with --load a"]),
+        (None, None, ["with --load a"]),
+    ):
+        checkpoint = CheckpointConfig(save="a", load=load, ckpt_step=step)
+        assert changes_to_resume(checkpoint, Path("a/iter_0000004")) == changes
+        assert changes_to_resume(checkpoint, Path("b/iter_0000002")) == []
+        assert changes_to_resume(checkpoint, None) == []
 
 
 def test_a_run_that_saves_nothing_leaves_the_metrics_of_one_that_does(folders):

@@ -63,10 +63,17 @@ def test_a_run_that_was_cut_short_and_one_that_kept_nothing(summary):
     assert lines[0] == "stopped: 12 of 30 steps, 2m05s" and lines[1] == f"  reason    {over.reason}"
     assert lines[3] == "  export    none" and lines[5].endswith("(after step 0)")
     assert "export --load runs/one --hf-out runs/one/hf" in lines[7]
-    assert lines[-1] == "  the same command with --load runs/one    # resumes"
+    again = "with --load runs/one"
+    assert lines[-1] == f"  the same command {again}    # resumes"
     lines = summary(*["--save", "runs/one", "--load", "runs/one", "--exit-interval", "12"], iteration=12)
     assert lines[1] == "  reason    --exit-interval 12"
     assert lines[-1] == "  the same command    # resumes"
+    for load, step, changes in (
+        ("", ("--ckpt-step", "6"), "without --ckpt-step"),
+        ("/iter_0000006", (), again),
+    ):
+        lines = summary("--save", "runs/one", "--load", f"runs/one{load}", *step, iteration=12)
+        assert lines[-1] == f"  the same command {changes}    # resumes"
     lines = summary("--no-save", records=())
     assert lines[1] == "  weights   not saved (--no-save)"
     assert not any("--load" in line or "held-out" in line for line in lines)
