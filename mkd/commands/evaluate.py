@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mkd.config.flags import FlagParser, add_overwrite, require_new_file
+from mkd.config.flags import FlagParser, add_overwrite, require_new_file, require_writable
 from mkd.config.load import load_config
 from mkd.errors import ErrorList, UsageError, returns_exit_code
 
@@ -86,6 +86,8 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             code="fewshot-negative",
         )
     require_new_file("--out", args.out, args.overwrite)
+    if args.out is not None and rank == 0:  # which alone writes it, on its own machine
+        require_writable("--out", args.out)
     from mkd.run.early_checks import early_model_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkd.config.flags import FlagParser
-from mkd.errors import DataError, UsageError, returns_exit_code
+from mkd.config.flags import FlagParser, require_new_file
+from mkd.errors import DataError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
     from mkd.tokenizers.tokenizer import Tokenizer
@@ -99,17 +99,9 @@ def audit_file(args: argparse.Namespace) -> Path | None:
     return args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
 
 
-def require_room(args: argparse.Namespace) -> None:
-    """Raise UsageError if a file would be replaced."""
-    targets = {"--output": args.output, "--audit-output": audit_file(args)}
-    for flag, path in targets.items():
-        if path is not None and path.exists() and not args.overwrite:
-            what, do = f"{flag} {path} exists", "choose another file, or give --overwrite"
-            raise UsageError(what, "it would be replaced", do, code="projection-exists")
-
-
 def run(args: argparse.Namespace) -> None:
-    require_room(args)
+    require_new_file("--output", args.output, args.overwrite)
+    require_new_file("--audit-output", audit_file(args), args.overwrite)
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken.vocabulary.audit import audit
     from mkd.xtoken.vocabulary.relation import ProjectionSettings

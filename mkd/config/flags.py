@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,12 +70,29 @@ def add_overwrite(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 
 def require_new_file(flag: str, path: Path | None, overwrite: bool) -> None:
-    """Raise UsageError if a command would replace the file that the user has named with `flag`."""
-    if path is not None and path.exists() and not overwrite:
+    """Raise UsageError if a command would replace the file that the user has named with `flag`.
+
+    Devices and pipes such as /dev/stdout are written to, not replaced.
+    """
+    if path is not None and (path.is_file() or path.is_dir()) and not overwrite:
         what, do = f"{flag} {path} exists", "choose another file, or give --overwrite"
         error = UsageError(what, "it would be replaced", do, code="out-exists")
         error.on_all_ranks = True
         raise error
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Raise UsageError if the file that the user has named with `flag` cannot be written."""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"the folder {path.parent} does not exist"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "you may not write there"
+    else:
+        return
+    what = f"cannot write {flag} {path}: {reason}"
+    raise UsageError(what, "", "choose another file", code="out-not-writable")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -56,7 +56,7 @@ def command_of(name, files):
         ("export", "folder-holds-model"),
         ("convert", "convert-save-not-empty"),
         ("preprocess", "corpus-exists"),
-        ("projection", "projection-exists"),
+        ("projection", "out-exists"),
         ("topk", "teacher-cache-not-described"),
     ],
 )

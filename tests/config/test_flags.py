@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 from mkd.config import other_names
 from mkd.config.divergence import DIVERGENCES
-from mkd.config.flags import FIRST_FLAGS, build_parser, known_flags, parse_command_line
+from mkd.config.flags import FIRST_FLAGS, build_parser, known_flags, parse_command_line, require_new_file
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import all_options
+from tests.reported import refused
 
 PUBLIC_CONTRACT = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -116,6 +119,17 @@ def test_hints_name_flags_that_exist_and_names_that_do_not():
         f"--{name}" for name in other_names.OURS.values()
     ]
     assert set(hinted) - set(known_flags()) == {"--nproc-per-node"}
+
+
+def test_files_are_not_replaced_and_devices_and_pipes_are_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "new", tmp_path / "pipe", Path("/dev/null")):
+        require_new_file("--out", path, overwrite=False)
+    for path in (tmp_path / "file", tmp_path):
+        with refused("out-exists"):
+            require_new_file("--out", path, overwrite=False)
+        require_new_file("--out", path, overwrite=True)
 
 
 def test_no_abbreviations():
