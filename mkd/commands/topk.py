@@ -19,10 +19,9 @@ from pathlib import Path
 
 from mkd.config.flags import FlagParser
 from mkd.config.load import load_config
+from mkd.config.models import EXPORTED
 from mkd.errors import ErrorList, UsageError, returns_exit_code
 from mkd.human import counted
-
-TEACHER = 0  # number of the exported teacher
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -85,7 +84,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.run.early_checks import early_model_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems = early_model_problems(config, world_size, TEACHER) if config.teachers else []
+    problems = early_model_problems(config, world_size, EXPORTED) if config.teachers else []
     if problems:
         raise ErrorList(problems)
     from mkd.platform import detect

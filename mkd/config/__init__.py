@@ -9,7 +9,7 @@ In reading order:
     on_policy.py         completions that the student samples
     feedback.py          losses of judged answers
     run_files.py         data, checkpoints, reports
-    data_files.py        suffixes of files of records
+    data_files.py        paths of the data flags: blends, and suffixes of files of records
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text
     megatron_flags.py    flags of Megatron-LM that mkd does not have

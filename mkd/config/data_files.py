@@ -1,13 +1,18 @@
-"""The suffixes of files of records, and what to say about a path that is no such file."""
+"""The paths of the data flags: blends, the suffixes of files of records, and errors about other paths."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from itertools import product
 from pathlib import Path
 
-from mkd.errors import DataError
+from mkd.config.run_files import DataConfig
+from mkd.errors import DataError, MkdError, UsageError, collect_error
 
 JSON_SUFFIXES = (".jsonl", ".json")
 ARROW_SUFFIXES = (".parquet", ".arrow")
@@ -17,9 +22,65 @@ LIKELY, UNLIKELY = (".parquet", ".arrow", ".jsonl", ".bin"), (".json", TEXT_SUFF
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
+@dataclass(frozen=True)
+class Blend:
+    """Paths of corpora, and their weights if given."""
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Parse `W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for anything else."""
+    values = [str(value) for value in values]
+    if not values:
+        raise UsageError(
+            f"{flag} is empty",
+            do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...",
+            code="data-path-empty",
+        )
+    if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
+        raise UsageError(
+            f"{flag} has {len(values)} values: a weight or a path is missing",
+            f"the list starts with the number {values[0]}, "
+            f"so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
+            "give every path a weight, or none; a path that is a number is written ./1",
+            code="blend-incomplete",
+        )
+    if len(values) == 1 or _number(values[0]) is None:
+        return Blend(tuple(values), None)
+    weights: list[float] = []
+    for value in values[::2]:
+        weight = _number(value)
+        if weight is None or not 0 < weight < math.inf:
+            raise UsageError(
+                f"{flag}: {value} stands where a positive weight is expected",
+                f"the list starts with a number, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
+                "give every path a weight, or none",
+                code="blend-weight-not-positive",
+            )
+        weights.append(weight)
+    return Blend(tuple(values[1::2]), tuple(weights))
+
+
+def data_paths(problems: list[MkdError], data: DataConfig) -> dict[str, str]:
+    """Map the path of each corpus to its flag. Append an error for a flag that cannot be parsed."""
+    found: dict[str, str] = {}
+    for flag, values in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+        blend = collect_error(problems, partial(parse_blend, values, flag)) if values else None
+        found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
+    return found
+
+
 def is_raw(path: str) -> bool:
     """Return True if a path is a file of records to tokenise, else it is the prefix of a tokenised corpus."""
     return Path(path).suffix in RAW_SUFFIXES
+
+
+def all_tokenised(data: DataConfig) -> bool:
+    """Return True if the data flags name corpora, and all are tokenised."""
+    paths = data_paths([], data)  # flags that cannot be parsed are reported where the data are checked
+    return bool(paths) and not any(map(is_raw, paths))
 
 
 def require_file(path: str, flag: str) -> None:
@@ -67,3 +128,10 @@ def _names_in(folder: Path) -> str:
         if files:
             return f"name its files: {place}/*{suffix}"
     return f"name files that end in {', '.join(RAW_SUFFIXES)}; the folder has none"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

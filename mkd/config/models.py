@@ -154,6 +154,10 @@ class TeacherConfig(TeacherDivergence):
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
 
 
+EXPORTED = 0
+"""Number of the teacher that `mkd topk` exports."""
+
+
 def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
     """Return a name for each teacher: the configured one, else its folder's name, else `teacher0`.
 

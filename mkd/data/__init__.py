@@ -1,6 +1,6 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
-sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
+sources.py              places of tokenised corpora, and whether a run can read them
 records/                which keys of a record are read, and the texts, conversations and pairs they become
 documents.py            the document (ids and loss mask) that each record becomes
 pairs.py                preference pairs, each as two documents

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import is_raw, require_file
+from mkd.config.data_files import Blend, is_raw, parse_blend, require_file
 from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
@@ -25,7 +25,7 @@ from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_
 from mkd.data.pairs import require_pairs, require_pairs_fit
 from mkd.data.quarantine import collect, list_left_out, require_few
 from mkd.data.records.file_notes import log_notes
-from mkd.data.sources import Blend, find_prefix, parse_blend, require_text, require_vocabulary
+from mkd.data.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.data.teacher_input import SharedTokens

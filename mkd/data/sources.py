@@ -1,64 +1,11 @@
-"""The data flags: blends, splits, and whether a path is a raw file or a tokenised corpus."""
+"""Tokenised corpora: the place of one, and whether a run can read it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-
-from mkd.config.data_files import RAW_SUFFIXES, is_raw, no_such_file
+from mkd.config.data_files import RAW_SUFFIXES, no_such_file
 from mkd.data.store import StoreFiles, TokenStore
-from mkd.errors import DataError, UsageError
+from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Paths of corpora, and their weights if given."""
-
-    paths: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-
-def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parse `W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for anything else."""
-    values = [str(value) for value in values]
-    if not values:
-        raise UsageError(
-            f"{flag} is empty",
-            do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...",
-            code="data-path-empty",
-        )
-    if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
-        raise UsageError(
-            f"{flag} has {len(values)} values: a weight or a path is missing",
-            f"the list starts with the number {values[0]}, "
-            f"so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
-            "give every path a weight, or none; a path that is a number is written ./1",
-            code="blend-incomplete",
-        )
-    if len(values) == 1 or _number(values[0]) is None:
-        return Blend(tuple(values), None)
-    weights = tuple(map(_number, values[::2]))
-    for value, weight in zip(values[::2], weights, strict=True):
-        if weight is None or not 0 < weight < math.inf:
-            raise UsageError(
-                f"{flag}: {value} stands where a positive weight is expected",
-                f"the list starts with a number, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
-                "give every path a weight, or none",
-                code="blend-weight-not-positive",
-            )
-    return Blend(tuple(values[1::2]), weights)
-
-
-def all_tokenised(*flags: Sequence[str]) -> bool:
-    """Return True if the values of data flags name corpora, and all are tokenised."""
-    paths: list[str] = []
-    for values in flags:
-        with suppress(UsageError):  # reported where the data are checked
-            paths += parse_blend(values).paths if values else ()
-    return bool(paths) and not any(map(is_raw, paths))
 
 
 def find_prefix(path: str, flag: str = "--data-path") -> str:
@@ -108,10 +55,3 @@ def require_text(store: TokenStore, name: str) -> None:
             "name the raw file of the conversations instead: each model then reads them in its own template",
             code="corpus-of-conversations-for-teacher",
         )
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

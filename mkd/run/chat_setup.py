@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.folders import find_checkpoint, read_state, saved_iterations
+from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
-from mkd.data.sources import all_tokenised
 from mkd.data.stored.teacher_topk import TopKMeta
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
@@ -44,7 +44,7 @@ def chat_problems(tokenizer: Tokenizer, config: Config) -> Iterator[UsageError]:
     data = config.data
     if not tokenizer.has_chat_template:
         why = "the tokenizer has no chat template"
-    elif not config.rollout.is_on and all_tokenised(data.data_path, data.valid_data_path):
+    elif not config.rollout.is_on and all_tokenised(data):
         why = "the corpora are tokenised, with the settings that `mkd preprocess` had"
     else:
         return

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.checkpoint.folders import first_iteration
+from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
 from mkd.human import counted, duration, number, size
 from mkd.operations.disk import Written, writes_of
 from mkd.operations.run_folders import describe_saves
 from mkd.plan.hardware import USABLE
 from mkd.plan.verdict import fullest_rank
-from mkd.run.preflight import data_paths
 
 if TYPE_CHECKING:
     from mkd.run.run_plan import Plan
@@ -91,7 +91,7 @@ def _effort(plan: Plan) -> str:
 def _disk(plan: Plan) -> Iterator[str]:
     """Yield what is written to each disk, and how much it has left."""
     by_disk: dict[int, list[Written]] = {}
-    for write in writes_of(plan.config, plan.student.shape, data_paths([], plan.config)):
+    for write in writes_of(plan.config, plan.student.shape, data_paths([], plan.config.data)):
         by_disk.setdefault(write.existing.stat().st_dev, []).append(write)
     for writes in by_disk.values():
         large = [f"{one.what} {size(one.num_bytes)} in {one.folder}" for one in writes if one.num_bytes]

@@ -6,13 +6,13 @@ import repeat them with the rest. Corpora that are not files of records are left
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.folders import find_checkpoint
 from mkd.checkpoint.hf.hf_hub import config_folder
-from mkd.config.data_files import is_raw, require_file
+from mkd.config.data_files import data_paths, is_raw, require_file
 from mkd.config.models import hf_flag, teacher_roles
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError, collect_error
@@ -27,12 +27,15 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     """Return the problems of a training run whose --save folder is chosen."""
     problems: list[MkdError] = []
     runs = config.needs_models and not (config.teachers and config.teachers[0].topk)
-    student, *teachers = _models(problems, config, (None, *range(len(config.teachers) if runs else 0)))
+    numbers = (None, *range(len(config.teachers) if runs else 0))
+    student, *teachers = _models(problems, config, numbers)
     problems += find_problems(config, world_size, student, teachers)
-    problems += missing_files(config, reads_prompts=config.rollout.is_on)
+    paths = data_paths([], config.data)  # the later checks report what is not a list of paths
+    prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
+    problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
     problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
-    problems += disk_problems([*writes_of(config, student, _corpora(config))])
-    names = [model_of(config, number).hf for number in (None, *range(len(config.teachers)))]
+    problems += disk_problems([*writes_of(config, student, paths)])
+    names = [model_of(config, number).hf for number in numbers]
     read = [Path(name).expanduser() for name in names if name]
     return [*problems, *export_problems(config.checkpoint, read)]
 
@@ -47,7 +50,7 @@ def early_model_problems(
     (shape,) = _models(problems, config, (teacher,))
     problems += find_model_problems(config, world_size, shape, teacher)
     if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone
-        problems += missing_files(config, reads_prompts=False)
+        problems += missing_files(data_paths([], config.data))
     return problems
 
 
@@ -60,10 +63,6 @@ def _models(
             role = "student" if number is None else teacher_roles(config.teachers)[number]
             collect_error(problems, partial(find_weights, role, model_of(config, number)))
     return [model_shape(problems, config, number) for number in numbers]
-
-
-def _corpora(config: Config) -> Iterable[str]:
-    return (*config.data.data_path, *config.data.valid_data_path)
 
 
 def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
@@ -102,15 +101,10 @@ def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
     return folder
 
 
-def missing_files(config: Config, reads_prompts: bool) -> list[MkdError]:
-    """Return the problem of every file of records that is to be read and does not exist."""
-    given = {
-        "--data-path": config.data.data_path,
-        "--valid-data-path": config.data.valid_data_path,
-        "--prompt-data-path": config.rollout.prompt_data_path if reads_prompts else (),
-    }
+def missing_files(paths: Mapping[str, str]) -> list[MkdError]:
+    """Return the problem of every file of records, in path -> its flag, that does not exist."""
     problems: list[MkdError] = []
-    for flag, values in given.items():
-        for path in filter(is_raw, values):  # weights of a blend have no suffix
+    for path, flag in paths.items():
+        if is_raw(path):
             collect_error(problems, partial(require_file, path, flag))
     return problems

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
+from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.feedback import FeedbackConfig
 from mkd.config.options import FIRST_TEACHER, all_options, settings
@@ -22,7 +23,6 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.data.dataset import later_orders
 from mkd.data.known_files import KnownFiles
 from mkd.data.prompts import PromptSet
-from mkd.data.sources import parse_blend
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.operations.run_folders import cache_folder

@@ -25,7 +25,7 @@ from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
-from mkd.data.sources import find_prefix, parse_blend, require_text, require_vocabulary
+from mkd.data.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.chat_setup import chat_problems, chat_settings
@@ -182,16 +182,6 @@ def wider_than_head(
         why = "text would become ids for which the model has no embedding"
         do = f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one"
         yield UsageError(what, why, do, code="tokenizer-beyond-vocabulary")
-
-
-def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
-    """Return path -> flag of every corpus. Add to `problems` a flag that has no such list."""
-    found: dict[str, str] = {}
-    given = {"--data-path": config.data.data_path, "--valid-data-path": config.data.valid_data_path}
-    for flag, values in given.items():
-        blend = collect_error(problems, partial(parse_blend, values, flag)) if values else None
-        found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
-    return found
 
 
 def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:

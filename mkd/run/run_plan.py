@@ -10,6 +10,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_changes import PlainTokenizer, SavesFiles, StopIds
+from mkd.config.data_files import data_paths
 from mkd.config.models import teacher_names, teacher_roles
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
@@ -42,7 +43,7 @@ from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.chat_setup import date_of
 from mkd.run.model_source import ModelSource, locate_model
-from mkd.run.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
+from mkd.run.preflight import Tokenizers, data_problems, open_tokenizers
 from mkd.run.rollout_preflight import rollout_notes, rollout_problems
 from mkd.run.stored_teacher import StoredTeacher
 from mkd.run.trained_ends import ends_of_stores, stop_notes, trained_ends
@@ -194,7 +195,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += check_machine(config, world_size, processes_of_machine(world_size), models)
     problems += fp8_problems(fp8_recipes(config))
     tokenizers = open_tokenizers(problems, config, student, sources)
-    paths = data_paths(problems, config)
+    paths = data_paths(problems, config.data)
     problems += data_problems(paths, tokenizers, config)
     problems += rollout_problems(config, tokenizers, student, sources)
     problems += task_problems(config)

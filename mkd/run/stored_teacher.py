@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.sources import all_tokenised
 from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
@@ -131,7 +131,7 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
         do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
         yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
     settings = data_settings(config)
-    is_tokenised = all_tokenised(config.data.data_path, config.data.valid_data_path)
+    is_tokenised = all_tokenised(config.data)
     for name, (flag, reason) in DATA_FLAGS.items():
         value, exported = settings.get(name), meta.data.get(name)
         follows = name == OVERLONG_CONVERSATIONS and meta.data.get("overlong") != settings["overlong"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mkd.config.models import EXPORTED
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import META_FILE, UNKNOWN_PRECISION, TopKMeta
 from mkd.errors import DataError
+from mkd.human import counted
 from mkd.run.one_model import ModelPlan
 from mkd.run.preflight import require_same_tokenizer
 from mkd.run.stored_teacher import (
@@ -20,8 +24,8 @@ from mkd.run.stored_teacher import (
 )
 from mkd.tokenizers.tokenizer import Tokenizer
 
-TEACHER = 0  # number of the exported teacher
-REPLACED = ("teacher-cache-not-described", "teacher-cache-of-another-run")  # problems that --overwrite solves
+SHARD = re.compile(r"(train|valid)-\d{5,}\.parquet")
+KEYS_OF_ALL_VERSIONS = {"format_version", "weights_fingerprint", "vocabulary_fingerprint", "parts"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class ExportPlan:
 
 
 def _precision(config: Config) -> str:
-    teacher = config.teachers[TEACHER]
+    teacher = config.teachers[EXPORTED]
     if teacher.precision == "fp8":
         return f"fp8 {teacher.fp8_recipe}"
     return "bf16" if config.training.bf16 else "fp32"
@@ -86,7 +90,7 @@ def write_description(
 ) -> TopKMeta:
     """Write and return the description of the cache. With --overwrite, remove another cache first.
 
-    Raises DataError if the folder holds another one without --overwrite.
+    Raises DataError if the folder holds another one without --overwrite, or files that are not a cache.
     """
     require_same_tokenizer(plan.tokenizer, plan.teacher.source)
     out, meta = settings.out, _description(plan, settings, vocab_size, parts)
@@ -95,45 +99,71 @@ def write_description(
             meta = _as_found(out, meta)
         else:
             _require_no_shards(out)
-    except DataError as error:
-        if not settings.overwrite or error.code not in REPLACED:
+    except DataError:
+        if not (settings.overwrite and _holds_cache(out)):
             raise
-        for path in (out / META_FILE, *_shards(out)):
-            path.unlink(missing_ok=True)
+        for path in _shards(out):
+            path.unlink()
     meta.write(out)
     return meta
 
 
-def require_room(plan: ExportPlan, settings: ExportSettings, vocab_size: int) -> None:
-    """Raise DataError if the folder holds another cache, before data are read or weights loaded."""
+def require_room(plan: ExportPlan, settings: ExportSettings, vocab_size: int) -> bool:
+    """Return True if --overwrite will replace the cache in the folder, before the data are read.
+
+    Only then may a cache of other data be found. Raises DataError as `write_description`.
+    """
     out = settings.out
     try:
         if (out / META_FILE).exists():
-            parts = TopKMeta.read(out).parts
-            if not settings.overwrite:
-                _as_found(out, _description(plan, settings, vocab_size, parts))
-        elif not settings.overwrite:
+            _as_found(out, _description(plan, settings, vocab_size, _found(out).parts))
+        else:
             _require_no_shards(out)
     except DataError as error:
+        if settings.overwrite and _holds_cache(out):
+            return True
         error.on_all_ranks = True
         raise
+    return False
 
 
 def _shards(out: Path) -> list[Path]:
-    return list(out.glob("*-[0-9][0-9][0-9][0-9][0-9].parquet"))
+    return [path for path in out.glob("*.parquet") if SHARD.fullmatch(path.name)]
+
+
+def _holds_cache(out: Path) -> bool:
+    """Return True if `out` has the description of a cache, of any version. Nothing else may be replaced."""
+    try:
+        found = json.loads((out / META_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() >= KEYS_OF_ALL_VERSIONS
 
 
 def _require_no_shards(out: Path) -> None:
-    """Raise DataError if a folder without a description holds shards."""
+    """Raise DataError if a folder without a description holds files with the names of shards."""
     if shards := _shards(out):
-        what = f"{out} holds {len(shards)} shards of a teacher cache, and no {META_FILE}"
-        do = "choose another --out, or give --overwrite to replace them"
-        raise DataError(what, "they would be replaced", do, code="teacher-cache-not-described")
+        what = f"{out} holds {counted(len(shards), 'file')} such as {min(shards).name}, and no {META_FILE}"
+        why = f"an export writes files of these names, and only {META_FILE} tells that they are a cache"
+        do = "choose another --out, or remove these files if nobody needs them"
+        raise DataError(what, why, do, code="teacher-cache-not-described")
+
+
+def _found(out: Path) -> TopKMeta:
+    """Return the description of the cache in `out`. Raises DataError if it cannot be read."""
+    try:
+        return TopKMeta.read(out)
+    except DataError as error:
+        what = f"{out / META_FILE} cannot be read as the description of a teacher cache"
+        do = "choose another --out, or remove the files in it yourself if nobody needs them"
+        if _holds_cache(out):
+            do = "choose another --out, or give --overwrite to replace the cache"
+        raise DataError(what, error.why, do, code="teacher-cache-description-not-valid") from error
 
 
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
     """Return `meta` with the precision as the cache in `out` states it. DataError if that is another one."""
-    found = TopKMeta.read(out)
+    found = _found(out)
     if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
     compared = (name for name in vars(meta) if name != "teacher")

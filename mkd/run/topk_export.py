@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.checkpoint.hf.hf_hub import resolve_hf
-from mkd.config.models import teacher_names
+from mkd.config.data_files import data_paths
+from mkd.config.models import EXPORTED, teacher_names
 from mkd.config.schema import Config
 from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch
@@ -50,8 +51,8 @@ from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
 from mkd.run.one_model import plan_model
-from mkd.run.preflight import Tokenizers, data_paths, data_problems, wider_than_head
-from mkd.run.topk_description import TEACHER, ExportPlan, ExportSettings, require_room, write_description
+from mkd.run.preflight import Tokenizers, data_problems, wider_than_head
+from mkd.run.topk_description import ExportPlan, ExportSettings, require_room, write_description
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
@@ -69,14 +70,15 @@ def export_teacher(
     plan = plan_export(config, world_size, settings.out)
     if len(config.teachers) > 1:
         names = teacher_names(config.teachers)
-        LOG.warning("%d teachers are configured: the first, %s, is exported", len(names), names[TEACHER])
+        LOG.warning("%d teachers are configured: the first, %s, is exported", len(names), names[EXPORTED])
     of_teacher = plan.teacher.source.shape.vocab_size
     vocab_size = min(of_teacher, _student_vocab_size(config) or of_teacher)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         why = "that many ids have a probability"
         raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
-    require_room(plan, settings, vocab_size)
+    if require_room(plan, settings, vocab_size):
+        plan = plan_export(config, world_size)  # a new cache does not take the date of the one it replaces
     if config.dry_run:
         return None
     _make_folder(settings.out)
@@ -103,11 +105,11 @@ def plan_export(
 
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
     """
-    if not config.teachers or not (config.teachers[TEACHER].hf or config.teachers[TEACHER].load):
+    if not config.teachers or not (config.teachers[EXPORTED].hf or config.teachers[EXPORTED].load):
         why = "its predictions are exported"
         raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="teacher-missing")
     problems: list[MkdError] = []
-    teacher = plan_model(problems, config, world_size, TEACHER)
+    teacher = plan_model(problems, config, world_size, EXPORTED)
     if not config.data.data_path:
         do = "give --data-path PATH"
         problems.append(UsageError("no training data is given", "", do, code="data-path-missing"))
@@ -123,7 +125,7 @@ def plan_export(
         problems += chat_problems(tokenizer, config)
         problems += wider_than_head(tokenizer, config, "teacher", source)
         images = collect_error(problems, partial(_open_images, config, source, tokenizer))
-    paths = data_paths(problems, config)
+    paths = data_paths(problems, config.data)
     tokenizers = None if tokenizer is None else Tokenizers(tokenizer, (), None, ())
     problems += data_problems(paths, tokenizers, config)
     problems += disk_problems(list(cache_writes(config, paths)))

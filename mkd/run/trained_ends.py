@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_changes import CONFIG_FILE, GENERATION_FILE, StopIds, listed_ids
-from mkd.config.data_files import is_raw
+from mkd.config.data_files import is_raw, parse_blend
 from mkd.config.schema import Config
-from mkd.data.sources import find_prefix, parse_blend
+from mkd.data.sources import find_prefix
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import ENDS, ends_with_loss
 from mkd.rollout.stop_ids import named

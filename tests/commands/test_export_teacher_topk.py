@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mkd.config.load import load_config
+from mkd.data.stored.teacher_topk import META_FILE, TopKMeta
+from mkd.run.topk_description import ExportSettings, require_room, write_description
+from mkd.run.topk_export import plan_export
+from tests.reported import refused
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, poison
 from tests.train.topk_files import DATA, export, exported
@@ -206,6 +213,40 @@ def test_overwrite_replaces_another_cache_and_resumes_the_same(single, files, ra
     assert {ids.shape[1] for ids, *_ in stored_rows(cache).values()} == {4}
     (result,) = export(ranks, files, "replaced", *more)
     assert result.exit_code == 0 and "train: 0 of 1 shard to make" in result.stdout, result.stderr
+
+
+def test_only_a_cache_is_replaced(files):
+    """Its description, of any version, tells that it is one. Data of the hub have names like shards."""
+    out = files / "other files"
+    out.mkdir()
+    data, shard, described = (
+        out / name for name in ("train-00000-of-00010.parquet", "train-00000.parquet", META_FILE)
+    )
+    data.write_text("data")
+    plan = plan_export(load_config(flags(files, "described", *DATA)).config, 1)
+    settings = ExportSettings(out, 4, "float32", 10)
+    allowed, what = replace(settings, overwrite=True), (307, {"train": 20})
+    meta = write_description(plan, settings, *what)
+    shard.write_text("a shard")
+    for text, code in (
+        (None, "teacher-cache-not-described"),
+        ("", "teacher-cache-description-not-valid"),
+        ('{"name": "a data set"}', "teacher-cache-description-not-valid"),
+    ):
+        described.unlink() if text is None else described.write_text(text)
+        for given in (settings, allowed):
+            with refused(code) as caught:
+                require_room(plan, given, 307)
+            assert "--overwrite" not in caught.value.do
+            with refused(code):
+                write_description(plan, given, *what)
+        assert shard.exists() and (text is None or described.read_text() == text)
+    described.write_text(json.dumps(asdict(meta) | {"format_version": 1}))
+    with refused("teacher-cache-description-not-valid") as caught:
+        require_room(plan, settings, 307)
+    assert "--overwrite" in caught.value.do and require_room(plan, allowed, 307)
+    assert write_description(plan, allowed, *what) == meta == TopKMeta.read(out)
+    assert not shard.exists() and data.read_text() == "data" and not require_room(plan, allowed, 307)
 
 
 def test_a_teacher_that_is_not_finite(files, ranks):

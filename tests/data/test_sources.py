@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.data_files import is_raw
-from mkd.data.sources import Blend, find_prefix, parse_blend
+from mkd.config.data_files import Blend, is_raw, parse_blend
+from mkd.data.sources import find_prefix
 from mkd.errors import DataError, UsageError
 
 

@@ -44,11 +44,11 @@ def files(tmp_path_factory):
     return folder
 
 
-def on_day(day, argv):
+def on_day(day, argv, command="mkd.run.main"):
     """Run the command on that day."""
     today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
     with mock.patch.object(chat_input, "Date", today):
-        return call_main(argv)
+        return call_main(argv, command)
 
 
 def on_day_of_rank(days, argv):
@@ -153,6 +153,16 @@ def test_a_teacher_cache_of_tokenised_corpora_asks_for_no_flag_of_conversations(
     assert preprocess([str(word) for word in given]) == 0
     argv = flags(files, "from ids", "--teacher-topk", out, **paths | dict(data_path="plain ids"))
     assert not problems_of(list(map(str, argv)))
+
+
+def test_an_export_that_replaces_another_does_not_take_its_date(files, ranks):
+    out = files / "replaced cache"
+    argv = flags(files, "cached", student_hf="student", teacher_hf="student", data_path="chat.jsonl")
+    for day, k, date in (("26", 4, "26"), ("27", 4, "26"), ("28", 8, "28")):
+        given = ["--out", str(out), "--overwrite", "--k", str(k), *argv]
+        ((exit_code, _, stderr),) = ranks.run(on_day, 1, f"2026-11-{day}", given, "mkd.commands.topk")
+        assert exit_code == 0, stderr
+        assert json.loads((out / "meta.json").read_text())["data"]["chat_date"] == f"2026-11-{date}"
 
 
 @pytest.mark.parametrize("damage", ["lost", "damaged"])

@@ -16,6 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from mkd.config.load import load_config
+from mkd.human import size
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import weight_bytes
+from mkd.run.early_checks import early_model_problems, early_problems
 from tests.reported import reported_codes
 from tests.train.command import flags, make_files
 
@@ -87,6 +92,31 @@ def test_a_training_run(files):
     assert "text.jsonl is a file, not a folder" in message
 
 
+def test_only_what_a_command_reads_must_exist_and_stay(files):
+    """An evaluation reads no corpus, an export of predictions no prompts, and --kd-ratio 0 no teacher."""
+    missing = "/nonexistent/text.jsonl"
+
+    def found(check, *more, **paths):
+        config = load_config(flags(files, "run", *more, **paths)).config
+        return [str(problem) for problem in check(config)]
+
+    prompts = ("--prompt-data-path", missing)
+    for check, number in (
+        (lambda config: early_model_problems(config, 1), 0),
+        (lambda config: early_model_problems(config, 1, teacher=0), 1),
+        (lambda config: early_problems(config, 1), 1),
+    ):
+        texts = found(check, data_path=missing)
+        assert len(texts) == number and all(f"--data-path {missing}: nothing" in text for text in texts)
+        assert not any("nothing found" in text for text in found(check, *prompts))
+    sampled = found(lambda config: early_problems(config, 1), *prompts, "--on-policy-fraction", 0.5)
+    assert any(f"--prompt-data-path {missing}: nothing found" in text for text in sampled)
+    for ratio, number in ((1, 1), (0, 0)):
+        out = ("--export-hf", files / "teacher", "--overwrite", "--kd-ratio", ratio)
+        texts = found(lambda config: early_problems(config, 1), *out)
+        assert len(texts) == number and all("is a folder that this run reads" in text for text in texts)
+
+
 def test_commands_that_write_a_model(files):
     student, taken, new = files / "student", files / "taken", files / "new"
     export, make = ["export", "--load", files / "saved"], ["make-student", "--hf", student, "--num-layers", 1]
@@ -116,6 +146,9 @@ def test_commands_that_write_a_model(files):
         "disk-too-small",
     ]
     assert NO_TEACHER in message and "the folder /nonexistent/model does not exist" in message
+    assert "--no-save" not in message  # a flag of training
+    assert json.loads((student / "config.json").read_text())["dtype"] == "float32"
+    assert f"the checkpoint {size(weight_bytes(ModelShape.from_hf_dir(student), bf16=False))}" in message
 
 
 def test_commands_that_read_a_model(files):
@@ -126,6 +159,7 @@ def test_commands_that_read_a_model(files):
         ("", ["parity", "--hf", "/nonexistent/model"]),
         ("", ["evaluate", *task, *missing, "--data-path", "/nonexistent/not-read.jsonl"]),
         ("", ["evaluate", *task, "--student-hf", files / "student", "--out", taken / "scores.json"]),
+        ("", ["evaluate", *task, "--student-hf", files / "student", "--out", files / "none" / "scores.json"]),
         ("", ["topk", "--out", files / "new", *flags(files, "topk", *unread, teacher_hf="nowhere")]),
         ("", ["plan", *missing, "--kd-ratio", 0]),
         ("", ["report", files, "--out", taken / "page.html"]),
@@ -134,9 +168,11 @@ def test_commands_that_read_a_model(files):
     assert reported_codes(message) == [
         *["hf-model-not-found"] * 2,
         "out-exists",
+        "out-not-writable",
         *["hf-model-not-found"] * 2,
         *["out-exists"] * 2,
     ]
+    assert f"the folder {files / 'none'} does not exist" in message
     assert {path.read_text() for path in taken.iterdir()} == {"another file"}
 
 
