@@ -108,13 +108,14 @@ def test_a_frozen_tower_is_exported_byte_for_byte(files, ranks):
 def test_an_image_that_changes_after_tokenising_ends_the_run(files, ranks, tmp_path):
     copied = with_text(with_weights(make_qwen(tmp_path / "student", most_pixels=16 * 16), seed=1))
     command = argv(tmp_path, "run", teacher_hf=None, student_hf=copied, data_path="student/chats.jsonl")
-    command += ["--teacher-hf", str(files / "teacher"), "--num-workers", "1"]
+    command += ["--teacher-hf", str(files / "teacher")]
     (done,) = run_main(ranks, [*command, "--dry-run"])
     assert done.exit_code == 0, done.stderr
     (first,) = run_main(ranks, [*command, "--train-iters", "1"])
     assert first.exit_code == 0, first.stderr
     for number in range(5):
         (copied / "pictures" / f"{number}.png").write_bytes(image_file(picture(40, 40, seed=9)))
+    command += ["--num-workers", "1"]  # the worker's error reaches the run
     (second,) = run_main(ranks, [*command, "--load", str(tmp_path / "run"), "--train-iters", "3"])
     assert second.exit_code == DataError.exit_code == 65
     assert "error[image-changed]" in second.stderr
