@@ -113,8 +113,10 @@ def test_the_same_tokenizer_gives_the_plain_loss(more, files, ranks):
     own, _ = metrics(ranks, files, flags(files, "own run", *XTOKEN, *more, **paths), "own run")
     assert all(record["num_aligned/teacher-exact"] > 0 for record in own)
     for ours, reference in zip(own, plain, strict=True):
+        # The KL is a difference of terms as large as the entropy: it may differ by one of their roundings.
+        rounding = {"kd_loss": float(np.finfo(np.float32).eps) * reference["teacher_entropy"]}
         for key in ("loss", "grad_norm", "kd_loss", "teacher_ce", "teacher_entropy"):
-            assert ours[key] == pytest.approx(reference[key], rel=1e-6), key
+            assert ours[key] == pytest.approx(reference[key], rel=1e-6, abs=rounding.get(key, 0)), key
 
 
 def test_a_pack_too_short_for_the_text_still_trains(files, ranks):
