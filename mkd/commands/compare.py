@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     print(table([HEAD, *(one.cells() for one in found)]))
     parted = [one for one in found if one.counts and one.first_difference is not None]
     if not parted:
-        print(f"no value differs by more than {args.eps:g}, relative to its size")
+        print(f"no value that counts differs by more than {args.eps:g}, relative to its size")
         return EXIT_DONE
     first = min(parted, key=lambda one: one.first_difference or 0)
     place = f"{first.split} {first.key} at iteration {first.first_difference}"

@@ -17,10 +17,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.config.flags import FlagParser
 from mkd.config.load import load_config
 from mkd.config.models import EXPORTED
-from mkd.errors import ErrorList, UsageError, returns_exit_code
+from mkd.errors import ErrorList, MkdError, UsageError, returns_exit_code
 from mkd.human import counted
 
 
@@ -72,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     export(args, rest, rank=int(os.environ.get("RANK", "0")))
 
 
+def model_beside_cache(out: Path) -> list[MkdError]:
+    """Return the problem of a cache in the folder of a model, which --overwrite does not replace."""
+    if model_in_the_way("--out", out) is None:
+        return []
+    why = "the files of a cache and of a model would be mixed"
+    what = f"--out {out} holds a model"
+    return [UsageError(what, why, "choose another folder", code="cache-folder-holds-model")]
+
+
 def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     config = load_config(rest).config
     if args.samples_per_shard < 1:
@@ -85,6 +95,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = early_model_problems(config, world_size, EXPORTED) if config.teachers else []
+    problems += model_beside_cache(args.out)
     if problems:
         raise ErrorList(problems)
     from mkd.platform import detect

@@ -60,9 +60,7 @@ def precision_note(forecast: Forecast) -> list[str]:
         return []
     faster = forecast.with_config(replace(forecast.config, training=replace(training, bf16=True)))
     fast, slow = (milliseconds(one.planned_step_ms()) for one in (faster, forecast))
-    usual = (
-        f"With --bf16, which is usual on GPUs, a step takes {fast} instead of {slow}, and needs less memory"
-    )
+    usual = f"With --bf16, which is usual on GPUs, a step takes {fast} instead of {slow}"
     return [f"note: this run computes in fp32. {usual}"]
 
 

@@ -40,7 +40,7 @@ def test_equal_runs_are_equal_to_the_bit_and_times_do_not_count(run, capsys):
     shown = capsys.readouterr().out
     assert row(shown, "train", "loss") == ["2.5", "2.5", "+0", "2", "2", "0", "never"]
     assert row(shown, "train", "step_time_ms") == ["100", "200", "+100", "100", "200", "0.5", "-"]
-    assert "no value differs by more than 0, relative to its size" in shown
+    assert "no value that counts differs by more than 0, relative to its size" in shown
 
 
 def test_the_first_difference_is_found_where_it_is(run, capsys):

@@ -273,6 +273,14 @@ def test_wrong_flags(files, ranks):
         assert not (files / "wrong").exists()
 
 
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_cache_is_never_beside_a_model(more, files, ranks):
+    before = sorted((files / "student").iterdir())
+    (result,) = export(ranks, files, "student", *more)
+    assert result.exit_code == 64 and "error[cache-folder-holds-model]" in result.stderr
+    assert sorted((files / "student").iterdir()) == before
+
+
 def test_a_dry_run_ends_after_the_checks(files, ranks):
     (result,) = export(ranks, files, "dry", "--dry-run")
     assert result.exit_code == 0 and "with --dry-run nothing is written" in result.stdout, result.stderr

@@ -219,4 +219,4 @@ def test_fp32_is_slower_and_gets_a_note():
     assert fp32.planned_step_ms() > 8 * bf16.planned_step_ms()
     assert "predicted on H200 in fp32" in fp32.describe()
     (note,) = precision_note(fp32)
-    assert "--bf16 is usual on GPUs: " in note and precision_note(bf16) == []
+    assert "With --bf16, which is usual on GPUs, a step takes " in note and precision_note(bf16) == []

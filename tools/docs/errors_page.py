@@ -43,7 +43,8 @@ def page_of(raised: Iterable[RaisedError]) -> str:
     )
     lines = [
         _INTRODUCTION
-        + "\n".join(f"| {exit_code} | {cls.__doc__.splitlines()[0]} |" for exit_code, cls in kinds),
+        + "\n".join(f"| {exit_code} | {cls.__doc__.splitlines()[0]} |" for exit_code, cls in kinds)
+        + f"\n| {errors.EXIT_INTERRUPTED} | The second Ctrl-C. The run ended at once, without a save. |",
         "",
     ]
     for code, raised in groupby(found, key=lambda error: error.code):
