@@ -305,7 +305,7 @@ def test_fewer_steps_than_are_done(files, folder, ranks):
     argv = flags(files, folder.name, "--save", folder, "--load", folder)
     (folder / "DONE").unlink()
     (result,) = run_main(ranks, [*argv, "--train-iters", "1"])
-    assert result.exit_code == 0 and "2 iterations are done, --train-iters asks for 1" in result.stdout, (
+    assert result.exit_code == 0 and "2 iterations are done, and --train-iters asks for 1" in result.stdout, (
         result.stderr
     )
     assert json.loads((folder / "DONE").read_text())["iteration"] == 2
