@@ -181,9 +181,25 @@ def test_conversations_after_the_first_records_end_exports_too(files, ranks, tmp
     """The plan knows the first records of a file, the export all of them."""
     path = write_records(tmp_path / "mixed.jsonl", *[{"text": "2024 " * 20}] * 120, CHAT)
     argv = flags(files, "mixed", "--kd-ratio", 0, student_hf="base", teacher_hf=None, data_path=path)
+    argv = [word for word in argv if word != "--no-save"] + ["--save", str(tmp_path / "save")]
     argv = [*argv, "--data-cache-path", str(tmp_path / "cache"), "--export-hf", str(tmp_path / "hf")]
     (result,) = run_main(ranks, argv)
     assert result.exit_code == 0, result.stderr
     assert "the training texts end with 2 '<|im_end|>'" in result.stdout + result.stderr
-    stops = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
-    assert stops == [2, 0]
+    for folder in (tmp_path / "hf", tmp_path / "save" / "iter_0000002" / HF_FOLDER):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_answers_of_preference_pairs_end_exports(files, ranks, tmp_path):
+    """Both answers of a pair end with the closing token, at every stage of a pipeline."""
+    student = make_model(tmp_path / "student", "llama", vocab_size=320, eos_token_id=0, num_hidden_layers=2)
+    write(student, with_digits(), None, "PreTrainedTokenizerFast", eos_token="<|endoftext|>")
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    pair = {"prompt": CHAT["messages"][:1], **answers}
+    path = write_records(tmp_path / "pairs.jsonl", *[pair] * 12)
+    more = ("--dpo-beta", 0.3, "--kd-ratio", 0, "--pipeline-model-parallel-size", 2)
+    more += ("--export-hf", tmp_path / "hf", "--seq-length", 128)
+    paths = dict(student_hf=student, teacher_hf=None, data_path=path, data_cache_path=tmp_path / "cache")
+    results = run_main(ranks, flags(files, "pairs", *more, **paths), 2)
+    assert [one.exit_code for one in results] == [0, 0], results[0].stderr
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
