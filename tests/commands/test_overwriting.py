@@ -57,7 +57,7 @@ def command_of(name, files):
         ("convert", "convert-save-not-empty"),
         ("preprocess", "corpus-exists"),
         ("projection", "out-exists"),
-        ("topk", "teacher-cache-not-described"),
+        ("topk", "cache-folder-holds-model"),
     ],
 )
 def test_what_is_there_stays(name, code, files, capsys):
