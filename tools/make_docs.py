@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are generated: flags, metrics, errors, and the table of performance.
+"""Write the generated pages: flags, metrics and errors in docs/, and the table of all measured figures.
 
 python tools/make_docs.py            # write them
 python tools/make_docs.py --check    # change nothing; exit with 1 if a page is out of date
@@ -24,12 +24,11 @@ from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
-TABLE_BELOW = "<!-- below: made by tools/make_docs.py from tools/benchmarks/results/*.csv -->\n"
 DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # the value that applies if the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
-    "performance": "docs/performance.md",
+    "figures": "tools/benchmarks/results/LATEST.md",
     "errors": "docs/errors.md",
 }
 
@@ -45,12 +44,25 @@ OTHER_LABELS = {
 """Metric -> its place in the progress line, of those that are no columns."""
 
 
+FIGURE_TERMS = {
+    "u": "bytes of one model's logits",
+    "peak": "peak memory beyond the inputs; of the largest rank in `step`",
+    "bare products": "the matrix products that a loss with LM heads cannot avoid",
+    "MFU": "FLOPs of loss and context tokens over 989 TFLOP/s: student 6P, teacher 2P, causal attention of the "
+    "documents. Padding and recomputation never count",
+    "cases of `head`": "rows, student's and teacher's hidden size, vocabulary",
+    "pairs of `step` and `pipeline`": "a Qwen3-1.7B-shaped student and an 8B-shaped teacher, random weights, "
+    "packs of 8,192 tokens of chat-like documents",
+}
+"""Term or unit of the table of figures -> its meaning."""
+
+
 def pages() -> dict[Path, str]:
     """Return path -> contents of every generated page."""
     texts = {
         "flags": flags_page(),
         "metrics": metrics_page(),
-        "performance": performance_page(),
+        "figures": figures_page(),
         "errors": NOTE + errors_page(ROOT),
     }
     return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
@@ -176,11 +188,20 @@ def metrics_page() -> str:
     )
 
 
-def performance_page() -> str:
-    """Return the written part of the page, and below it the latest medians of all benchmarks."""
-    path = ROOT / _FILE_NAMES["performance"]
-    written = path.read_text(encoding="utf-8").partition(TABLE_BELOW)[0]
-    return "\n".join([written + TABLE_BELOW, *_table(results.latest_medians())]).rstrip("\n") + "\n"
+def figures_page() -> str:
+    """Return the page of the latest medians of all benchmarks."""
+    terms = [("term", "meaning"), *FIGURE_TERMS.items()]
+    parts = [
+        NOTE,
+        "# All figures\n",
+        "The latest median of every arm, from the CSV files beside this page, which have every run with date, "
+        "machine, commit and command. *Latest median* is the median run of the last day on which the arm was "
+        "measured. *Spread* is the lowest and the highest value over all recorded runs and machines. "
+        "[Performance](../../../docs/performance.md) explains the benchmarks.\n",
+        *_table(terms),
+        *_table(results.latest_medians()),
+    ]
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Record figures in results/*.csv: append a benchmark's medians, and make the table of docs/performance.md.
+"""Record figures in results/*.csv: append a benchmark's medians, and make the table of results/LATEST.md.
 
 A row is one figure of one run. `median` is empty where only the range of several runs is known, `lowest` and
 `highest`. `commit` is the commit that ran; for the rows of 2026-11-21 and 2026-11-22 it is the commit that
