@@ -48,8 +48,8 @@ FIGURE_TERMS = {
     "u": "bytes of one model's logits",
     "peak": "peak memory beyond the inputs; of the largest rank in `step`",
     "bare products": "the matrix products that a loss with LM heads cannot avoid",
-    "MFU": "FLOPs of loss and context tokens over 989 TFLOP/s: student 6P, teacher 2P, causal attention of the "
-    "documents. Padding and recomputation never count",
+    "MFU": "FLOPs of loss and context tokens over 989 TFLOP/s: student 6P, teacher 2P, causal attention of "
+    "the documents. Padding and recomputation never count",
     "cases of `head`": "rows, student's and teacher's hidden size, vocabulary",
     "pairs of `step` and `pipeline`": "a Qwen3-1.7B-shaped student and an 8B-shaped teacher, random weights, "
     "packs of 8,192 tokens of chat-like documents",
@@ -194,9 +194,9 @@ def figures_page() -> str:
     parts = [
         NOTE,
         "# All figures\n",
-        "The latest median of every arm, from the CSV files beside this page, which have every run with date, "
-        "machine, commit and command. *Latest median* is the median run of the last day on which the arm was "
-        "measured. *Spread* is the lowest and the highest value over all recorded runs and machines. "
+        "The latest median of every arm, from the CSV files beside this page, which have every run with "
+        "date, machine, commit and command. *Latest median* is the median run of the last day on which the "
+        "arm was measured. *Spread* is the lowest and the highest value over all recorded runs and machines. "
         "[Performance](../../../docs/performance.md) explains the benchmarks.\n",
         *_table(terms),
         *_table(results.latest_medians()),
