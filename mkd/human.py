@@ -60,10 +60,19 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(ms: float) -> str:
-    """Return the time of a step: 243.4 ms, 43.8 s, 20m34s."""
+    """Return the time of a step: under 0.1 ms, 8.4 ms, 1620 ms, 43.8 s, 20m34s."""
+    if 0 < ms < 0.1:
+        return "under 0.1 ms"
     if ms < 9999.5:
-        return f"{ms:.4g} ms"
+        return f"{ms:.1f} ms".replace(".0 ms", " ms") if ms < 999.5 else f"{ms:.0f} ms"
     return f"{ms / 1000:.3g} s" if ms < 999500 else duration(ms / 1000)
+
+
+def gpu_hours(hours: float) -> str:
+    """Return under 0.01 GPU-hours, 3.6 GPU-hours, 12,300 GPU-hours."""
+    if 0 < hours < 0.01:
+        return "under 0.01 GPU-hours"
+    return f"{float(f'{hours:.3g}'):,g} GPU-hours" if hours < 999_500 else f"{hours:,.0f} GPU-hours"
 
 
 def number(value: int) -> str:

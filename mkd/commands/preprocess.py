@@ -198,11 +198,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     summary = preprocess(args)
     seconds = time.perf_counter() - start
+    from mkd.data.quarantine import skipped
+
+    bad = skipped(summary.bad_records, f"{args.output_prefix}.quarantine.jsonl")
     print(
         f"{args.output_prefix}: {counted(summary.documents, 'document')}, {summary.tokens} tokens, "
         f"{summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
         + (f", {summary.images} images, {summary.images / seconds:.1f} images/s" if summary.images else "")
-        + (f"; {counted(summary.bad_records, 'bad record')} skipped" if summary.bad_records else "")
+        + (f"; {bad}" if bad else "")
     )
     for line in summary.note_lines():
         print(line)

@@ -16,6 +16,7 @@ from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, ev
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.kept_documents import Dropped
 from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
+from mkd.data.quarantine import skipped
 from mkd.data.store import TokenStore, first_out_of_range
 from mkd.human import counted
 
@@ -110,25 +111,26 @@ class PackedDataset:
         """Return `count` packs that represent all of them, int64."""
         return evenly_spaced([len(self)], None, count)
 
-    def describe(self) -> list[str]:
+    def describe(self, quarantine: str = "") -> list[str]:
         """Return a line with the sizes, and one for each cross-tokenizer teacher.
 
-        `fill` is the proportion of positions that are not padding.
+        `fill` is the proportion of positions that are not padding. `quarantine` is the file that lists
+        bad records.
         """
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
             f"{self.store.prefix}: {counted(len(self), 'pack')} of {self.seq_length} tokens, "
             f"{self.num_tokens} tokens, {self.num_loss_tokens} loss tokens, "
-            f"fill {fill:.3f}{self._describe_missing()}",
+            f"fill {fill:.3f}{self._describe_missing(quarantine)}",
             *self._describe_teachers(),
         ]
 
-    def _describe_missing(self) -> str:
+    def _describe_missing(self, quarantine: str) -> str:
         """Count bad records, documents that a teacher refuses, those without room, and conversations cut."""
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
         dropped = "dropped documents not counted, by an earlier version"
         dropped = dropped if self.index.dropped is None else str(self.index.dropped)
-        counts = [f"{bad} bad records skipped" if bad else "", dropped]
+        counts = [skipped(bad, quarantine), dropped]
         return "".join(f", {count}" for count in (*counts, *self._describe_conversations()) if count)
 
     def _describe_conversations(self) -> Iterator[str]:
@@ -270,6 +272,6 @@ class BlendedDataset:
         """
         return evenly_spaced([len(member) for member in self.members], self.weights, count)
 
-    def describe(self) -> list[str]:
+    def describe(self, quarantine: str = "") -> list[str]:
         """Return the lines of the members."""
-        return [line for member in self.members for line in member.describe()]
+        return [line for member in self.members for line in member.describe(quarantine)]

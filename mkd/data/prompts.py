@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord
+from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, skipped
 from mkd.data.records.conversations import MESSAGE_KEYS, ConversationReader
 from mkd.data.records.file_notes import LOOKED_AT, control_token_note
 from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
@@ -58,11 +58,12 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def describe(self) -> str:
-        """Return a line with the sizes."""
+    def describe(self, quarantine: str = "") -> str:
+        """Return a line with the sizes. `quarantine` is the file that lists bad records."""
         lengths = [len(one.ids) for one in self.prompts]
-        bad = f", {counted(self.num_bad_records, 'bad record')} skipped" if self.num_bad_records else ""
-        return f"{counted(len(self), 'prompt')} of {min(lengths)} to {max(lengths)} tokens{bad}"
+        bad = skipped(self.num_bad_records, quarantine)
+        line = f"{counted(len(self), 'prompt')} of {min(lengths)} to {max(lengths)} tokens"
+        return f"{line}, {bad}" if bad else line
 
 
 def read_prompts(

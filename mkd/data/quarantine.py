@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from mkd.errors import DataError, ErrorList, MkdError
+from mkd.human import counted
 
 MAX_REPORTED_ERRORS = 10
 SHOWN_CHARACTERS = 80  # of a bad record, enough to find it
@@ -46,6 +47,12 @@ class BadRecord(DataError):
         return BadRecord(
             f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name}, code=self.code
         )
+
+
+def skipped(num_bad_records: int, quarantine: str = "") -> str:
+    """Return "2 bad records skipped", with the file that lists them if it is given; "" without any."""
+    listed = f", listed in {quarantine}" if quarantine else ""
+    return f"{counted(num_bad_records, 'bad record')} skipped{listed}" if num_bad_records else ""
 
 
 class Quarantine:

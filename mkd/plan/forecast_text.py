@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mkd.human import counted, duration, milliseconds, number, size
+from mkd.human import counted, duration, gpu_hours, milliseconds, number, size
 from mkd.plan.bubble import balanced_bubble
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.expert_parallel import expert_parallel_size
@@ -119,7 +119,9 @@ def _times(forecast: Forecast) -> list[str]:
     copies_ms, optimizer_ms = forecast.optimizer_copies_ms(), forecast.optimizer_ms()
     step_ms = forecast.planned_step_ms()
     equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
-    by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in forecast.stage_times())
+    by_stage = ", ".join(
+        f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times()
+    )
     copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
     update = milliseconds(step_ms / forecast.updates)
     optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}: {update}"
@@ -143,7 +145,7 @@ def _times(forecast: Forecast) -> list[str]:
             if forecast.updates > 1
             else []
         ),
-        f"{forecast.flops_per_step():.3g} FLOPs a step on {forecast.num_gpus} GPUs: predicted MFU "
+        f"{forecast.flops_per_step():.3g} FLOPs a step on {counted(forecast.num_gpus, 'GPU')}: predicted MFU "
         f"{forecast.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {milliseconds(forecast.mfu(1.0) / 0.5)}",
         *([share] if forecast.teachers else []),
         *(
@@ -154,6 +156,11 @@ def _times(forecast: Forecast) -> list[str]:
     ]
 
 
+def _ms(time: float) -> str:
+    """Return three digits without an exponent: 0.04, 69.8, 2,260."""
+    return f"{time:.3g}" if 0.1 <= time < 999.5 else f"{time:.2f}" if time < 0.1 else f"{time:,.0f}"
+
+
 def describe_totals(forecast: Forecast) -> str:
     """Return time, GPU-hours, tokens and disk of a whole run as a line."""
     config, student = forecast.config, forecast.student
@@ -161,7 +168,7 @@ def describe_totals(forecast: Forecast) -> str:
     hours = steps * forecast.planned_step_ms() / 3.6e6
     checkpoint = checkpoint_bytes(student, bf16, config.student.train_parts)
     return (
-        f"{counted(steps, 'step')}: {duration(3600 * hours)}, {hours * forecast.num_gpus:.3g} GPU-hours, "
+        f"{counted(steps, 'step')}: {duration(3600 * hours)}, {gpu_hours(hours * forecast.num_gpus)}, "
         f"{number(steps * forecast.batch.tokens_per_step)} tokens; on disk a checkpoint takes about "
         f"{size(checkpoint)}, the exported student {size(weight_bytes(student, bf16))}"
     )

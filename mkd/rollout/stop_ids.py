@@ -65,9 +65,10 @@ def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
 
 
 def named(ids: Collection[int], tokenizer: Tokenizer) -> str:
-    """Return the first ids with their tokens, and how many there are besides: "0 '</s>' or 4 others"."""
+    """Return the first ids with their tokens, and the number of others: "id 0 '</s>' or 4 others"."""
     tokens = {i: token for token, i in tokenizer.vocabulary.items() if i in ids}
     names = [
-        f"{i} {tokens[i]!r}" if i in tokens else f"{i}, which is not a token" for i in sorted(ids)[:SHOWN]
+        f"id {i} {tokens[i]!r}" if i in tokens else f"id {i}, which is not a token"
+        for i in sorted(ids)[:SHOWN]
     ]
     return " or ".join(names + ([f"{len(ids) - SHOWN} others"] if len(ids) > SHOWN else []))

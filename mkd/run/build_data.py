@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mkd.config.schema import Config
 from mkd.data.aligned.teacher_side import TeacherText
@@ -25,6 +26,11 @@ from mkd.tokenizers.tokenizer import Tokenizer
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, if there are bad records
 # Processes that tokenise. Each reads the whole file, so more of them would wait for reading.
 MAX_WORKERS = 16
+
+
+def quarantine_file(config: Config) -> Path:
+    """Return the file that lists bad records, if there are any."""
+    return log_folder(config) / QUARANTINE_FILE
 
 
 def build_data(
@@ -69,7 +75,7 @@ def build_data(
 
 
 def _list_bad_prompts(prompts: PromptSet, config: Config) -> None:
-    path = log_folder(config) / QUARANTINE_FILE
+    path = quarantine_file(config)
     if not (config.data.data_path or config.data.valid_data_path):  # the list is an earlier run's
         path.unlink(missing_ok=True)
     append(prompts.bad_records, path)
@@ -105,7 +111,7 @@ def open_data(
         cache_dir=str(cache_folder(config)),
         characters_per_sample=data.characters_per_sample,
         max_bad_records=data.max_bad_records,
-        quarantine=str(log_folder(config) / QUARANTINE_FILE),
+        quarantine=str(quarantine_file(config)),
         teachers=teachers,
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mkd.checkpoint.folders import first_iteration
 from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
-from mkd.human import counted, duration, number, size
+from mkd.human import counted, duration, gpu_hours, number, size
 from mkd.operations.disk import Written, writes_of
 from mkd.operations.run_folders import describe_saves
 from mkd.plan.hardware import USABLE
@@ -82,7 +82,7 @@ def _effort(plan: Plan) -> str:
     steps = max(plan.config.training.train_iters - _first_iteration(plan.config), 0)
     hours, gpus = steps * plan.forecast.planned_step_ms() / 3.6e6, plan.forecast.num_gpus
     tokens = number(steps * plan.batch.tokens_per_step)
-    what = f"{duration(3600 * hours)} predicted on {gpus} H200, {hours * gpus:.3g} GPU-hours"
+    what = f"{duration(3600 * hours)} predicted on {counted(gpus, 'H200')}, {gpu_hours(hours * gpus)}"
     return f"{tokens} tokens in {counted(steps, 'step')}; " + (
         what if plan.gpu_gib else "the time on CPUs is not predicted"
     )

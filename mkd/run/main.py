@@ -147,7 +147,7 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
                 "%d iterations are done, and --train-iters asks for %d: nothing is left to train", done, asked
             )
         stop = train(current)
-        if stop is not None:
+        if stop is not None and not stop.is_preempted:  # `Preempted` reports the others
             what = f"stopped at iteration {current.position.iteration}: {stop.reason}"
             LOG.warning(what, extra={"event": STOP})
         if checkpoint.export_hf and not (stop and stop.is_preempted):

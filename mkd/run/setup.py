@@ -38,7 +38,7 @@ from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.parameters import checkpoint_bytes
 from mkd.platform import Platform
 from mkd.rollout.rollout_stream import RolloutStream
-from mkd.run.build_data import build_data
+from mkd.run.build_data import build_data, quarantine_file
 from mkd.run.build_engine import build_engine
 from mkd.run.chat_setup import describe_chat
 from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_save, take_identity
@@ -94,7 +94,7 @@ def build_run(
     reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
-    lines = describe_data(train_set, valid_set, tasks) + ([prompts.describe()] if prompts else [])
+    lines = describe_data(train_set, valid_set, tasks, prompts, str(quarantine_file(config)))
     for line in lines + describe_chat(plan.tokenizers.opened, (train_set, valid_set), prompts):
         LOG.info(line)
     rollouts = meter = None
@@ -222,13 +222,17 @@ def still_due(run: Run) -> frozenset[str]:
     return run.data.parts - run.engine.context.broadcast_object(recorded)
 
 
-def describe_data(train_set, valid_set, tasks) -> list[str]:
-    """Return the sizes of the data sets, and how much of them cross-tokenizer teachers cover."""
+def describe_data(train_set, valid_set, tasks, prompts, quarantine: str) -> list[str]:
+    """Return the sizes of the data sets, and how much of them cross-tokenizer teachers cover.
+
+    `quarantine` is the file that lists bad records.
+    """
     lines = []
     for name, part in (("training", train_set), ("held-out", valid_set)):
-        described = part.describe() if part is not None else []
+        described = part.describe(quarantine) if part is not None else []
         lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
-    return lines + (tasks.describe() if tasks else [])
+    lines += tasks.describe() if tasks else []
+    return lines + ([prompts.describe(quarantine)] if prompts else [])
 
 
 def build_reporter(

@@ -266,6 +266,7 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
         assert len(train[i].teacher_inputs[0].chunks.kinds) > 0
     assert [(entry["line"], entry.get("teacher")) for entry in entries(listed)] == [(2, None), (3, "qwen")]
     assert train.describe()[0].endswith("2 bad records skipped")
+    assert train.describe("q.jsonl")[0].endswith("2 bad records skipped, listed in q.jsonl")
     path = write_jsonl("a.jsonl", {"text": "fox"}, {"text": "dog"}, chat)
     with pytest.raises(DataError, match="qwen: .*a.jsonl:3: the tokenizer has no chat template"):
         open_pair(path, tmp_path / "other", teacher_text(name="qwen"), **(options | {"max_bad_records": 0}))

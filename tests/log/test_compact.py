@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mkd.human import count, duration, fixed, milliseconds, number, scientific
+from mkd.human import count, duration, fixed, gpu_hours, milliseconds, number, scientific
 from mkd.log.compact import CompactLines
 from mkd.log.progress import MegatronLines, build_lines
 from tests.log.test_progress import RECORD
@@ -101,12 +101,20 @@ def test_numbers_for_people():
         "134.5 million",
         "8.191 billion",
     ]
-    assert [milliseconds(n) for n in (0.00123, 243.4, 1620, 43_770, 1_234_000)] == [
-        "0.00123 ms",
+    assert [milliseconds(n) for n in (0.00123, 8.398, 243.4, 300, 1620, 43_770, 1_234_000)] == [
+        "under 0.1 ms",
+        "8.4 ms",
         "243.4 ms",
+        "300 ms",
         "1620 ms",
         "43.8 s",
         "20m34s",
+    ]
+    assert [gpu_hours(n) for n in (0, 5.95e-7, 3.6, 12_345)] == [
+        "0 GPU-hours",
+        "under 0.01 GPU-hours",
+        "3.6 GPU-hours",
+        "12,300 GPU-hours",
     ]
     assert [fixed(x, 5) for x in (0.12345, 12.3456, -0.5, 123456)] == ["0.123", "12.35", "-0.50", "1e+05"]
     assert [scientific(x) for x in (0, 1e-4, 3.14e-10)] == ["0.0e0", "1.0e-4", "3.1e-10"]

@@ -97,6 +97,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
     marker = json.loads((files / run / "PREEMPTED").read_text())
     assert marker["reason"] == f"received {signal.Signals(number).name}"
     assert f"preempted: received {signal.Signals(number).name}" in output and "Traceback" not in output
+    assert "stopped at iteration" not in output, "said twice"
     pointer = files / run / "latest_checkpointed_iteration.txt"
     if after == "CPU platform":
         assert marker["iteration"] == 0 and not pointer.exists()

@@ -81,6 +81,7 @@ def test_description():
     ]
     alone = forecast(teachers=()).describe()
     assert "teacher layers" not in alone and "share of the teachers" not in alone
+    assert " on 1 GPU: predicted MFU 0." in alone
 
 
 def test_the_share_of_the_teachers_is_what_a_run_without_them_saves():

@@ -73,8 +73,8 @@ def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
         ], plan.tokenizers.student
 
     (text,), tokenizer = notes([5, 7])
-    ends = f"{tokenizer.decode([5])!r} or 7 {tokenizer.decode([7])!r}"
-    assert f" 5 {ends}, but plain texts of --data-path end with 0 '<|endoftext|>', the EOS" in text
+    ends = f"{tokenizer.decode([5])!r} or id 7 {tokenizer.decode([7])!r}"
+    assert f" id 5 {ends}, but plain texts of --data-path end with id 0 '<|endoftext|>', the EOS" in text
     (text,), _ = notes([*range(1, 100)])
     assert " or 96 others, but" in text and len(text) < 500
     assert notes([5, 0])[0] == []

@@ -76,7 +76,7 @@ def test_stop_ids_of_exports(data, tokenizer, stops, note, files, tmp_path):
     found = [line for line in plan.text.splitlines() if "Exports list" in line]
     assert len(found) == note
     if note:
-        assert "2 '<|im_end|>'" in found[0] and "[2, 0]" in found[0]
+        assert "id 2 '<|im_end|>'" in found[0] and "[2, 0]" in found[0]
 
 
 def test_exports_of_checkpoints_agree(files, tmp_path):
@@ -185,7 +185,7 @@ def test_conversations_after_the_first_records_end_exports_too(files, ranks, tmp
     argv = [*argv, "--data-cache-path", str(tmp_path / "cache"), "--export-hf", str(tmp_path / "hf")]
     (result,) = run_main(ranks, argv)
     assert result.exit_code == 0, result.stderr
-    assert "the training texts end with 2 '<|im_end|>'" in result.stdout + result.stderr
+    assert "the training texts end with id 2 '<|im_end|>'" in result.stdout + result.stderr
     for folder in (tmp_path / "hf", tmp_path / "save" / "iter_0000002" / HF_FOLDER):
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
