@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def model_beside_cache(out: Path) -> list[MkdError]:
-    """Return the problem of a cache in the folder of a model, which --overwrite does not replace."""
+    """Return an error if the cache would lie in a model's folder, which --overwrite does not replace."""
     if model_in_the_way("--out", out) is None:
         return []
     why = "the files of a cache and of a model would be mixed"

@@ -55,7 +55,7 @@ SKEW_ALPHA = Parameter(
     0.1,
     "from 0 to below 1",
     lambda x: 0.0 <= x < 1.0,
-    "share of the model itself in the mixture that a skewed KL compares it with, from 0 to below 1. "
+    "share of the KL's first model in the mixture that a skewed KL compares it with, from 0 to below 1. "
     "0 means the plain KL",
 )
 

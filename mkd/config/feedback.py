@@ -13,23 +13,23 @@ class FeedbackConfig:
 
     dpo_beta: float | None = option(
         None,
-        "factor on the log-ratios of DPO, 0.1 as a rule. It turns DPO on: --data-path has records with "
-        "prompt, chosen and rejected. A smaller one lets the student move further from the reference, "
+        "factor on the log-ratios of DPO, usually 0.1; it turns DPO on. --data-path then has records with "
+        "prompt, chosen and rejected. A smaller factor lets the student move further from the reference, "
         "which is --teacher-hf or the initial student. Needs --kd-ratio 0 (default: no DPO)",
     )
     reward: str | None = option(
         None,
-        "function that judges completions, module:function, called as function(prompt, completion, fields). "
-        "It turns GRPO on: the loss is (1 - kd_ratio) x policy loss + kd_ratio x divergence. Needs "
+        "function that judges completions, module:function, called as function(prompt, completion, fields); "
+        "it turns GRPO on. The loss is then (1 - kd_ratio) x policy loss + kd_ratio x divergence. Needs "
         "--on-policy-fraction 1 and --samples-per-prompt of 2 or more (default: no rewards)",
     )
     reward_timeout_s: float = option(
-        10.0, "seconds that the reward function may take for a completion. Its process is then started again"
+        10.0, "seconds that the reward function may take for a completion; after that its process restarts"
     )
     max_failed_rewards: int = option(
         0,
-        "completions of a step whose reward may fail: it raises, takes too long or is no finite number. They "
-        "are left out and listed in the log folder. One more ends the run",
+        "completions of a step whose reward may fail: it raises, takes too long or is no finite number. "
+        "These are left out and listed in failed_rewards.jsonl. One more ends the run",
     )
     clip_range: float = option(
         0.2,
@@ -38,8 +38,8 @@ class FeedbackConfig:
     )
     rollout_updates: int = option(
         1,
-        "updates that each iteration makes with the same completions. Above 1 their loss has the ratio of "
-        "today's to the sampler's probabilities, clipped",
+        "updates that each iteration makes with the same completions. Above 1 the loss has the clipped ratio "
+        "of the present probabilities to the sampler's",
     )
 
     @property

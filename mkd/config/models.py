@@ -127,28 +127,28 @@ class TeacherConfig(TeacherDivergence):
     )
     residency: str = option(
         "device",
-        "place of the teacher's weights: device, host (pinned memory), or peers: --teacher-peers processes "
-        "of a machine each keep a part of every layer. With host and peers, layers come to the device one "
-        "after another, which takes less device memory. Packs of some thousand tokens hide it: fewer for "
-        "peers, more for host",
+        "place of the teacher's weights. device: the GPU. host: pinned host memory. peers: --teacher-peers "
+        "processes of a machine each keep a part of every layer. With host and peers, layers come to the "
+        "device one after another, which saves device memory. Packs of some thousand tokens hide the "
+        "transfers; peers need fewer tokens than host",
         choices=RESIDENCIES,
     )
     peers: int | None = option(
         None,
-        "processes that split the teacher's layers with --teacher-residency peers, 2 or more. It divides "
-        "data-parallel x context-parallel, and the processes of a machine (required there)",
+        "processes that split the teacher's layers, 2 or more; required with --teacher-residency peers. It "
+        "must divide data-parallel x context-parallel size, and the processes of a machine",
     )
     precision: str = option(
         "bf16",
-        "precision of the products in the teacher's layers. bf16: that of the run. fp8: Transformer Engine "
-        "rounds weights and activations to FP8 (E4M3), and keeps the weights in FP8 only. It takes about "
-        "half the memory and two thirds of the time. Needs --bf16, a GPU with FP8 and a dense teacher",
+        "precision of the products in the teacher's layers. bf16: the run's precision. fp8: Transformer "
+        "Engine rounds weights and activations to FP8 (E4M3), for about half the memory and two thirds of "
+        "the time. fp8 needs --bf16, a GPU with FP8 and a dense teacher",
         choices=PRECISIONS,
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "scales of --teacher-precision fp8. tensorwise: one for a weight or an activation. blockwise: one "
-        "for 128 x 128 weights and for 128 channels of a token, slower",
+        "scales of --teacher-precision fp8. tensorwise: one for each weight and each activation. blockwise: "
+        "one for 128 x 128 weights and one for 128 channels of a token, which is slower",
         choices=FP8_RECIPES,
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer

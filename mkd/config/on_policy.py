@@ -31,7 +31,7 @@ class RolloutConfig:
         256, "tokens of a completion, at most. A prompt must leave that many of --seq-length"
     )
     rollout_temperature: float = option(
-        1.0, "temperature of sampling. Other values than 1 sample another text than the loss is exact for"
+        1.0, "sampling temperature. Above or below 1 the text does not follow the student's own distribution"
     )
     rollout_slots: int = option(
         32,
@@ -53,7 +53,7 @@ class RolloutConfig:
         "nobody else reaches",
     )
     rollout_server_timeout_s: float = option(
-        600.0, "seconds until a request to the server counts as failed. It is tried three times more"
+        600.0, "seconds until a request to the server counts as failed. mkd then tries it three times more"
     )
     max_staleness: int = option(
         0,

@@ -83,14 +83,14 @@ class DataConfig:
     )
     max_patches_per_pack: int | None = option(
         None,
-        "image patches in a pack, at most. It bounds the memory and time of the vision tower, as "
-        "--seq-length does those of the text (default: no limit)",
+        "image patches in a pack, at most. The limit bounds memory and time of the vision tower, as "
+        "--seq-length bounds those of the text model (default: no limit)",
     )
     chat_loss: str = option(
         "auto",
-        "messages of a conversation with loss. auto: what the chat template marks as generation, "
-        "else all of the assistant's turns. turns: all turns, whatever it marks. marks: only what it marks. "
-        "last: the assistant's messages after the last user message. Records may flag single messages",
+        "parts of a conversation with loss. auto: what the chat template marks as generation, else all of "
+        "the assistant's turns. turns: all of these turns, marked or not. marks: only marked text. last: the "
+        "assistant's messages after the last user message. A record may flag single messages",
         choices=("auto", "turns", "marks", "last"),
     )
     chat_template_kwargs: str | None = option(
@@ -100,7 +100,7 @@ class DataConfig:
     )
     chat_date: str | None = option(
         None,
-        "date that chat templates write which ask for the present one, as YYYY-MM-DD (default: the day of "
+        "date, YYYY-MM-DD, for chat templates that write the present date (default: the day of "
         "the run's first start, also after it resumes)",
     )
     append_eod: bool = option(True, "end every document with the end-of-text token")
@@ -155,7 +155,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = option(
         None,
-        "interval of iterations whose checkpoints are kept. Of the others only the latest is (default: keep "
+        "iterations between checkpoints that are kept; of all others only the latest stays (default: keep "
         "all)",
     )
     keep_checkpoints: int | None = option(

@@ -99,9 +99,9 @@ class ParallelConfig:
     )
     teacher_prefetch: str = option(
         "auto",
-        "micro-batches that the teachers' forwards may be ahead of the loss. The teachers then work while "
-        "the student's pipeline waits, for the memory of so many hidden states. auto: twice the pipeline "
-        "ranks where forwards can be ahead and their memory fits, else 0. 0 means never. A number needs "
+        "micro-batches that teacher forwards may run ahead of the loss. Teachers then work while the "
+        "student's pipeline waits, and need memory for that many hidden states. auto: twice the pipeline "
+        "ranks if forwards can run ahead and their memory fits, else 0. 0 means never. A number needs "
         "pipeline parallelism without interleaving, a teacher that runs, and no rollouts",
     )
     distributed_timeout_minutes: float = option(
@@ -194,8 +194,8 @@ class TrainingConfig:
     seed: int = option(1234, "seed of the data order and of random generators")
     eval_interval: int | None = option(
         None,
-        "optimizer steps between evaluations. One more comes before the first step and one after the last. "
-        "0 means never (default: those two alone, if --valid-data-path or --split hold data out)",
+        "optimizer steps between evaluations, besides those before the first step and after the last one. "
+        "0 means never (default: only these two, if --valid-data-path or --split hold data out)",
     )
     eval_iters: int = option(
         10,
@@ -203,9 +203,7 @@ class TrainingConfig:
         "100 suffice, because packs of held-out text are full",
     )
     exit_interval: int | None = option(
-        None,
-        "interval of iterations: the run saves and stops when the iteration is a multiple of it "
-        "(default: at the end)",
+        None, "save and stop when the iteration is a multiple of this number (default: never)"
     )
     exit_duration_in_mins: float | None = option(
         None,

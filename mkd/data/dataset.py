@@ -233,7 +233,7 @@ class BlendedDataset:
         return replace(member[number], sample_id=index)
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
-        """Return the same as PackedDataset."""
+        """Return {prefix of the corpus: numbers of its documents in pack `index`}; see PackedDataset."""
         member, number = self._place(index)
         return member.documents_of(number)
 

@@ -202,7 +202,7 @@ def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
 
 
 def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Iterator[DataError]:
-    """Yield the problem of a file, if none of its first `count` records is a prompt in all `tokenizers`."""
+    """Yield an error if none of a file's first `count` records is a prompt in all `tokenizers`."""
     refused = None
     for place, (number, row) in enumerate(read_rows(path, whole=True)):
         try:

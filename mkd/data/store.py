@@ -161,13 +161,13 @@ class TokenStore:
         return self.read(index, 0, int(self.lengths(index)))
 
     def read(self, document: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same as `document`, for its tokens [offset, offset + length)."""
+        """Return (ids, loss) of tokens [offset, offset + length) of a document, as `document` does."""
         start = int(self.starts(document)) + offset
         assert offset >= 0 and start + length <= self.starts(document + 1), "a read stays inside its document"
         return self.read_tokens(start, length)
 
     def read_tokens(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same for tokens of the whole corpus."""
+        """Return (ids, loss) of tokens [start, start + length) of the whole corpus."""
         ids = self._tokens[start : start + length].astype(np.int64)
         if self._loss_mask is None:
             return ids, np.ones(length, dtype=np.uint8)

@@ -91,8 +91,8 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
         what = f"{pair.place}: the continuation cannot be scored"
         raise DataError(what, why, "repair or remove the record", code="continuation-not-scorable")
     if length > room:
-        why = f"its document has room for {room}: it is not divided"
-        what = f"{pair.place}: the continuation has {length} tokens"
+        why = "continuations are never split"
+        what = f"{pair.place}: the continuation has {length} tokens, but only {room} fit"
         raise DataError(what, why, "raise --seq-length, or remove the record", code="continuation-too-long")
     if ids.max() >= vocab_size:
         why = f"the model has {vocab_size} vocabulary rows"

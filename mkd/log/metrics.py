@@ -40,9 +40,8 @@ METRICS = (
         "loss",
         "nats",
         ROW_MEAN,
-        "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses, which held-out records leave out. "
-        "With judged answers their loss takes the place of ce_loss: a mean over pairs, or over sampled "
-        "tokens",
+        "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses; held-out records leave the last "
+        "out. With judged answers, feedback_loss takes the place of ce_loss",
     ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
@@ -102,7 +101,12 @@ METRICS = (
         "tokens of the busiest expert divided by the mean over experts, in the global batch without padding, "
         "averaged over layers. 1 is even; absent without experts",
     ),
-    Metric("expert_load_worst_layer", "1", STEP_MEAN, "the same in the layer where it is largest"),
+    Metric(
+        "expert_load_worst_layer",
+        "1",
+        STEP_MEAN,
+        "expert_load_max_over_mean of the layer where it is largest, instead of the average over layers",
+    ),
     Metric("loss_spikes", "steps", SUM, "steps whose loss stands out; absent if there are none", int),
     Metric(
         "gap_closed",
@@ -116,7 +120,7 @@ METRICS = (
         "rollout/length",
         "tokens",
         STEP_MEAN,
-        "mean length of a completion. Absent without rollouts, as all of these",
+        "mean length of a completion. All rollout metrics are absent without rollouts",
     ),
     Metric("rollout/truncated", "proportion", STEP_MEAN, "fraction of completions without a stop token"),
     Metric(
@@ -139,10 +143,9 @@ METRICS = (
             f"rollout/kl_quarter_{number}",
             "nats/token",
             STEP_MEAN,
-            f"ln p - ln q of the sampled tokens in quarter {number} of the completions that have a loss "
-            "(token j of n, counted from 0, is in quarter 1 + 4 j // n), "
-            "student p and teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1. Absent "
-            "without such tokens",
+            f"ln p - ln q of the sampled tokens in quarter {number} of completions with a loss, student p "
+            "and teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1. Token j of n, "
+            "counted from 0, is in quarter 1 + 4 j // n. Absent without such tokens",
         )
         for number in (1, 2, 3, 4)
     ),
@@ -150,15 +153,15 @@ METRICS = (
         "rollout/coverage",
         "proportion",
         STEP_MEAN,
-        "fraction of the sampled tokens that a cross-tokenizer teacher is compared on, of several teachers "
-        "the smallest; absent without one",
+        "fraction of the sampled tokens on which a cross-tokenizer teacher is compared; the smallest of "
+        "several teachers. Absent without one",
     ),
     Metric(
         "rollout/logp_gap",
         "nats/token",
         STEP_MEAN,
-        "mean difference of ln p of the sampled tokens between training and sampling, without sign. It is "
-        "rounding; more means that both do not run the same model. Absent without such tokens",
+        "mean absolute difference of ln p of the sampled tokens between training and sampling: rounding. A "
+        "larger one means that both do not run the same model. Absent without such tokens",
     ),
     Metric(
         "rollout/version_lag",
@@ -171,28 +174,30 @@ METRICS = (
         "feedback_loss",
         "nats",
         ROW_MEAN,
-        "loss of judged answers alone, which takes the place of ce_loss in loss; absent without them",
+        "loss of judged answers, a mean over pairs or over sampled tokens, without auxiliary losses. Absent "
+        "without judged answers",
     ),
     Metric(
         "dpo/margin",
         "nats",
         ROW_MEAN,
-        "mean over pairs of z = beta x (log-ratio of the chosen - log-ratio of the rejected answer); the "
-        "log-ratio is that of student and reference. Absent without --dpo-beta, as the next one",
+        "mean over pairs of z = beta x (log-ratio of the chosen - log-ratio of the rejected answer), each of "
+        "student to reference. DPO's metrics are absent without --dpo-beta",
     ),
     Metric("dpo/accuracy", "proportion", ROW_MEAN, "fraction of pairs whose margin is above 0"),
     Metric(
         "reward/mean",
         "1",
         STEP_MEAN,
-        "mean reward of the completions. Absent without --reward, as all of these. Steps without any reward "
-        "count neither here nor in the next one",
+        "mean reward of the completions; steps without any reward do not count. Metrics of rewards are "
+        "absent without --reward",
     ),
     Metric(
         "reward/std0_groups",
         "proportion",
         STEP_MEAN,
-        "fraction of prompts with rewards whose rewards are all the same: they teach nothing",
+        "fraction of prompts whose rewards are all the same, so that they teach nothing; prompts and steps "
+        "without any reward do not count",
     ),
     Metric("reward/failed", "completions", STEP_MEAN, "completions of a step whose reward failed"),
     Metric(
@@ -223,8 +228,8 @@ AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "auxiliary_loss",
     "nats/token",
     TOKEN_MEAN,
-    "auxiliary loss that the student's layers add, coefficient included. In each step it is a mean over all "
-    "real tokens of the global batch, with or without a loss; the record weighs steps by their loss tokens",
+    "auxiliary loss that the student's layers add, coefficient included: in each step a mean over all tokens "
+    "of the global batch except padding. The record weighs steps by their loss tokens",
 )
 
 _BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}

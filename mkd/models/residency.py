@@ -25,7 +25,7 @@ LayerTensors = Callable[[nn.Module], Sequence[Tensor]]
 
 
 def layer_parameters(layer: nn.Module) -> list[Tensor]:
-    """Return all parameters of a decoder layer, the last registered one first.
+    """Return all parameters of a decoder layer, in reverse order of registration.
 
     Megatron's buffers have this order, and weights of experts are neighbours in it (grouped_product.py).
     """

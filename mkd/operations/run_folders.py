@@ -108,7 +108,7 @@ def _passed_over(config: Config) -> list[Path]:
 def requeue_problems(
     config: Config, environment: Mapping[str, str] = MappingProxyType(os.environ)
 ) -> Iterator[UsageError]:
-    """Yield the problem of a Slurm job that has been started again and would not resume its own steps."""
+    """Yield an error if Slurm has restarted this job and it would not resume its own steps."""
     job = environment.get(SLURM_JOB)
     if not job or environment.get(SLURM_RESTARTS, "0") == "0":
         return
@@ -156,7 +156,7 @@ def cache_folder(config: Config) -> Path:
 
 
 def start_problems(checkpoint: CheckpointConfig) -> Iterator[UsageError]:
-    """Yield the problems of --load and --save for a run that starts now.
+    """Yield an error for each of --load and --save that does not suit a run that starts now.
 
     Refuse a --load without a checkpoint, and a --save with checkpoints of a run that this one does not
     continue. Nothing has been written yet. If --load equals --save, it may be empty, because a scheduler
@@ -216,7 +216,7 @@ def restart_notes(
 
 
 def export_in_the_way(checkpoint: CheckpointConfig) -> UsageError | None:
-    """Return the problem if --export-hf would replace a model that is no earlier export of the same run."""
+    """Return an error if --export-hf would replace a model that is not an export of the same run."""
     if checkpoint.export_hf is None or checkpoint.overwrite:
         return None
     folder = Path(checkpoint.export_hf)

@@ -19,7 +19,7 @@ BLOCKWISE_CUDA = (12, 9)
 
 
 def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
-    """Yield the problem of teachers with these FP8 recipes on this machine, if there is one."""
+    """Yield an error if this machine cannot run teachers with these FP8 recipes."""
     flag, do = "--teacher-precision fp8", "use --teacher-precision bf16"
     if not recipes:
         return

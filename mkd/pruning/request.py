@@ -90,7 +90,7 @@ def narrower(sizes: StudentSizes, teacher: ModelShape) -> list[str]:
 
 
 def text_problem(request: StudentRequest, sizes: StudentSizes, teacher: ModelShape) -> UsageError | None:
-    """Return the problem of a cut to `sizes` that is chosen by measurement, without a text to measure on."""
+    """Return an error if a cut to `sizes` needs a text to measure on; None if it needs none or has one."""
     if request.text:
         return None
     names = narrower(sizes, teacher)

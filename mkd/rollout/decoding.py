@@ -208,7 +208,7 @@ class _Decoder:
         return self.forward.on_device(tokens), packed, (np.cumsum(lengths) - 1).tolist()
 
     def _token_row(self, sequences: Sequence[_Sequence]) -> tuple[Tensor, PackedDocuments, list[int]]:
-        """Return the same for the last token of each sequence: one document, with a position for each."""
+        """Return `_prompt_row`'s values for the last token of each sequence: one document, with positions."""
         slots = [one.slot for one in sequences]
         positions = [one.length - 1 for one in sequences]
         n, missing = len(slots), self.forward.missing(len(slots))
@@ -261,7 +261,7 @@ class _Decoder:
         return uniforms(self.sampling.seed, self.iteration, prompts, samples, positions)
 
     def _fixed_row(self, sequences: Sequence[_Sequence]) -> Tensor:
-        """Return the same as `_sample` for the next token of each, from a row of a fixed shape."""
+        """Return `_sample`'s values for the next token of each sequence, from a row of a fixed shape."""
         assert self.fixed is not None
         slots = [one.slot for one in sequences]
         tokens = [int(one.tokens[-1][0]) for one in sequences]

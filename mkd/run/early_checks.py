@@ -102,7 +102,7 @@ def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
 
 
 def missing_files(paths: Mapping[str, str]) -> list[MkdError]:
-    """Return the problem of every file of records, in path -> its flag, that does not exist."""
+    """Return an error for every file of records in `paths` (path -> its flag) that does not exist."""
     problems: list[MkdError] = []
     for path, flag in paths.items():
         if is_raw(path):

@@ -16,10 +16,10 @@ from mkd.tokenizers.tokenizer import Tokenizer
 def open_images(
     config: Config, student: Path, teachers: Sequence[Path | None], tokenizer: Tokenizer
 ) -> ConversationImages | None:
-    """Return the reader of the images of the student in a folder; None if it reads none.
+    """Return the reader of the student's images; None if it reads none.
 
-    Return None also beside a teacher that reads the student's tokens and no images: such a run takes records
-    without images alone. Raises UsageError for a teacher that would see the same images in another form.
+    Return None also if a teacher reads the student's tokens but no images: such a run takes only records
+    without images. Raises UsageError for a teacher whose image processor differs.
     """
     data = config.data
     found = image_reader(student, tokenizer, data.image_root, data.max_image_pixels, data.max_image_side)
@@ -47,7 +47,7 @@ def open_images(
 
 
 def _require_image_token(folder: Path, processor: ImageProcessor) -> None:
-    """Raise UsageError if config.json has another image token than the tokenizer."""
+    """Raise UsageError if config.json and the tokenizer disagree about the image token."""
     said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
     token_id = processor.image_token_id
     if said not in (None, token_id):

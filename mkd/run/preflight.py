@@ -100,7 +100,7 @@ def open_tokenizers(
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
-    """Return what `HFAssets` copies of the tokenizer. Raises CheckpointError if the hub lacks it."""
+    """Return the tokenizer's folder or file, for `HFAssets`. Raises CheckpointError if the hub lacks it."""
     if tokenizer_type == "TiktokenTokenizer":
         return None
     return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_PATTERNS)
@@ -185,7 +185,7 @@ def wider_than_head(
 
 
 def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
-    """Return the problems of each corpus (path -> flag): missing, unknown kind, empty, damaged, other ids.
+    """Return the errors of all corpora (path -> flag): missing, unknown kind, empty, damaged, other ids.
 
     Also report tokenizers without a chat template for conversations, or without an EOS to end documents.
     """
@@ -207,7 +207,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
 
 
 def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
-    """Return the kinds of a corpus's first records, none of a tokenised one. DataError if it is no use."""
+    """Return the kinds of a corpus's first records; an empty set if it is tokenised. Raises DataError."""
     if is_raw(path):
         require_file(path, flag)
         return kinds_of_records(flag, path, max_bad_records)
@@ -224,7 +224,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
 
 
 def kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
-    """Return the kinds of the first records. Raise the error of the run if too many of them are bad."""
+    """Return the kinds of the first records. Raises DataError, as the run would, if too many are bad."""
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
     kinds, bad = set(), list[BadRecord]()
     for number, row in islice(read_rows(path), looked_at):

@@ -85,9 +85,9 @@ class Plan:
 
     @cached_property
     def _is_rebuilt(self) -> bool:
-        """True if transformers makes another tokenizer of the written files than their tokenizer.json holds.
+        """True if transformers would read another tokenizer from an export than its tokenizer.json holds.
 
-        The student's config.json beside a tokenizer of another folder may make it do so.
+        The student's config.json beside a tokenizer of another folder may cause this.
         """
         assert self.tokenizers is not None
         source = self.tokenizers.source
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, object]:
-        """Flag -> value of what every rank chooses by itself where the flag is not given."""
+        """Flag -> value that every rank chooses by itself if the flag is not given."""
         dated = self.tokenizers.opened if self.tokenizers else ()
         return {"--chat-date": date_of(dated), "--save": self.config.checkpoint.save}
 

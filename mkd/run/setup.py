@@ -208,7 +208,7 @@ def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guard
 
 
 def still_due(run: Run) -> frozenset[str]:
-    """Return what is due of an evaluation that a stop cut short, so that it has no record. Collective."""
+    """Return the parts of an evaluation that a stop cut short: they have no record. Collective."""
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
         return frozenset()

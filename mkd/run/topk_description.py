@@ -162,7 +162,7 @@ def _found(out: Path) -> TopKMeta:
 
 
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
-    """Return `meta` with the precision as the cache in `out` states it. DataError if that is another one."""
+    """Return `meta` with the precision of the cache in `out`. Raises DataError if that is another cache."""
     found = _found(out)
     if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there

@@ -33,7 +33,7 @@ def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ..
 
 
 def ends_of_stores(train_set, tokenizers: Tokenizers) -> tuple[int, ...]:
-    """Return the same for corpora that are tokenised, from the descriptions of all their records."""
+    """Return the ends of tokenised corpora, from their descriptions, which cover all records."""
     ends = (_ends_of_store(member.store, tokenizers) for member in train_set.members)
     return _in_order(set().union(*ends), tokenizers)
 

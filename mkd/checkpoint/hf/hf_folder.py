@@ -51,7 +51,7 @@ def _is_of_tokenizer(name: str) -> bool:
 
 
 def model_in_the_way(flag: str, folder: Path) -> UsageError | None:
-    """Return the problem of writing a model to `folder`, the value of `flag`; None if it holds none."""
+    """Return an error if `folder`, the value of `flag`, already holds a model; None if it does not."""
     found = [path.name for path in model_files(folder)]
     if not found:
         return None

@@ -79,8 +79,8 @@ def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
 def place_side_by_side(module: nn.Module, names: Sequence[str]) -> None:
     """Move the weights of these names into one piece of memory, for `stacked`.
 
-    Megatron's distributed optimizer moves all weights of a model into one buffer, the last registered one
-    first. The weights are therefore registered again, the last one first.
+    Megatron's distributed optimizer fills its buffer in reverse order of registration, so register the
+    weights again in reverse, to keep them adjacent.
     """
     weights = [getattr(module, name) for name in names]
     for weight, place in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):

@@ -55,7 +55,7 @@ def require_deepstack_layers(
 def first_part_problems(
     role: str, flag: str, shape: ModelShape, layout: PipelineLayout
 ) -> Iterator[UsageError]:
-    """Yield the problem of a first part that lacks a layer with features."""
+    """Yield an error if the first part lacks a layer that takes features of the tower."""
     needed = shape.vision.deepstack if shape.vision else 0
     if layout.layers[0] >= needed:
         return
