@@ -58,7 +58,7 @@ setup(
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
-        "plot": ["matplotlib"],  # `mkd plot`
+        "plot": ["matplotlib"],  # `mkd report --png`
         "dev": [
             "pytest",
             "pytest-xdist",

@@ -18,8 +18,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "preprocess": "tokenise text once instead of at the start of every run",
     "inspect": "show training data as models see it",
     "evaluate": "score a model on held-out tasks",
-    "report": "write one HTML file of curves, tables and events of runs",
-    "plot": "draw the curves of runs",
+    "report": "write one HTML file of curves, tables and events of runs, or draw their curves",
     "compare": "compare the metrics of two runs",
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",
@@ -28,6 +27,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "topk": "store a teacher's predictions, to train from them later",
     "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
 }
+INSTEAD = {"plot": "mkd report RUN --png FILE"}  # commands of earlier versions
 _USAGE = "usage: mkd COMMAND [--flag value ...]\n       torchrun --nproc-per-node N -m mkd COMMAND ..."
 
 
@@ -49,6 +49,7 @@ def run(command: str, argv: list[str]) -> int:
     if command not in COMMANDS:
         nearest = difflib.get_close_matches(command, COMMANDS, n=1)
         do = f"did you mean `mkd {nearest[0]}`?" if nearest else "`mkd --help` lists the commands"
+        do = f"use `{INSTEAD[command]}`" if command in INSTEAD else do
         error = UsageError(f"`{command}` is not a command of mkd", do=do, code="command-unknown")
         error.on_all_ranks = True
         raise error

@@ -315,7 +315,7 @@ _EXTRAS = {  # distribution -> what is missing without it; an extra of setup.py 
     "tiktoken": "no .tiktoken files as tokenizers",
     "tensorboard": "no --tensorboard-dir",
     "wandb": "no --wandb-project",
-    "matplotlib": "`mkd plot` draws nothing",
+    "matplotlib": "no `mkd report --png`",
 }
 _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}  # import name -> distribution
 

@@ -21,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.commands.plot import draw, new_figure, save_figure  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import returns_exit_code  # noqa: E402
 from mkd.log.records import read_records, split_of  # noqa: E402
+from mkd.report.curves import draw, new_figure, save_figure  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 
 NUM_LAYERS = 24

@@ -1,7 +1,7 @@
 """The commands of `mkd`, a file each: a parser of flags and `main(argv)`, which returns the exit code.
 
 mkd/__main__.py has the table of commands. Libraries that take seconds are imported after the flags are
-parsed, so that `--help` is quick. tools/ has a script of a few lines for each command, for checkouts.
+parsed, so that `--help` is quick. tools/ has a script of a few lines for most of them, for checkouts.
 
     train.py         training; the run itself is in mkd/run
     plan.py          time and memory of a run, without torch
@@ -10,8 +10,7 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for each c
     preprocess.py    text to a tokenised corpus
     inspect.py       packs, and aligned chunks, as models see them
     evaluate.py      held-out tasks
-    report.py        one HTML file of runs
-    plot.py          curves of runs
+    report.py        one HTML file of runs, or a picture of their curves
     compare.py       the metrics of two runs
     convert.py       Hugging Face to Megatron
     export.py        Megatron to Hugging Face

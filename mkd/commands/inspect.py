@@ -183,10 +183,10 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does; print the first packs and a summary of all."""
-    from mkd.commands.plot import new_figure, save_figure
     from mkd.data.build import open_datasets
     from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
+    from mkd.report.curves import new_figure, save_figure
     from mkd.tokenizers.load import open_tokenizer, require_marks
 
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None

@@ -2,10 +2,12 @@
 
     mkd report runs/qwen
     mkd report runs/a runs/b --out both.html
+    mkd report runs/a runs/b --png both.png --keys kd_loss grad_norm
 
 A run is its log folder or its metrics.jsonl. The file has curves, every evaluation before and after, the
 loss, settings with their origins, planned and measured figures, events and samples. It opens from disk in
-any browser and loads nothing from a network.
+any browser and loads nothing from a network. --png draws a picture of curves instead: lines are training,
+dots are held-out data.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.config.flags import FlagParser, add_overwrite, require_new_file
-from mkd.errors import returns_exit_code
+from mkd.errors import UsageError, returns_exit_code
 
 OUT = "report.html"
 
@@ -35,9 +37,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help=f"file to write (default: {OUT} in the first run's folder, which is written anew every time)",
     )
-    add_overwrite(parser, "--out")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="picture of curves to draw, in place of the HTML file"
+    )
+    add_overwrite(parser, "--out", "--png")
     parser.add_argument("--title", default="", help="heading of the page (default: names of the runs)")
+    parser.add_argument(
+        "--keys",
+        nargs="+",
+        default=(),
+        metavar="KEY",
+        help="metrics to draw with --png (default: kd_loss ce_loss top1_agreement grad_norm)",
+    )
     args = parser.parse_args(argv)
+    _require_one_form(args)
+    if args.png:
+        draw_picture(args)
+    else:
+        write_report(args)
+
+
+def _require_one_form(args: argparse.Namespace) -> None:
+    """Raise UsageError for a setting of the page beside --png, and for one of the picture without it."""
+    given = {"--out": args.out, "--title": args.title} if args.png else {"--keys": args.keys}
+    for flag, value in given.items():
+        if value:
+            why = "--png writes a picture alone" if args.png else "the page has all metrics"
+            do = f"leave out {flag}" if args.png else "add --png FILE, or leave it out"
+            raise UsageError(f"{flag} has no effect", why, do, code="setting-without-effect")
+
+
+def draw_picture(args: argparse.Namespace) -> None:
+    """Draw curves to the file of --png, and print its name."""
+    from mkd.report.curves import draw_curves
+    from mkd.report.run_folder import open_runs
+
+    require_new_file("--png", args.png, args.overwrite)
+    draw_curves(open_runs(args.runs), args.png, "--png", args.keys)
+    print(args.png)
+
+
+def write_report(args: argparse.Namespace) -> None:
+    """Write the page, and print its name and size."""
     from mkd.report.page import build_page, check_file, write_page
     from mkd.report.run_folder import open_runs
 

@@ -1,4 +1,4 @@
-"""Build one HTML file that shows one or several runs.
+"""Build one HTML file, or a picture, that shows one or several runs.
 
 In reading order:
 
@@ -6,4 +6,5 @@ In reading order:
     columns      the records of a run as columns, and as the points of a plot
     findings     before and after, planned and measured, settings that differ
     page         the page, from assets/report.html.j2
+    curves       the picture of curves, by matplotlib
 """

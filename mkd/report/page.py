@@ -19,12 +19,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from mkd.errors import DataError, UsageError
+from mkd.errors import UsageError
 from mkd.log.records import TRAIN
 from mkd.operations.event_log import FAILURE, RESUME, SAVE, SKIP, SPIKE, STOP
 from mkd.report import findings
 from mkd.report.columns import plot_data
-from mkd.report.run_folder import Event, RunFolder
+from mkd.report.run_folder import Event, RunFolder, require_records
 from mkd.version import __version__
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -78,13 +78,7 @@ class Panel:
 
 def build_page(runs: Sequence[RunFolder], title: str = "") -> str:
     """Return the report of `runs` as HTML. Raises DataError if no run has a record."""
-    if not any(run.splits for run in runs):
-        raise DataError(
-            f"no records in {', '.join(str(run.path) for run in runs)}",
-            "the runs have not logged a step",
-            "let them run on",
-            code="metrics-empty",
-        )
+    require_records(runs)
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
         autoescape=True,

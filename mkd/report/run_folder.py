@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mkd.config.load import DEFAULT, SavedSetting, read_saved_config
-from mkd.errors import UsageError
+from mkd.errors import DataError, UsageError
 from mkd.human import counted
 from mkd.log.records import TRAIN, each_record
 from mkd.operations.event_log import DONE, EVENTS_FILE, FAILURE, RESUME, START, STOP
@@ -103,6 +103,17 @@ def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
                 code="report-run-twice",
             )
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def require_records(runs: Sequence[RunFolder]) -> None:
+    """Raise DataError if no run has a record."""
+    if not any(run.splits for run in runs):
+        raise DataError(
+            f"no records in {', '.join(str(run.path) for run in runs)}",
+            "the runs have not logged a step",
+            "let them run on",
+            code="metrics-empty",
+        )
 
 
 def _folder(path: Path) -> Path:

@@ -1,22 +1,15 @@
-"""Draw the curves of one or several runs in one picture.
-
-    mkd plot runs/qwen
-    mkd plot runs/a runs/b --keys kd_loss grad_norm --out both.png
-
-A run is its log folder or its metrics.jsonl. Lines are training, dots are held-out data.
-"""
+"""Draw the curves of runs in one picture: lines are training, dots are held-out data."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkd.config.flags import FlagParser, add_overwrite, require_new_file
-from mkd.errors import DataError, UsageError, returns_exit_code
-from mkd.log.metrics import find_metric
+from mkd.errors import UsageError
 from mkd.log.records import TRAIN, curve, read_records
+from mkd.report.findings import unit_of
+from mkd.report.run_folder import RunFolder, require_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,21 +20,15 @@ PICTURES = (".png", ".jpg", ".svg", ".pdf")
 STYLES = ((TRAIN, "-"), ("valid", "o--"))
 
 
-def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
-    """Write `picture`, with one panel per key.
+def draw_curves(runs: Sequence[RunFolder], picture: Path, flag: str, keys: Sequence[str] = ()) -> None:
+    """Write `picture`, which `flag` names, with one panel per key.
 
     Raises UsageError without matplotlib, for a key that no record has, or if the picture cannot be written.
-    Raises DataError for files without records.
+    Raises DataError for runs without records.
     """
-    figure = new_figure(picture, "--out")
-    records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
-    if not any(records.values()):
-        raise DataError(
-            f"no records in {', '.join(map(str, runs))}",
-            "the runs have not logged a step",
-            "let them run on",
-            code="metrics-empty",
-        )
+    figure = new_figure(picture, flag)
+    require_records(runs)
+    records = {run.name: read_records(run.path) for run in runs}
     keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
     height = -(-len(keys) // columns)
@@ -51,7 +38,7 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
         draw(axis, key, records)
     for axis in axes.flat[len(keys) :]:
         axis.set_visible(False)
-    save_figure(figure, picture, "--out")
+    save_figure(figure, picture, flag)
 
 
 def _recorded(keys: Sequence[str], records: list[dict[str, Any]]) -> Sequence[str]:
@@ -105,7 +92,7 @@ def save_figure(figure: Figure, picture: Path, flag: str) -> None:
         ) from error
 
 
-def draw(axis: Axes, key: str, records: dict[str, list[dict[str, Any]]]) -> None:
+def draw(axis: Axes, key: str, records: Mapping[str, list[dict[str, Any]]]) -> None:
     """Draw the curves of one key; a run has the same colour in every panel."""
     for index, (name, of_run) in enumerate(records.items()):
         for split, style in STYLES:
@@ -113,49 +100,8 @@ def draw(axis: Axes, key: str, records: dict[str, list[dict[str, Any]]]) -> None
             if points:
                 label = f"{name} {split}" if len(records) > 1 else split
                 axis.plot(list(points), list(points.values()), style, color=f"C{index}", label=label)
-    axis.set(title=f"{key} ({unit(key)})", xlabel="iteration")
+    unit = unit_of(key)
+    axis.set(title=f"{key} ({unit})" if unit else key, xlabel="iteration")
     axis.grid(alpha=0.3)
     if axis.lines:
         axis.legend(fontsize="small")
-
-
-def unit(key: str) -> str:
-    """Return the unit of a registered key; keys of evaluation tasks have none."""
-    try:
-        return find_metric(key).unit
-    except KeyError:
-        return "of the task"
-
-
-def names(runs: Sequence[Path]) -> list[str]:
-    """Return labels that tell the runs apart: folder names, or whole paths if two names are equal."""
-    folders = [run.parent if run.suffix == ".jsonl" else run for run in runs]
-    short = [folder.resolve().name for folder in folders]
-    return short if len(set(short)) == len(short) else [str(run) for run in runs]
-
-
-@returns_exit_code
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
-    )
-    parser.add_argument(
-        "--keys", nargs="+", default=(), metavar="KEY", help=f"keys to draw (default: {' '.join(KEYS)})"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="picture to write (default: metrics.png in the first run's folder, which is drawn anew every "
-        "time)",
-    )
-    add_overwrite(parser, "--out")
-    args = parser.parse_args(argv)
-    require_new_file("--out", args.out, args.overwrite)
-    first = args.runs[0]
-    out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")
-    plot(args.runs, out, args.keys)
-    print(out)
