@@ -50,7 +50,7 @@ def test_work_of_an_image_token(shape, gflop):
 
 
 def test_the_step_beside_the_towers_takes_as_long_as_measured():
-    """The pair of `tools/benchmark.py vision` on one H200, less the forward of both towers."""
+    """Compare with the pair of docs/vision.md on one H200, less the forward of both towers."""
     student, teacher = (shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b"))
     argv = ["--student-hf", "s", "--teacher-hf", "t", "--kd-ratio", "1", "--bf16", "--data-path", "x.jsonl"]
     argv += ["--seq-length", "8192", "--global-batch-size", "4", "--train-iters", "1"]

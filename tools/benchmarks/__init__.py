@@ -14,7 +14,6 @@ logits_benchmark       losses on whole logits
 head_case              inputs and reference of the fused head
 head_benchmark         the loss with the LM heads in it
 head_tp_benchmark      the same over several ranks
-chunks_benchmark       the losses of cross-tokenizer teachers
 shapes                 shapes of known models
 synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
@@ -23,11 +22,8 @@ megatron_sft           Megatron's own training step
 kernel_times           the time of kernels by kind
 host_times             what the CPU does while they run
 expert_benchmark       a step with experts, beside Megatron's
-vision_benchmark       a step with images
-packing_benchmark      packs against padded batches
 corpus_benchmark       the start of a run on a large corpus
-tokenise_benchmark     tokenisation beside bare `tokenizers`
 pipeline_benchmark     the pipeline against the bubble formula
-arithmetic_reward      a reward function that checks sums
-reward_gain            GRPO against SFT at equal samples (a command of its own)
+
+Studies and benchmarks that were made once are no longer here; docs/performance.md names their commit.
 """

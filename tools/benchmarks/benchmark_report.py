@@ -8,19 +8,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
 
 from tools.benchmarks.results import Other, Times
 
 _RELATIONS = {">=": operator.ge, "<=": operator.le}
-
-
-def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return "mean (standard deviation)" of several values, the mean of one, and nothing of none."""
-    if not values:
-        return ""
-    spread = f" ({stdev(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}"
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,14 @@ from tools.benchmarks.results import append_figures
 from tools.benchmarks.runners import (
     is_parallel,
     run_ceilings,
-    run_chunks,
     run_corpus,
     run_decode,
     run_experts,
     run_head,
     run_logits,
-    run_packing,
     run_pipeline,
     run_step,
-    run_tokenise,
     run_trainers,
-    run_vision,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -59,40 +55,21 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="rows of a block of logits in mkd's head (default: the engine's choice)",
     )
-    chunks = _add(
-        commands, "chunks", run_chunks, "cross-tokenizer losses with LM heads, beside the bare products"
-    )
-    chunks.add_argument(
-        "--shape",
-        nargs="+",
-        type=sizes(5),
-        metavar="C,HS,HT,VS,VT",
-        help="chunks, hidden sizes, vocabularies",
-    )
-    chunks.add_argument("--losses", nargs="+", help="losses to time, by --xtoken-loss (default: all)")
     step = _add(
         commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"
     )
     step.add_argument("--profile", action="store_true", help="also print what GPU and CPU do in each of them")
-    packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
-    vision = _add(
-        commands, "vision", run_vision, "a step with images: the plan, its parts, varlen: R21 to R23"
-    )
-    vision.add_argument(
-        "--image-side", type=int, help="patches of an image's side, an even number (default: 40, on a CPU 4)"
-    )
-    for command in (packing, trainers):
-        command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, packing, pipeline, trainers, vision, _add_decode_command(commands)))
-    _add_layout_flags((step, pipeline, vision))
+    trainers.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
+    _add_pair_flags((step, pipeline, trainers, _add_decode_command(commands)))
+    _add_layout_flags((step, pipeline))
     _add_expert_command(commands)
-    _add_data_commands(commands)
+    _add_corpus_command(commands)
     return main
 
 
@@ -132,7 +109,7 @@ def _add_expert_command(commands) -> None:
     experts.add_argument("--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'")
 
 
-def _add_data_commands(commands) -> None:
+def _add_corpus_command(commands) -> None:
     corpus = _add(commands, "corpus", run_corpus, "start of a run on a large corpus: R14 to R18")
     corpus.add_argument(
         "--documents", type=int, default=1_000_000, help="documents of 5 to 60 tokens (default: 1000000)"
@@ -142,14 +119,6 @@ def _add_data_commands(commands) -> None:
     corpus.add_argument("--loss-mask", action="store_true", help="mask the first half of every document")
     corpus.add_argument(
         "--folder", type=Path, help="folder for the corpus, 90 bytes a document (default: a temporary one)"
-    )
-    tokenise = _add(commands, "tokenise", run_tokenise, "tokenisation beside bare `tokenizers`: R19")
-    tokenise.add_argument(
-        "--tokenizer", type=Path, help="folder of a tokenizer (default: one that learns 8192 tokens here)"
-    )
-    tokenise.add_argument("--mebibytes", type=int, default=8, help="MiB of text (default: 8)")
-    tokenise.add_argument(
-        "--workers", type=int, nargs="+", default=[0, 2], help="processes; 0: this one (default: 0 2)"
     )
 
 

@@ -41,16 +41,6 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     return merge([benchmark(machine, HeadShape(*shape), args.block_rows) for shape in shapes])
 
 
-def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
-    from mkd.config.models import XTOKEN_LOSSES
-    from tools.benchmarks.chunks_benchmark import ChunkShape, benchmark
-
-    shapes = args.shape or [(8192, 2048, 4096, 32000, 151936) if machine.is_cuda else (64, 32, 48, 400, 700)]
-    return merge(
-        [benchmark(machine, ChunkShape(*shape), tuple(args.losses or XTOKEN_LOSSES)) for shape in shapes]
-    )
-
-
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.step_benchmark import benchmark
 
@@ -89,25 +79,6 @@ def run_experts(args: argparse.Namespace, machine: Machine) -> Report:
     return benchmark(machine, detect(), settings, teachers, chat_lengths(machine), fits, args.kernels)
 
 
-def run_vision(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.vision_benchmark import benchmark
-
-    names = ("qwen2.5-vl-3b", "qwen2.5-vl-7b") if machine.is_cuda else ("tiny-vl-student", "tiny-vl-teacher")
-    args.student_shape, args.teacher_shape = (
-        given or default
-        for given, default in zip((args.student_shape, args.teacher_shape), names, strict=True)
-    )
-    side = args.image_side or (40 if machine.is_cuda else 4)
-    return benchmark(machine, detect(), pair_settings(args, machine), side)
-
-
-def run_packing(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.packing_benchmark import benchmark
-
-    documents = args.documents or (64 if machine.is_cuda else 16)
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
-
-
 def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.trainers_benchmark import benchmark
 
@@ -119,12 +90,6 @@ def run_corpus(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.corpus_benchmark import benchmark
 
     return benchmark(args.documents, args.seq_length, args.workers, args.folder, args.loss_mask, machine.seed)
-
-
-def run_tokenise(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.tokenise_benchmark import benchmark
-
-    return benchmark(args.tokenizer, args.mebibytes, args.workers, machine.seed)
 
 
 def run_pipeline(args: argparse.Namespace, machine: Machine) -> Report:

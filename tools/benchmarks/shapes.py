@@ -102,15 +102,6 @@ def _qwen2_5_vl(hidden: int, layers: int, heads: int, groups: int, ffn: int, voc
     )
 
 
-def _tiny_vl(hidden: int, layers: int) -> dict:
-    """Return a tiny Qwen2.5-VL with towers of two blocks, whose patches have 4 pixels a side."""
-    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=4)
-    vision |= dict(out_hidden_size=hidden, window_size=16, fullatt_block_indexes=[1])
-    tiny = _qwen2_5_vl(hidden, layers, 4, 2, 2 * hidden, 500, tied=False)
-    rope = dict(type="mrope", mrope_section=[hidden // 8 - 2, 1, 1])
-    return tiny | dict(vision_config=vision, rope_scaling=rope, image_token_id=499)
-
-
 _SMOLLM2 = dict(
     model_type="llama",
     hidden_size=576,
@@ -129,8 +120,6 @@ SHAPES = {
     "tiny-student": _tiny(32, 2, tied=True),
     "tiny-teacher": _tiny(64, 4, tied=False),
     "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
-    "tiny-vl-student": _tiny_vl(32, 2),
-    "tiny-vl-teacher": _tiny_vl(64, 3),
     "smollm2-135m": _SMOLLM2,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),

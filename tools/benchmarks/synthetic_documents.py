@@ -1,4 +1,4 @@
-"""Make micro-batches of synthetic documents: packed as in the engine, or padded as in most trainers."""
+"""Make packs of synthetic documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.packing.best_fit import pack_pieces
@@ -67,17 +66,6 @@ def for_teachers(batches: Sequence[PackedBatch], num_teachers: int) -> list[Pack
     return [replace(batch, teacher_inputs=(SharedTokens(),) * num_teachers) for batch in batches]
 
 
-def padded_batches(documents: Sequence[np.ndarray], batch_size: int) -> list[PackedBatch]:
-    """Make micro-batches of `batch_size` documents, padded to the longest; the head runs over padding too."""
-    batches = []
-    for first in range(0, len(documents), batch_size):
-        members = documents[first : first + batch_size]
-        longest = max(len(document) for document in members)
-        batch = collate([lay_out(members, [longest] * len(members))])
-        batches.append(replace(batch, loss_rows=torch.arange(batch.tokens.numel())))
-    return batches
-
-
 def full_pack(seq_length: int, vocab: int, lengths: ChatLengths, random: np.random.Generator) -> PackedBatch:
     """Fill a pack with conversations, without padding; the last one is cut."""
     chosen: list[int] = []
@@ -87,7 +75,6 @@ def full_pack(seq_length: int, vocab: int, lengths: ChatLengths, random: np.rand
     return collate([lay_out(random_documents(np.array(chosen), vocab, random), chosen)])
 
 
-def document_lengths(batches: Sequence[PackedBatch], padded: bool = False) -> list[int]:
-    """Return the tokens of every document, or of its span with padding."""
-    borders = [batch.cu_seqlens_padded if padded else batch.cu_seqlens for batch in batches]
-    return [length for border in borders for length in border.diff().tolist()]
+def document_lengths(batches: Sequence[PackedBatch]) -> list[int]:
+    """Return the tokens of every document."""
+    return [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,6 @@ def command(
         return [sys.executable, *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [sys.executable, *launcher, *words]
-
-
-def tokenised(corpus: Corpus, tokenizer: Path, workers: int) -> Corpus:
-    """Tokenise the conversations in `workers` processes, for models like `tokenizer`; return the corpus."""
-    for file in (corpus.train, corpus.held_out):
-        flags = {
-            "input": file, "output-prefix": file.with_suffix(""), "tokenizer-model": tokenizer,
-            "image-root": corpus.image_root, "workers": workers,
-        }  # fmt: skip
-        words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
-        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--overwrite", *words]
-        run(command, file.parent / f"tokenised_{file.stem}", is_quiet=True)
-    return replace(corpus, train=corpus.train.with_suffix(""), held_out=corpus.held_out.with_suffix(""))
 
 
 def run(words: list[str], log_dir: Path, threads: int = 1, is_quiet: bool = False) -> None:

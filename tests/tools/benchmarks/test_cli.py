@@ -49,13 +49,9 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("ceilings",), set()),
         (("logits", "--shape", "24,400", "5,37"), {"R8", "R12"}),
         (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R6"}),
-        (("chunks", "--shape", "40,16,24,60,90"), set()),
-        (("packing", "--documents", "9", "--seq-length", "256"), {"R9"}),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
         (("trainers", "--documents", "5"), {"R13"}),
-        (("vision", "--seq-length", "64", "--microbatches", "2"), {"R21"}),
         (("pipeline",), {"R11"}),
-        (("tokenise", "--mebibytes", "1", "--workers", "0"), {"R19"}),
         (("decode", "--batch", "3", "--new-tokens", "4"), {"R24"}),
         (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
     ],
@@ -86,7 +82,6 @@ def test_the_start_on_a_corpus_that_has_an_index():
         (("step", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R10"}),
         (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
         (("pipeline", "--pipeline-parallel", "2", "--seq-length", "64", "--microbatches", "3"), {"R11"}),
-        (("vision", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R23"}),
         (
             (
                 "pipeline",

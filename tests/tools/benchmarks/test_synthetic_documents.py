@@ -1,17 +1,15 @@
-"""Check synthetic documents: the same tokens and the same loss in every way of batching."""
+"""Check packs of synthetic documents: tokens, loss and lengths."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from tools.benchmarks.synthetic_documents import (
     ChatLengths,
     document_lengths,
     full_pack,
     packed_batches,
-    padded_batches,
     random_documents,
 )
 
@@ -33,23 +31,11 @@ def documents():
     return random_documents(CHAT.draw(40, random), 500, random)
 
 
-def test_all_batchings_have_the_same_loss_tokens(documents):
+def test_packs_have_the_loss_tokens_of_their_documents(documents):
     wanted = sorted((a, b) for d in documents for a, b in zip(d[:-1].tolist(), d[1:].tolist(), strict=True))
-    for batches in (
-        packed_batches(documents, 256),
-        padded_batches(documents, 1),
-        padded_batches(documents, 8),
-    ):
-        assert pairs(batches) == wanted
-        assert sorted(n for n in document_lengths(batches) if n) == sorted(map(len, documents))
-
-
-def test_padded_batches_run_the_head_over_padding(documents):
-    for batch in padded_batches(documents, 8):
-        spans = batch.cu_seqlens_padded.diff()
-        assert torch.equal(spans, spans[:1].expand(8)) and spans[0] == batch.cu_seqlens.diff().max()
-        assert torch.equal(batch.loss_rows, torch.arange(batch.tokens.numel()))
-    assert sum(document_lengths([batch], padded=True)) == batch.tokens.numel()
+    batches = packed_batches(documents, 256)
+    assert pairs(batches) == wanted
+    assert sorted(n for n in document_lengths(batches) if n) == sorted(map(len, documents))
 
 
 def test_a_full_pack_has_no_padding():
