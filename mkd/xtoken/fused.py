@@ -5,6 +5,7 @@ See losses/fused_linear.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import ModuleType
 
@@ -25,15 +26,12 @@ from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.partition import one_to_one
 from mkd.xtoken.projected import prefix_kl, projected
-from mkd.xtoken.published.hybrid import hybrid
-from mkd.xtoken.published.sorted_l1 import uld
 from mkd.xtoken.slices import ChunkSlice, slice_ranges
 from mkd.xtoken.teacher_metrics import slice_metrics
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
-LOSS_FUNCTIONS = dict(
-    partition_kl=chains, prefix_kl=prefix_kl, p_kl=projected, gold=hybrid, h_kl=hybrid, uld=uld
-)
+OWN_LOSSES = {"partition_kl": chains, "prefix_kl": prefix_kl, "p_kl": projected}
+DENSE_LOSSES = ("gold", "h_kl", "uld")  # of published systems: they read whole vocabularies
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,19 @@ def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
     return chunk_torch_passes
 
 
+def loss_function(loss: str) -> Callable[..., Tensor]:
+    """Return the function of a loss. Those of published systems are imported by the runs that use them."""
+    if loss not in DENSE_LOSSES:
+        return OWN_LOSSES[loss]
+    if loss == "uld":
+        from mkd.xtoken.published.sorted_l1 import uld
+
+        return uld
+    from mkd.xtoken.published.hybrid import hybrid
+
+    return hybrid
+
+
 def _chunk_rows(
     hidden: Tensor,
     side: ChunkSide,
@@ -125,7 +136,7 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     size in the compute dtype at once. The dense losses have those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
-    ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
+    ranks = len(call.vocabulary.common) if call.settings.loss in DENSE_LOSSES else 1
     tensors = 1 if call.settings.loss == "partition_kl" else 4 * ranks
     return head_block_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
 
@@ -146,7 +157,7 @@ class _Head:
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
-        return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
+        return loss_function(loss)(student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
         """Return d(loss) / d(value) / T, [c]: a gradient by z / T becomes one by z. None in evaluation."""

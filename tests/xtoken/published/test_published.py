@@ -1,6 +1,10 @@
-"""The dense top-k form of projection matrices, in three kinds of files."""
+"""The dense top-k form of projection matrices, in three kinds of files; and when this package is imported."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from mkd.errors import UsageError
 from mkd.xtoken.published.projections import load_published
 from tests.reported import refused
 
+ROOT = Path(__file__).resolve().parents[3]
 # The fifth row is beyond the student's tokenizer.
 INDICES = torch.tensor([[2, 1], [0, -1], [3, 3], [1, 2], [9, 9]])
 LIKELIHOODS = torch.tensor([[0.75, 0.25], [1.0, 0.0], [0.25, 0.25], [0.0, 0.0], [1.0, 1.0]])
@@ -63,3 +68,11 @@ def test_files_of_another_form_are_refused(tmp_path):
         with refused("projection-not-valid", UsageError) as error:
             load_published(tmp_path / name, 4, 5)
         assert why in error.value.why.lower() and "weights_only" not in error.value.why
+
+
+def test_a_run_imports_published_losses_only_if_it_uses_one():
+    code = "import sys; from mkd.xtoken.fused import loss_function"
+    for loss in ("p_kl", "uld"):
+        code += f"; loss_function('{loss}'); print('mkd.xtoken.published' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
