@@ -54,6 +54,7 @@ USE_INSTEAD = _by_flag(
         "AdamW, by leaving the flag away": "optimizer",
         "--weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
         "--lr-warmup-iters: warm-up starts at 0": "lr-warmup-init",
+        "--lr-warmup-iters: warm-up is given in steps": "lr-warmup-fraction",
         "--recompute-granularity selective": "recompute-activations",
         "--recompute-granularity full": "checkpoint-activations",
         "--no-shuffle, or nothing for random order": "dataloader-type",

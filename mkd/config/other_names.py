@@ -13,7 +13,6 @@ _NAMES = {  # ours -> names in transformers, TRL, NeMo, torchtitan, Axolotl, LLa
     "min-lr": "lr-min min-learning-rate learning-rate-end",
     "lr-decay-style": "lr-scheduler-type lr-scheduler scheduler schedule",
     "lr-warmup-iters": "warmup-steps warmup num-warmup-steps lr-warmup-steps warmup-iters",
-    "lr-warmup-fraction": "warmup-ratio lr-warmup-ratio",
     "lr-decay-iters": "lr-decay-steps decay-steps",
     "weight-decay": "wd",
     "clip-grad": "max-grad-norm gradient-clipping grad-clip gradient-clip-val clip-grad-norm max-norm",
@@ -82,6 +81,7 @@ _TEXTS = {  # what no flag of mkd sets
     "torchrun --nproc-per-node N: it starts one process for each GPU": (
         "gpus num-gpus n-gpus devices num-processes nproc-per-node num-nodes nnodes device"
     ),
+    "--lr-warmup-iters: warm-up is given in steps": "warmup-ratio lr-warmup-ratio",
     "--no-bf16, which is the default": "fp32",
     "--kd-jsd-beta for the jsd divergence, or --dpo-beta for preferences": "beta",
     "--use-distributed-optimizer, and parallelism by --tensor-model-parallel-size and others": (

@@ -287,9 +287,6 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = option(None, "iteration at which decay ends (default: --train-iters)")
     lr_warmup_iters: int = option(0, "first iterations, in which the learning rate rises linearly from 0")
-    lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay iterations, 0 to 1 (default: --lr-warmup-iters)"
-    )
     lr_wsd_decay_style: str = option(
         "exponential",
         "shape of the last phase of WSD",

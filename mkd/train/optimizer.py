@@ -177,15 +177,12 @@ def build_optimizer(
 def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
-    warmup_iters = settings.lr_warmup_iters
-    if settings.lr_warmup_fraction is not None:
-        warmup_iters = settings.lr_warmup_fraction * decay_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup_iters,
+        lr_warmup_steps=settings.lr_warmup_iters,
         lr_decay_steps=decay_iters,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,

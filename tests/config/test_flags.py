@@ -99,6 +99,7 @@ def test_unknown_flag_names_the_nearest():
         ("--learning-rate", "did you mean --lr?"),
         ("--lmbda", "did you mean --on-policy-fraction?"),
         ("--fp32", "use --no-bf16, which is the default"),
+        ("--warmup_ratio", "use --lr-warmup-iters: warm-up is given in steps"),
         ("--beta", "use --kd-jsd-beta for the jsd divergence, or --dpo-beta for "),
         ("--output-dir", "did you mean --save?"),
         ("--per_device_train_batch_size", "did you mean --micro-batch-size?"),

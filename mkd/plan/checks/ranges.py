@@ -31,7 +31,7 @@ _GROUPS = (
     ),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
     ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
-    ("from 0 to below 1", lambda x: 0 <= x < 1, "lr_warmup_fraction adam_beta1 adam_beta2"),
+    ("from 0 to below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
     ("above 0 and below 1", lambda x: 0 < x < 1, "clip_range"),
     (
         "above 0",

@@ -23,12 +23,7 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
     if settings.min_lr > settings.lr >= 0:
         what = f"min-lr {settings.min_lr} is above lr {settings.lr}"
         yield UsageError(what, "lr decays down to min-lr", "lower --min-lr", code="min-lr-above-lr")
-    if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
-        iters, fraction = settings.lr_warmup_iters, settings.lr_warmup_fraction
-        what = f"lr-warmup-iters {iters} and lr-warmup-fraction {fraction} exclude each other"
-        why = "both set the length of the warm-up"
-        yield UsageError(what, why, "give one of them", code="warmup-given-twice")
-    elif 0 < decay_iters <= settings.lr_warmup_iters:
+    if 0 < decay_iters <= settings.lr_warmup_iters:
         what = f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations"
         why = "the learning rate would never start to decay"
         do = "lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters"

@@ -91,7 +91,6 @@ def test_empty_command_line_reports_everything():
         ("--eval-iters", "-1", "0 (never) or more"),
         ("--min-lr", "-1.0", "0 or more"),
         ("--adam-beta2", "1.0", "from 0 to below 1"),
-        ("--lr-warmup-fraction", "1.0", "from 0 to below 1"),
         ("--log-interval", "0", "1 or more"),
         ("--distributed-timeout-minutes", "0.0", "above 0 and at most a million"),
         ("--exit-duration-in-mins", "0.0", "above 0"),
@@ -337,7 +336,6 @@ def test_learning_rate_schedule():
     assert problem("--lr", "1e-5", "--min-lr", "1e-4").code == "min-lr-above-lr"
     assert problem("--lr-warmup-iters", "10").code == "warmup-not-below-decay"
     assert problems("--lr-warmup-iters", "10", "--lr-decay-iters", "11") == []
-    assert problem("--lr-warmup-iters", "1", "--lr-warmup-fraction", "0.1").code == "warmup-given-twice"
     assert problem("--lr-decay-style", "WSD").code == "wsd-without-decay-iters"
     assert problems("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "3") == []
 
