@@ -78,9 +78,6 @@ class XTokenConfig:
         "teacher's most probable common tokens that partition_kl compares one by one. The others count "
         "as one sum (default: all)",
     )
-    exact_token_match_only: bool = option(
-        False, "skip all chunks except those of one student token and the same teacher token"
-    )
     relaxed_map: bool = option(
         False,
         "count tokens as common that differ only in case, leading space or normalisation, with gold or h_kl",

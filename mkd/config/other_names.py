@@ -83,6 +83,9 @@ _TEXTS = {  # what no flag of mkd sets
     ),
     "--lr-warmup-iters: warm-up is given in steps": "warmup-ratio lr-warmup-ratio",
     "--no-bf16, which is the default": "fp32",
+    "--xtoken-loss partition_kl, the default: it compares chunks of several tokens exactly too": (
+        "xtoken-exact-token-match-only exact-token-match-only"
+    ),
     "--kd-jsd-beta for the jsd divergence, or --dpo-beta for preferences": "beta",
     "--use-distributed-optimizer, and parallelism by --tensor-model-parallel-size and others": (
         "deepspeed fsdp zero zero-stage fsdp-config"

@@ -79,7 +79,6 @@ def _cross_tokenizer(
         alignment=settings.alignment,
         seq_length=settings.seq_length,
         twins=relation.twins(),
-        exact_only=settings.exact_token_match_only,
         reasoning=settings.reasoning,
         name=plan.teacher_names[index],
         images=teacher_images(plan, index, teacher),

@@ -322,6 +322,9 @@ def _loss(config: Config) -> Iterator[tuple[str, object]]:
             yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value
+    for index, teacher in enumerate(config.teachers):
+        if teacher.xtoken is not None:  # as a former option had it: earlier checkpoints must compare equal
+            yield f"loss.teachers[{index}].xtoken.exact_token_match_only", False
 
 
 def _sha256(content: object) -> str:

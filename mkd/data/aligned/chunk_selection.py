@@ -21,9 +21,8 @@ class ChunkSelection:
         spellings: Spellings | None,  # None: chunks other than 1-1 have only the realised pair
         twins: np.ndarray | None,  # [student ids] teacher id of the twin, -1: none; None: unknown
         vocab_size: int,  # token ids that the teacher's model knows
-        exact_only: bool,  # keep only the 1-1 chunks of a common pair
     ):
-        self._supports, self._twins, self._exact_only = Supports(spellings), twins, exact_only
+        self._supports, self._twins = Supports(spellings), twins
         if twins is not None:
             self._is_twin = np.zeros(max(vocab_size, int(twins.max(initial=-1)) + 1), dtype=bool)
             self._is_twin[twins[twins >= 0]] = True
@@ -48,8 +47,6 @@ class ChunkSelection:
         if self._twins is not None:
             twins, realised = self._twins[labels[rows[:, 0]]], teacher_labels[rows[:, 1]]
             is_single = kinds == ONE_TO_ONE
-            if self._exact_only:
-                wanted &= is_single & (twins == realised)
             kinds[is_single & (twins != realised) & ((twins >= 0) | self._is_twin[realised])] = MANY_TO_MANY
         rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
         supports = self._supports.look_up(kinds, rows, counts, (labels, teacher_labels))

@@ -32,7 +32,6 @@ class TeacherText:
     alignment: str = "byte_offset"  # or "dp"
     seq_length: int | None = None  # teacher tokens of a pack; default: the length of the longest pack
     twins: np.ndarray | None = None  # [student ids] teacher id of the twin, -1: none; None: unknown
-    exact_only: bool = False  # keep only the 1-1 chunks of a common pair
     reasoning: bool = True  # align the reasoning of assistant turns too
     name: str = "teacher"  # for messages
     images: ConversationImages | None = None  # reads the teacher's images; None: it reads none
@@ -40,7 +39,7 @@ class TeacherText:
 
     def selection(self) -> ChunkSelection:
         """Return the choice of the chunks that have loss."""
-        return ChunkSelection(self.spellings, self.twins, self.vocab_size, self.exact_only)
+        return ChunkSelection(self.spellings, self.twins, self.vocab_size)
 
 
 @dataclass(frozen=True)

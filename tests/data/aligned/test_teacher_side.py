@@ -162,20 +162,6 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
     assert "share of teacher tokens without room 0.000" not in cut.describe()[1]
 
 
-def test_exact_matches_only(path, tmp_path):
-    related = relation(TEACHER)
-    every = teacher_text(spellings=related.spellings)
-    exact = replace(every, twins=related.twins(), exact_only=True)
-    dataset, _ = open_pair(path, tmp_path, every, exact)
-    batch = collate([dataset[0], dataset[1]])
-    whole, filtered = (part.chunks for part in batch.teacher_inputs)
-    single = np.flatnonzero(whole.kinds == 0)
-    twins = related.twins()[whole.student.labels.numpy()[single]] == whole.teacher.labels.numpy()[single]
-    assert 0 < filtered.num_chunks == twins.sum() < whole.num_chunks
-    assert filtered.student.rows.tolist() == whole.student.rows.numpy()[single][twins].tolist()
-    assert not filtered.kinds.any() and len(filtered.support_student) == 0
-
-
 def test_text_decides_where_pairs_do_not(path, tmp_path):
     """If a token has another twin, its 1-1 chunk is compared as a realised pair only."""
     related = relation(TEACHER)

@@ -182,7 +182,7 @@ def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
         ("[{hf: t}, {hf: u, divergence: jsd}]", ("--kd-jsd-beta", "0.3")),
         ("[{hf: t}, {hf: u, xtoken: {loss: uld}}]", ("--kd-divergence", "jsd")),
         ("[{hf: t, xtoken: {top_k: 3, projection: p}}]", ("--kd-divergence", "reverse_kl")),
-        ("[{hf: t, xtoken: {loss: h_kl, relaxed_map: true, exact_token_match_only: true}}]", ()),
+        ("[{hf: t, xtoken: {loss: h_kl, relaxed_map: true}}]", ()),
     ],
 )
 def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
