@@ -78,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="A,B,C",
         help="same as in training; packs for training are shown (default: all documents)",
     )
-    add("--characters-per-sample", type=int, metavar="N", help="same as in training")
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
@@ -206,7 +205,6 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             overlong=args.overlong,
             overlong_conversations=args.overlong_conversations,
             split=args.split,
-            characters_per_sample=args.characters_per_sample,
             append_eod=args.append_eod,
             max_bad_records=args.max_bad_records,
             images=image_reader(

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and "
-        "completion. Every line of a .txt file that is not blank is a document; see --characters-per-sample",
+        "completion. Every line of a .txt file that is not blank is a document",
     )
     add(
         "--output-prefix",
@@ -71,14 +71,6 @@ def _add_record_flags(add: Callable[..., object]) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)",
-    )
-    add(
-        "--characters-per-sample",
-        type=int,
-        metavar="N",
-        help="characters that a document must reach. Consecutive text records (.txt: lines, also blank ones) "
-        "are joined with newlines until it does; other records stay as they are (default: every record is a "
-        "document)",
     )
     add(
         "--max-bad-records",
@@ -153,13 +145,6 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             do="use 0 or more",
             code="max-bad-records-negative",
         )
-    characters = args.characters_per_sample
-    if characters is not None and characters < 1:
-        raise UsageError(
-            f"--characters-per-sample {characters} is not a number of characters",
-            do="use 1 or more",
-            code="characters-per-sample-below-one",
-        )
     check_numbers(args)
     # not in the workers, which import this file
     from mkd.platform import prepare_for_files
@@ -181,7 +166,6 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             tokenizer,
             args.append_eod,
             workers,
-            characters_per_sample=characters,
             max_bad_records=args.max_bad_records,
             images=image_reader(
                 args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side

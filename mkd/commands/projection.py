@@ -80,12 +80,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="texts of the sample to align (default: 1000)",
     )
     add(
-        "--characters-per-sample",
-        type=int,
-        metavar="N",
-        help="characters to join text records (lines of a .txt) to, as the run does (default: do not join)",
-    )
-    add(
         "--audit-output",
         type=Path,
         metavar="FILE",
@@ -121,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
     for line in lines(figures):
         print(line)
     if args.audit_data:
-        texts = islice(texts_of(args.audit_data, args.characters_per_sample), args.audit_texts)
+        texts = islice(texts_of(args.audit_data), args.audit_texts)
         result = audit(student, teacher, relation, texts)
         if not result.num_texts:
             raise DataError(
@@ -182,14 +176,12 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"built in {figures['build_time_s']:.1f} s, peak memory {figures['peak_memory_gib']:.2f} GiB"
 
 
-def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
+def texts_of(path: Path) -> Iterator[str]:
     """Yield the texts of a file's records: every message, prompt and completion is one."""
-    from mkd.data.encoding import join_texts
     from mkd.data.records.parsing import parse_row
     from mkd.data.records.rows import read_rows
 
-    rows = read_rows(path, keep_blank=characters_per_sample is not None)
-    for number, row in rows if characters_per_sample is None else join_texts(rows, characters_per_sample):
+    for number, row in read_rows(path):
         try:
             record = parse_row(row)
         except DataError as error:

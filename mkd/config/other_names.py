@@ -86,6 +86,9 @@ _TEXTS = {  # what no flag of mkd sets
     "--xtoken-loss partition_kl, the default: it compares chunks of several tokens exactly too": (
         "xtoken-exact-token-match-only exact-token-match-only"
     ),
+    "one record for each document; --pack bfd, the default, fills packs with short ones": (
+        "characters-per-sample"
+    ),
     "--kd-jsd-beta for the jsd divergence, or --dpo-beta for preferences": "beta",
     "--use-distributed-optimizer, and parallelism by --tensor-model-parallel-size and others": (
         "deepspeed fsdp zero zero-stage fsdp-config"

@@ -30,11 +30,6 @@ class DataConfig:
         "proportions of documents for training, validation and test, without --valid-data-path. "
         "99,1,0 holds out one document in a hundred",
     )
-    characters_per_sample: int | None = option(
-        None,
-        "characters that a document must reach. Consecutive text records are joined with newlines until it "
-        "does (default: every record or .txt line is a document)",
-    )
     tokenizer_type: str = option(
         "HuggingFaceTokenizer",
         "kind of tokenizer, by Megatron's names",

@@ -51,7 +51,6 @@ def open_datasets(
     cache_dir: str,  # folder for the tokens of raw files; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
     workers: int = 0,  # most processes that tokenise; 0: this one. Small files start none
-    characters_per_sample: int | None = None,  # join text records to this many characters; default: no join
     max_bad_records: int = 0,  # bad records of a raw file that may be skipped
     quarantine: str | None = None,  # file that lists the skipped records; default: no file
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
@@ -79,7 +78,7 @@ def open_datasets(
     rule = rule_for_conversations(overlong, overlong_conversations)
     packing = PackSettings(seq_length, pack, overlong, document_multiple, overlong_conversations=rule)
     preparation = _Preparation(
-        *(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample),
+        *(tokenizer, vocab_size, append_eod, cache_dir, workers),
         *(teachers, max_bad_records, quarantine, progress, images, pairs),
         packing=replace(packing, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
@@ -140,7 +139,6 @@ class _Preparation:
     append_eod: bool
     cache_dir: str
     workers: int
-    characters_per_sample: int | None
     teachers: Sequence[TeacherText | SharedTokens]
     max_bad_records: int
     quarantine: str | None
@@ -227,7 +225,6 @@ class _Preparation:
             tokenizer=self.tokenizer,
             images=self.images,
             append_eod=self.append_eod,
-            characters_per_sample=self.characters_per_sample,
             cache_dir=self.cache_dir,
             workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
@@ -262,8 +259,7 @@ class _Preparation:
 
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
-        settings = (self.tokenizer, self.append_eod, self.characters_per_sample)
-        key = cache_key(path, *settings, self.progress, self.known, self.images)
+        key = cache_key(path, self.tokenizer, self.append_eod, self.progress, self.known, self.images)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not self._is_complete(prefix, key):
             build_store(
@@ -273,7 +269,6 @@ class _Preparation:
                 self.append_eod,
                 self._workers(path),
                 key,
-                self.characters_per_sample,
                 self.max_bad_records,
                 self.progress,
                 self.images,

@@ -1,7 +1,6 @@
 """Encode raw files as documents, in order, in worker processes.
 
-Texts are changed before they are tokenised. Short ones are joined to samples of a least length (lazy
-character packing); huge ones are cut.
+Huge texts are cut before they are tokenised.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class FileBatch(NamedTuple):
 
     path: str
     rows: list[tuple[int, Row]]
-    left_out: Counter[str] = Counter()  # keys beside the texts that were joined or cut to these rows
+    left_out: Counter[str] = Counter()  # keys beside the texts that were cut to these rows
     megabytes_read: float = 0.0  # of all files, up to its end
 
 
@@ -67,48 +66,18 @@ class FileRows:
     """Rows of files in batches, or the error that stopped reading a file."""
 
     paths: Sequence[str]
-    characters_per_sample: int | None = None  # see `join_texts`; default: every record is a document
 
     def __iter__(self) -> Iterator[FileBatch | MkdError]:
         position = Position()
         for path in self.paths:
-            rows = position.follow(read_rows(path, keep_blank=self.characters_per_sample is not None), path)
             left_out = Counter[str]()
-            if self.characters_per_sample is not None:
-                rows = join_texts(rows, self.characters_per_sample, left_out)
-            rows = cut_texts(rows, left_out)
+            rows = cut_texts(position.follow(read_rows(path), path), left_out)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
                     yield FileBatch(path, batch, left_out.copy(), position.megabytes)
                     left_out.clear()
             except MkdError as error:
                 yield error
-
-
-def join_texts(
-    rows: Iterable[tuple[int, Row]], characters_per_sample: int, left_out: Counter[str] | None = None
-) -> Iterator[tuple[int, Row]]:
-    """Join consecutive text records with a newline until they have `characters_per_sample` characters.
-
-    The other keys of the joined records are counted in `left_out`.
-
-    A joined record gets the number of its first row. Other kinds of records, and malformed ones, pass
-    unchanged and end the sample before them. The last sample of a file may be shorter. Blank samples are
-    skipped.
-    """
-    texts, first, size = [], 0, 0
-    for number, row in rows:
-        text = _text(row, left_out)
-        if text is not None:
-            first = first if texts else number
-            texts.append(text)
-            size += len(text) + (len(texts) > 1)
-        if text is None or size >= characters_per_sample:
-            yield from _sample(first, texts)
-            texts, size = [], 0
-        if text is None:
-            yield number, row
-    yield from _sample(first, texts)
 
 
 def cut_texts(
@@ -161,12 +130,6 @@ def _text(row: Row, left_out: Counter[str] | None) -> str | None:
     if left_out is not None:
         left_out.update(record.ignored)
     return record.values[0]
-
-
-def _sample(first: int, texts: list[str]) -> Iterator[tuple[int, Row]]:
-    joined = "\n".join(texts)
-    if joined.strip():
-        yield first, {"text": joined}
 
 
 def useful_workers(num_bytes: int, most: int) -> int:
@@ -227,7 +190,6 @@ def encode_files(
     tokenizer: Tokenizer,
     append_eod: bool,
     workers: int = 0,
-    characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
 ) -> Generator[EncodedBatch, None, None]:
@@ -237,9 +199,7 @@ def encode_files(
     batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. For
     `progress` see `in_workers`.
     """
-    return in_workers(
-        FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod, images), workers, progress
-    )
+    return in_workers(FileRows(paths), _Encoder(tokenizer, append_eod, images), workers, progress)
 
 
 @dataclass(frozen=True)

@@ -71,15 +71,13 @@ def build_store(
     append_eod: bool,
     workers: int = 0,
     key: str | None = None,
-    characters_per_sample: int | None = None,
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
-    Text records are joined to samples of at least `characters_per_sample` characters (None: each is a
-    document). The bytes do not depend on `workers` (processes; 0: this one).
+    The bytes do not depend on `workers` (processes; 0: this one).
 
     The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
     last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
@@ -90,9 +88,7 @@ def build_store(
     _require_files(inputs)
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
-        with closing(
-            encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress, images)
-        ) as batches:
+        with closing(encode_files(inputs, tokenizer, append_eod, workers, progress, images)) as batches:
             summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
@@ -111,7 +107,7 @@ def build_store(
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "vocabulary_fingerprint": tokenizer.vocabulary_fingerprint,
             "append_eod": append_eod,
-            "characters_per_sample": characters_per_sample,
+            "characters_per_sample": None,  # a former setting: runs that resume compare descriptions
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **summary.described(),
@@ -137,13 +133,15 @@ def cache_key(
     path: str,
     tokenizer: Tokenizer,
     append_eod: bool,
-    characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
     known: KnownFiles = FORGETFUL,
     images: ConversationImages | None = None,
 ) -> str:
-    """Return the SHA-256 over the content of a raw file and all settings that decide its tokens."""
-    settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, characters_per_sample]
+    """Return the SHA-256 over the content of a raw file and all settings that decide its tokens.
+
+    None stands where a former setting had its default, so that caches of earlier versions are found.
+    """
+    settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
     settings += images.settings if images else []
     return known.content_hash(settings, [path], progress)
 

@@ -109,7 +109,6 @@ def open_data(
         overlong_conversations=data.overlong_conversations,
         append_eod=data.append_eod,
         cache_dir=str(cache_folder(config)),
-        characters_per_sample=data.characters_per_sample,
         max_bad_records=data.max_bad_records,
         quarantine=str(quarantine_file(config)),
         teachers=teachers,

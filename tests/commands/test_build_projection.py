@@ -77,13 +77,6 @@ def test_defaults_are_those_of_the_relation():
     assert ProjectionSettings().top_k == projection.TOP_K
 
 
-def test_lines_of_text_can_be_joined(paths, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("one line\n\nand two\n" * 50)
-    options = ["--student", paths[0], "--teacher", paths[1], "--audit-data", str(tmp_path / "a.txt")]
-    assert main(options) == main([*options, "--characters-per-sample", "10000"]) == EXIT_DONE
-    assert re.findall(r"(\d+) texts", capsys.readouterr().out) == ["100", "1"]
-
-
 def test_messages_are_texts(paths, tmp_path, capsys):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
     records = [{"messages": turns}, {"prompt": "1 + 1 =", "completion": " 2"}]

@@ -94,11 +94,6 @@ def test_files_become_a_corpus(model, tmp_path):
     [
         ((), EXIT_DATA, "bad.jsonl:2: text is a number\n  why: "),
         (("--tokenizer-type", "Unknown"), EXIT_USAGE, "--tokenizer-type Unknown is not known"),
-        (
-            ("--characters-per-sample", "0"),
-            EXIT_USAGE,
-            "--characters-per-sample 0 is not a number of characters",
-        ),
         (("--workers", "0"), EXIT_USAGE, "--workers 0 is not a number of processes"),
     ],
 )
@@ -131,7 +126,7 @@ def test_eos_can_be_left_out(model, tmp_path):
     assert TokenStore(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")
 
 
-def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, capsys):
+def test_lines_of_a_text_file_are_documents_of_a_corpus(model, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("The fox\n\nlazy dog\nbrown\n")
     options = [
         "--tokenizer-model",
@@ -143,21 +138,16 @@ def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, c
     ]
     command = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "c"), *options]
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    for more, texts in (
-        ([], ["The fox", "lazy dog", "brown"]),
-        (["--characters-per-sample", "10"], ["The fox\n\nlazy dog", "brown"]),
-    ):
-        assert main([*command, *more]) == EXIT_DONE
-        store = TokenStore(str(tmp_path / "c"))
-        assert [store.document(i)[0].tolist() for i in range(len(store))] == [
-            processor.encode(text) for text in texts
-        ]
+    assert main(command) == EXIT_DONE
+    store = TokenStore(str(tmp_path / "c"))
+    assert [store.document(i)[0].tolist() for i in range(len(store))] == [
+        processor.encode(text) for text in ("The fox", "lazy dog", "brown")
+    ]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "Every line of a .txt file that is not blank is a document" in said
-    assert "Consecutive text records (.txt: lines, also blank ones) are joined" in said
 
 
 def test_images_are_read_below_the_root(tmp_path, capsys):

@@ -27,7 +27,7 @@ PUBLIC_CONTRACT = """
 --student-pipeline-layout --xtoken-loss --xtoken-alignment --xtoken-seq-length --xtoken-projection
 --xtoken-top-k --xtoken-relaxed-map --no-xtoken-reasoning
 --teacher-residency --teacher-combination --teacher-weighting --teacher-weighting-temperature
---optimizer-residency --characters-per-sample --eval-multiple-choice --eval-completions
+--optimizer-residency --eval-multiple-choice --eval-completions
 --eval-num-fewshot --export-hf --dry-run --pack --overlong --append-eod --no-append-eod --no-shuffle
 """
 
@@ -99,6 +99,7 @@ def test_unknown_flag_names_the_nearest():
         ("--learning-rate", "did you mean --lr?"),
         ("--lmbda", "did you mean --on-policy-fraction?"),
         ("--fp32", "use --no-bf16, which is the default"),
+        ("--characters-per-sample", "use one record for each document; --pack bfd, the default, "),
         ("--xtoken-exact-token-match-only", "use --xtoken-loss partition_kl, the default: "),
         ("--warmup_ratio", "use --lr-warmup-iters: warm-up is given in steps"),
         ("--beta", "use --kd-jsd-beta for the jsd divergence, or --dpo-beta for "),

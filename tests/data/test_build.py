@@ -111,16 +111,6 @@ def test_a_torn_cache_is_built_again(open_data, texts, tmp_path, end):
     assert file.read_bytes() == content and loss_tokens(again) == expected
 
 
-def test_lines_of_text_joined_to_samples(open_data, tmp_path, tokenizer):
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"The fox {i}\n" for i in range(40)))
-    (lines, _), (samples, _) = open_data(str(path)), open_data(str(path), characters_per_sample=30)
-    assert (lines.num_documents, samples.num_documents) == (40, 13)  # three lines of 9 characters have 29
-    ids = samples.members[0].store.document(0)[0].tolist()
-    assert tokenizer.decode(ids[:-1]) == "The fox 0\nThe fox 1\nThe fox 2\nThe fox 3"
-    assert len(cached(tmp_path)) == 6, "both are in the cache"
-
-
 def test_split_by_documents(open_data, texts):
     whole, _ = open_data(texts)
     train, valid = open_data(texts, split="90,10,0")

@@ -93,15 +93,3 @@ def test_an_unreadable_file_is_an_error_of_its_own(tokenizer, write_jsonl, tmp_p
     (tmp_path / "b.parquet").write_bytes(b"junk")
     arrays, errors = joined(encode_files([str(tmp_path / "b.parquet"), good], tokenizer, True))
     assert len(arrays[2]) == 1 and len(errors) == 2 and "b.parquet is not a valid parquet file" in errors[1]
-
-
-def test_short_texts_are_joined(tokenizer, write_jsonl, tmp_path):
-    lines = [f"fox {i} " * (i % 7) for i in range(1000)]
-    text = tmp_path / "a.txt"
-    text.write_text("\n".join(lines) + "\n")
-    path = write_jsonl("a.jsonl", *({"text": line} for line in lines))
-    alone, _ = joined(encode_files([path], tokenizer, True, characters_per_sample=100))
-    from_text, _ = joined(encode_files([str(text)], tokenizer, True, characters_per_sample=100))
-    assert all(np.array_equal(a, b) for a, b in zip(alone, from_text, strict=True))
-    samples = [tokenizer.decode(ids[:-1]) for ids in np.split(alone[0], np.cumsum(alone[2])[:-1])]
-    assert "\n".join(samples) == "\n".join(lines) and all(len(sample) >= 100 for sample in samples[:-1])

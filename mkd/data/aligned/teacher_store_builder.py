@@ -38,7 +38,6 @@ def cached_teacher_store(
     tokenizer: Tokenizer,  # the student's
     images: ConversationImages | None = None,  # the student's
     append_eod: bool,
-    characters_per_sample: int | None,
     cache_dir: str,
     workers: int,
     max_bad_records: int = 0,
@@ -64,8 +63,8 @@ def cached_teacher_store(
         *(reader.settings for reader in readers if reader),
     ]
     if is_raw(path):
-        source, align = FileRows([path], characters_per_sample), RowAligner(pair)
-        key = known.content_hash([*settings, append_eod, characters_per_sample], [path], progress)
+        source, align = FileRows([path]), RowAligner(pair)
+        key = known.content_hash([*settings, append_eod, None], [path], progress)  # None: see `cache_key`
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
         files = StoreFiles(student_prefix)

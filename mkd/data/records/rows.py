@@ -24,11 +24,11 @@ A record is a line of JSON, a row of a table, or {"text": bytes} for a line of t
 """
 
 
-def read_rows(path: str | Path, keep_blank: bool = False, whole: bool = False) -> Iterator[tuple[int, Row]]:
+def read_rows(path: str | Path, whole: bool = False) -> Iterator[tuple[int, Row]]:
     """Yield (line or row number from 1, raw record) for every record of a file.
 
-    Skip blank lines; keep those of a `.txt` file if `keep_blank`. Of a table, only the columns of
-    documents are read, unless it is read `whole`. Raises DataError if the file cannot be read.
+    Skip blank lines. Of a table, only the columns of documents are read, unless it is read `whole`. Raises
+    DataError if the file cannot be read.
     """
     path = Path(path)
     if path.suffix not in RAW_SUFFIXES:
@@ -41,7 +41,7 @@ def read_rows(path: str | Path, keep_blank: bool = False, whole: bool = False) -
         if path.suffix in JSON_SUFFIXES:
             yield from _lines(path)
         elif path.suffix == TEXT_SUFFIX:
-            yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n", keep_blank))
+            yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n"))
         else:
             yield from enumerate(_table_rows(path, whole), 1)
     except OSError as error:
@@ -79,14 +79,12 @@ def raw_fields(row: Row) -> Mapping:
     return value
 
 
-def _lines(
-    path: Path, stripped: bytes | None = None, keep_blank: bool = False
-) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, stripped: bytes | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line), with the bytes `stripped` removed at both ends (None: white space)."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip(stripped)
-            if keep_blank or content.strip():
+            if content.strip():
                 yield number, content
 
 

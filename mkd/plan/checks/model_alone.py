@@ -24,7 +24,6 @@ READ_BY_A_MODEL = (
     "seed",
     "num_workers",
     "max_bad_records",
-    "characters_per_sample",
     "max_image_pixels",
     "max_image_side",
     "max_patches_per_pack",

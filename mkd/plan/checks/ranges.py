@@ -54,7 +54,7 @@ _GROUPS = (
         lambda x: x >= 1,
         " ".join((*SHARDS, *STAGES, *EXPERTS, *BATCH, *PACKS))
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
-        "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
+        "save_retain_interval keep_checkpoints log_interval max_non_finite_skips "
         "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots "
         "max_image_side max_patches_per_pack rollout_updates",
     ),

@@ -59,12 +59,11 @@ def write_table(path, rows):
             writer.write_table(table, max_chunksize=64)
 
 
-@pytest.mark.parametrize("characters", [None, 100])
-def test_joined_and_cut_texts_keep_their_counts(write_jsonl, characters):
+def test_cut_texts_keep_their_counts(write_jsonl):
     rows = [{"text": "fox " * (number % 5), "id": number} for number in range(300)]
     path = write_jsonl("a.jsonl", *rows, {"text": "a fox " * 200_000, "id": 300, "long": True})
     counts = Counter()
-    for batch in FileRows([path], characters):
+    for batch in FileRows([path]):
         counts += batch.left_out
         counts.update(key for _, row in batch.rows for key in parse_row(row).ignored)
     assert counts == {"id": 301, "long": 1}

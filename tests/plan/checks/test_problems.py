@@ -95,7 +95,6 @@ def test_empty_command_line_reports_everything():
         ("--distributed-timeout-minutes", "0.0", "above 0 and at most a million"),
         ("--exit-duration-in-mins", "0.0", "above 0"),
         ("--num-workers", "-1", "0 or more"),
-        ("--characters-per-sample", "0", "1 or more"),
         ("--eval-num-fewshot", "-1", "0 or more"),
         ("--teacher-weighting-temperature", "0.0", "from 0.01 to 100"),
         ("--xtoken-seq-length", "0", "1 or more"),

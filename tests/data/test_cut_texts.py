@@ -1,41 +1,15 @@
-"""Lazy character packing."""
+"""Huge texts are cut before they are tokenised."""
 
 from __future__ import annotations
 
 import json
 
 from mkd.data import encoding
-from mkd.data.encoding import cut_texts, join_texts
+from mkd.data.encoding import cut_texts
 
 
 def rows_of(*texts):
     return [(number, json.dumps({"text": text}).encode()) for number, text in enumerate(texts, 1)]
-
-
-def joined(rows, characters):
-    return [
-        (number, row["text"] if isinstance(row, dict) else row)
-        for number, row in join_texts(rows, characters)
-    ]
-
-
-def test_texts_are_joined_until_they_are_long_enough():
-    assert joined(rows_of("abc", "de", "f", "ghijkl", "m"), 5) == [(1, "abc\nde"), (3, "f\nghijkl"), (5, "m")]
-    assert joined(rows_of("abc", "de"), 6) == [(1, "abc\nde")], "the newline counts"
-    assert joined(rows_of("abc", "de"), 1) == [(1, "abc"), (2, "de")]
-    assert joined(rows_of("abc", "de"), 100) == [(1, "abc\nde")]
-    assert joined([], 5) == []
-
-
-def test_blank_lines_stay_inside_a_sample_and_blank_samples_go():
-    assert joined(rows_of("a", "", "b"), 4) == [(1, "a\n\nb")]
-    assert joined(rows_of("", " ", ""), 2) == []
-
-
-def test_other_records_pass_and_end_a_sample():
-    other, malformed = (2, b'{"prompt": "p", "completion": "c"}'), (4, b"{")
-    rows = [*rows_of("a"), other, (3, {"text": b"caf\xc3\xa9"}), malformed, (5, {"text": "z"})]
-    assert joined(rows, 9) == [(1, "a"), other, (3, "caf\u00e9"), malformed, (5, "z")]
 
 
 def test_huge_texts_are_cut_where_it_hurts_least(monkeypatch):
