@@ -67,6 +67,7 @@ USE_INSTEAD = _by_flag(
         "--name": "wandb-exp-name",
         "--log-dir": "wandb-save-dir",
         "--log-dir: snapshots are in its folder profile/": "memory-snapshot-path",
+        "--profile-steps FIRST LAST: both are profiled": "profile-step-start profile-step-end",
         "--ckpt-step: a named iteration must exist": "exit-on-missing-checkpoint",
     }
 )
@@ -110,6 +111,7 @@ SAFE_TO_DROP = _by_flag(
             "make-vocab-size-divisible-by tokenizer-hf-use-fast mmap-bin-files no-mmap-bin-files data-impl "
             "num-dataset-builder-threads"
         ),
+        "--profile writes a torch.profiler trace, except under nsys": "use-pytorch-profiler",
         "mkd always writes its own figures to metrics.jsonl and the progress line": (
             "log-throughput log-params-norm log-num-zeros-in-grad log-progress log-timers-to-tensorboard "
             "log-validation-ppl-to-tensorboard log-memory-to-tensorboard tensorboard-log-interval "

@@ -209,19 +209,19 @@ class LogConfig:
     wandb_entity: str | None = option(
         None, "Weights & Biases user or team of the project (default: the account that is logged in)"
     )
-    profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
-    profile_step_start: int = option(10, "iteration after which profiling starts")
-    profile_step_end: int = option(
-        12, "iteration after which profiling ends, and the memory history too unless the run fails first"
-    )
-    use_pytorch_profiler: bool = option(
+    profile: bool = option(
         False,
-        "write a torch.profiler trace to profile/ in the log folder, with --profile. "
-        "Otherwise the steps are marked for nsys profile --capture-range=cudaProfilerApi",
+        "write a torch.profiler trace of --profile-steps to profile/ in the log folder. "
+        "In a run under nsys profile --capture-range=cudaProfilerApi, mark the steps for nsys instead",
+    )
+    profile_steps: tuple[str, ...] = option(
+        ("11", "12"),
+        "first and last iteration to profile. The memory history ends with the last one, unless the run "
+        "fails first",
     )
     profile_ranks: tuple[str, ...] = option(("0",), "ranks to profile")
     record_memory_history: bool = option(
         False,
-        "record the history of GPU memory on --profile-ranks, until --profile-step-end or a failure. "
+        "record the history of GPU memory on --profile-ranks, until the end of --profile-steps or a failure. "
         "It is written to profile/ in the log folder; see pytorch.org/memory_viz",
     )

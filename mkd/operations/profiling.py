@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +14,15 @@ from mkd.config.schema import LogConfig
 from mkd.errors import Preempted, UsageError
 from mkd.operations.phases import DATA, Follower
 
+NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")  # variables of the processes that they start
 MEMORY_EVENTS = 100_000  # latest allocations that a history keeps
 
 
 def profile_problems(log: LogConfig, world_size: int) -> Iterator[UsageError]:
     """Yield one error for each part of `log` that cannot be profiled on this machine or world size."""
-    if not torch.cuda.is_available():
-        if log.profile and not log.use_pytorch_profiler:
-            what = "--profile has no GPU to profile"
-            why = "without --use-pytorch-profiler it marks steps for Nsight Systems, which needs a GPU"
-            yield UsageError(what, why, "add --use-pytorch-profiler", code="profile-without-gpu")
-        if log.record_memory_history:
-            what = "--record-memory-history has no GPU to record"
-            why = "the history is that of CUDA's allocator"
-            yield UsageError(what, why, "remove it", code="memory-history-without-gpu")
+    if log.record_memory_history and not torch.cuda.is_available():
+        what, why = "--record-memory-history has no GPU to record", "the history is that of CUDA's allocator"
+        yield UsageError(what, why, "remove it", code="memory-history-without-gpu")
     beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
     if beyond and (log.profile or log.record_memory_history):
         what = f"--profile-ranks {' '.join(beyond)} do not exist"
@@ -35,9 +31,14 @@ def profile_problems(log: LogConfig, world_size: int) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="profile-ranks-beyond-world")
 
 
+def is_under_nsight() -> bool:
+    """Return True if Nsight Systems or Nsight Compute has started this process, which uses a GPU."""
+    return torch.cuda.is_available() and any(name in os.environ for name in NSIGHT)
+
+
 @dataclass
 class Profiler(Follower):
-    """Profiles the steps after `first`, up to `last`. On a rank that is not profiled it does nothing."""
+    """Profiles the steps from `first` to `last`. On a rank that is not profiled it does nothing."""
 
     folder: Path
     rank: int
@@ -56,9 +57,9 @@ class Profiler(Follower):
     def from_config(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
         """Build the profiler of a rank, and start the history of GPU memory if the settings ask for it."""
         chosen = str(rank) in log.profile_ranks
-        traces = chosen and log.profile and log.use_pytorch_profiler
-        marks = chosen and log.profile and not log.use_pytorch_profiler
-        first, last = log.profile_step_start, log.profile_step_end
+        marks = chosen and log.profile and is_under_nsight()
+        traces = chosen and log.profile and not marks
+        first, last = map(int, log.profile_steps)
         remembers = chosen and log.record_memory_history
         profiler = cls(folder, rank, first, last, traces, marks, remembers)
         if profiler.remembers:
@@ -80,7 +81,7 @@ class Profiler(Follower):
 
     def at(self, iteration: int) -> None:
         """Start or end the profile. `iteration` steps are done, and the next one is about to begin."""
-        if self.first <= iteration < self.last:
+        if self.first <= iteration + 1 <= self.last:
             self._start()
         elif iteration >= self.last:
             self._end_steps()

@@ -26,6 +26,8 @@ def test_every_flag_that_is_recommended_exists():
     ("argv", "code", "advice"),
     [
         (["--fp16"], "flag-replaced", "use --bf16"),
+        (["--profile-step-start", "5"], "flag-replaced", "use --profile-steps FIRST LAST"),
+        (["--use-pytorch-profiler"], "flag-not-needed", ""),
         (["--lr-warmup-fraction", "0.1"], "flag-replaced", "use --lr-warmup-iters"),
         (["--num-layers", "12"], "flag-replaced", "use --student-hf"),
         (["--train-samples", "1000"], "flag-replaced", "use --train-iters"),

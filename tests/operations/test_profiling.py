@@ -31,7 +31,7 @@ def operations(path) -> list[str]:
 
 
 def test_chosen_steps_of_chosen_ranks_are_traced(files, ranks):
-    more = ("--profile", "--use-pytorch-profiler", "--profile-step-start", 1, "--profile-step-end", 2)
+    more = ("--profile", "--profile-steps", 2, 2)
     results = run_main(
         ranks, flags(files, "traced", *more, "--profile-ranks", 1, "--train-iters", 3), world_size=2
     )
@@ -58,11 +58,11 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
 
 
 @pytest.mark.parametrize(("iterations", "steps"), [((0, 1, 2, 3), 2), ((2, 3), 1), ((0, 1), 1), ((3, 4), 0)])
-def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
-    """The range is the steps after 1, up to 3, also if a run resumes between them or ends earlier."""
+def test_the_first_and_the_last_step_are_profiled(tmp_path, iterations, steps):
+    """The range is steps 2 and 3, also if a run resumes between them or ends earlier."""
     import torch
 
-    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
+    log = LogConfig(profile=True, profile_steps=("2", "3"))
     profiler = Profiler.from_config(log, tmp_path / "profile", rank=0)
     for iteration in iterations:
         profiler.at(iteration)
@@ -88,7 +88,9 @@ def test_phases_are_ranges_for_nsight_systems(tmp_path, monkeypatch):
         cudaProfilerStart=lambda: calls.append("on"), cudaProfilerStop=lambda: calls.append("off")
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: recorder)
-    log = LogConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    log = LogConfig(profile=True, profile_steps=("2", "2"))
     phases = Phases(Profiler.from_config(log, tmp_path, rank=0))
     for iteration in (1, 2, 3):
         for phase in (DATA, FORWARD_BACKWARD, OPTIMIZER):
@@ -134,7 +136,7 @@ class Recorder:
 )
 def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, tmp_path, monkeypatch):
     recorder = Recorder(monkeypatch)
-    log = LogConfig(record_memory_history=True, profile_step_start=1, profile_step_end=3)
+    log = LogConfig(record_memory_history=True, profile_steps=("2", "3"))
     profiler = Profiler.from_config(log, tmp_path, rank=0)
     for iteration in range(iterations):
         profiler.at(iteration)
@@ -179,10 +181,8 @@ def test_what_cannot_be_profiled_is_said_before_the_run():
 
     if torch.cuda.is_available():
         pytest.skip("has a GPU")
-    marked, history = profile_problems(LogConfig(profile=True, record_memory_history=True), world_size=1)
-    assert "--use-pytorch-profiler" in marked.do and "--record-memory-history" in history.what
-    (beyond,) = profile_problems(
-        LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=("0", "4")), world_size=4
-    )
+    (history,) = profile_problems(LogConfig(profile=True, record_memory_history=True), world_size=1)
+    assert "--record-memory-history" in history.what
+    (beyond,) = profile_problems(LogConfig(profile=True, profile_ranks=("0", "4")), world_size=4)
     assert beyond.what == "--profile-ranks 4 do not exist"
     assert list(profile_problems(LogConfig(), world_size=1)) == []

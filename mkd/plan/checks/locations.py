@@ -13,7 +13,7 @@ from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.no_effect import no_effect
 
 _NEED_SAVE = ("save", "save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
-_NEED_PROFILE = ("profile_step_start", "profile_step_end", "profile_ranks")
+_NEED_PROFILE = ("profile_steps", "profile_ranks")
 
 
 def check_data(config: Config) -> Iterator[MkdError]:
@@ -70,22 +70,19 @@ def check_log(config: Config) -> Iterator[UsageError]:
     if log.wandb_entity and not log.wandb_project:
         setting = f"wandb-entity {log.wandb_entity}"
         yield no_effect(setting, "wandb-project is not given", "add --wandb-project")
-    if log.use_pytorch_profiler and not log.profile:
-        yield no_effect("use-pytorch-profiler", "nothing is profiled without profile", "add --profile")
     if not (log.profile or log.record_memory_history):
         for name in _NEED_PROFILE:
             if getattr(log, name) != getattr(default, name):
                 setting = name.replace("_", "-")
                 yield no_effect(setting, "nothing is profiled without profile", "add --profile")
         return
-    first, last = log.profile_step_start, log.profile_step_end
-    if last <= first:
-        what = f"profile-step-end {last} is not above profile-step-start {first}"
-        why = "the profile covers the steps after profile-step-start, up to profile-step-end"
-        yield UsageError(what, why, f"use --profile-step-end {first + 2}", code="profile-steps-empty")
-    elif config.training.train_iters <= first:
-        setting = f"profile-step-start {first}"
-        yield no_effect(setting, f"the run ends at {config.training.train_iters}", "lower it")
+    setting = f"profile-steps {' '.join(log.profile_steps)}"
+    steps = [int(step) for step in log.profile_steps if step.isdecimal()]
+    if len(log.profile_steps) != 2 or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        what, why = f"{setting} is not a first and a last iteration", "iterations count from 1"
+        yield UsageError(what, why, "use for example --profile-steps 11 12", code="profile-steps-not-valid")
+    elif config.training.train_iters < steps[0]:
+        yield no_effect(setting, f"the run ends at {config.training.train_iters}", "lower them")
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
         what = f"profile-ranks {' '.join(wrong)} are not ranks" if wrong else "profile-ranks is empty"

@@ -45,7 +45,7 @@ _GROUPS = (
     (
         "0 or more",
         lambda x: x >= 0,
-        "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed profile_step_start "
+        "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed "
         "eval_num_fewshot max_bad_records max_failed_rewards "
         "save_interval_in_mins moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
     ),

@@ -16,15 +16,13 @@ def problems(*argv: str) -> list[tuple[str, str]]:
     ("argv", "code", "setting"),
     [
         ("--wandb-entity me", "setting-without-effect", "wandb-entity"),
-        ("--use-pytorch-profiler", "setting-without-effect", "use-pytorch-profiler"),
         ("--profile-ranks 0 1", "setting-without-effect", "profile-ranks"),
-        ("--profile-step-end 20", "setting-without-effect", "profile-step-end"),
-        ("--profile --profile-step-start 12", "profile-steps-empty", "profile-step-end"),
-        (
-            "--profile --profile-step-start 100 --profile-step-end 101",
-            "setting-without-effect",
-            "profile-step-start",
-        ),
+        ("--profile-steps 11 20", "setting-without-effect", "profile-steps"),
+        ("--profile --profile-steps 12 11", "profile-steps-not-valid", "profile-steps"),
+        ("--profile --profile-steps 0 1", "profile-steps-not-valid", "profile-steps"),
+        ("--profile --profile-steps 5", "profile-steps-not-valid", "profile-steps"),
+        ("--profile --profile-steps a b", "profile-steps-not-valid", "profile-steps"),
+        ("--profile --profile-steps 101 102", "setting-without-effect", "profile-steps"),
         ("--profile --profile-ranks 0 all", "profile-ranks-not-valid", "profile-ranks"),
     ],
 )
@@ -37,8 +35,9 @@ def test_contradictions_are_named(argv, code, setting):
     [
         "",
         "--wandb-project x --wandb-entity me",
-        "--profile --use-pytorch-profiler --profile-ranks 0 3",
-        "--record-memory-history --profile-step-start 0 --profile-step-end 1",
+        "--profile --profile-ranks 0 3",
+        "--record-memory-history --profile-steps 1 1",
+        "--profile --profile-steps 100 100",
     ],
 )
 def test_sound_settings_are_accepted(argv):
