@@ -236,7 +236,7 @@ def require_pillow(picture: str) -> None:
 
 def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
     """Draw packs to a file. Raises UsageError if the file cannot be written."""
-    from mkd.data.pack_picture import PackPicture
+    from mkd.data.pack_view import PackPicture
 
     drawn = PackPicture(tokenizer, dataset.images).draw(packs)
     try:

@@ -2,10 +2,9 @@
 
 sources.py              places of tokenised corpora, and whether a run can read them
 records/                which keys of a record are read, and the texts, conversations and pairs they become
-documents.py            the document (ids and loss mask) that each record becomes
-pairs.py                preference pairs, each as two documents
+documents.py            the documents (ids and loss mask) that each record becomes; preference pairs
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
-encoding.py             encoding of raw files in worker processes, with texts joined and cut
+encoding.py             encoding of raw files in worker processes, with huge texts cut
 workers.py              the end of worker processes
 progress_lines.py       lines on how much is done while files are tokenised and packed
 drafts.py               names of files that are still being written; removal of abandoned ones
@@ -18,8 +17,7 @@ batch.py                one pack (numpy) and one micro-batch of packs (torch)
 loader.py               the micro-batches of one rank for training and for evaluation
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
-pack_view.py            packs as text for people
-pack_picture.py         packs with their images as one picture
+pack_view.py            packs for people: as text, and with their images as one picture
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
 images/                 images of conversations: tokens, tables, packs, pixels
 stored/                 the top-k predictions of a teacher that ran earlier

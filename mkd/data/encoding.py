@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import Document
+from mkd.data.documents import Document, encode_documents
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
-from mkd.data.pairs import encode_documents
 from mkd.data.progress_lines import Position
 from mkd.data.quarantine import BadRecord
 from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys

@@ -18,9 +18,8 @@ from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.data_files import RAW_SUFFIXES, is_raw, require_file
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
-from mkd.data.documents import require_eos
+from mkd.data.documents import require_eos, require_pairs
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.pairs import require_pairs
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row

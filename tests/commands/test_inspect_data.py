@@ -15,8 +15,8 @@ import pytest
 
 from mkd.commands import inspect
 from mkd.commands.inspect import main
+from mkd.data.pack_view import GREEN, GREY
 from mkd.data.pack_view import RESET as PLAIN
-from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
 from mkd.data.packing.best_fit import PACKINGS
 from mkd.data.packing.cutting import OVERLONG
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
@@ -159,7 +159,7 @@ def test_packs_by_their_number(packs, capsys):
 
 def test_tokens_without_loss_have_another_colour(packs, capsys):
     assert main([*packs, "--color"]) == EXIT_DONE
-    assert f"|{WITHOUT_LOSS}\\n{PLAIN}|{WITH_LOSS}The{PLAIN}|" in capsys.readouterr().out
+    assert f"|{GREY}\\n{PLAIN}|{GREEN}The{PLAIN}|" in capsys.readouterr().out
     assert main(packs) == EXIT_DONE
     assert "\033" not in capsys.readouterr().out
 

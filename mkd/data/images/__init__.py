@@ -6,6 +6,5 @@ processors.py           a model's image processor: tokens and patches of a size,
 conversation.py         conversations with images to ids, loss mask and places of the images
 image_table.py          the images of a tokenised corpus on disk
 image_packing.py        the tokens to keep of documents with images, and the room that images take
-rotary_positions.py     positions (time, height, width) of tokens and images
-pack_images.py          the images of a pack, and of the row of a micro-batch on one rank
+pack_images.py          the images of a pack, and of a micro-batch's row on one rank, with their positions
 """

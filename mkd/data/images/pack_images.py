@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import IMAGE, ImageTable, grids_of
-from mkd.data.images.rotary_positions import rotary_positions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image_row, num_patches
 from mkd.parallel.zigzag import context_parallel_rows
@@ -21,7 +20,6 @@ from mkd.parallel.zigzag import context_parallel_rows
 if TYPE_CHECKING:
     from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
     from mkd.data.batch import Pack, PackedBatch
-
 
 RowImages = Callable[..., ImageRow]
 """Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
@@ -164,3 +162,29 @@ def _kept(borders: Tensor, layout: ImageLayout, context_parallel: tuple[int, int
         return None
     rows = context_parallel_rows(borders, rank, size) if size > 1 else torch.arange(int(borders[-1]))
     return held_rows(rows, layout.tensor_rank, layout.tensor_size) if layout.tensor_size > 1 else rows
+
+
+def rotary_positions(
+    num_tokens: int,  # of the document, padding included
+    images: Iterable[tuple[int, Grid]],  # (first token, grid of patches) of each image, in order
+    merge: int,  # patches side by side that make one token
+) -> np.ndarray:
+    """Return the positions of one document, int64 [3, num_tokens].
+
+    A text token has one position three times. An image of h x w tokens that starts at p has (p, p + row,
+    p + column); the text after it continues at p + max(h, w). Source: Qwen2-VL, Wang et al. 2024 (arXiv
+    2409.12191), section 2.1.
+    """
+    found = np.empty((3, num_tokens), dtype=np.int64)
+    done = position = 0
+    for first, (_, rows, columns) in images:
+        height, width = rows // merge, columns // merge
+        found[:, done:first] = position + np.arange(first - done)
+        position += first - done
+        done = first + height * width
+        found[0, first:done] = position
+        found[1, first:done] = position + np.repeat(np.arange(height), width)
+        found[2, first:done] = position + np.tile(np.arange(width), height)
+        position += max(height, width)
+    found[:, done:] = position + np.arange(num_tokens - done)
+    return found

@@ -4,4 +4,5 @@ messages.py             conversations checked, and their images separated from t
 kinds.py                the kinds of records and their keys
 rows.py                 lines and rows of files
 parsing.py              a row checked and brought into the form of its kind
+ignored_keys.py         counts of what nothing reads
 """

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from mkd.data.records.dropped_reasoning import reasoning_note
-from mkd.data.records.ignored_keys import IgnoredKeys
+from mkd.data.records.ignored_keys import IgnoredKeys, reasoning_note
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import TEXT_SUFFIX, read_rows, unread_columns
 from mkd.errors import DataError

@@ -1,4 +1,4 @@
-"""Counts of the keys that nothing reads, so that a run can name them."""
+"""Counts of what nothing reads, so that a run can name it: keys, and reasoning that a template leaves out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mkd.data.records.dropped_reasoning import dropped_reasoning
 from mkd.data.records.kinds import PAIR, Record
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import Conversation
+from mkd.tokenizers.chat_input import ASSISTANT, Conversation, reasoning_of
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ALWAYS_READ = ("role", "content", "tool_calls")
 VARIABLE = "chat_template_kwargs."
 SHOWN_KEYS = 12
 TRIED_RECORDS = 2  # of every batch, for every key of messages
+OPENED, CLOSED = "<think>", "</think>"  # around reasoning in a content
+MESSAGES, DROPPED, CHARACTERS = "messages", "dropped", "characters"
 
 
 @dataclass
@@ -112,3 +113,42 @@ def _differ(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> bool
         return len({tokenizer.render(one) for one in conversations}) > 1
     except DataError:
         return True
+
+
+def dropped_reasoning(conversations: Iterable[Conversation], tokenizer: Tokenizer) -> Counter[str]:
+    """Return the messages with reasoning, those whose reasoning is not written, and its characters."""
+    found = Counter[str]()
+    for conversation in conversations:
+        thoughts = [thought for message in conversation.messages if (thought := _reasoning(message))]
+        if not thoughts:
+            continue
+        try:
+            text = tokenizer.render(conversation)
+        except DataError:
+            continue
+        missing = [thought for thought in thoughts if thought not in text]
+        found[MESSAGES] += len(thoughts)
+        found[DROPPED] += len(missing)
+        found[CHARACTERS] += sum(map(len, missing))
+    return found
+
+
+def reasoning_note(counts: Mapping[str, int]) -> str:
+    """Return a line for people; an empty one if all reasoning is written."""
+    if not counts.get(DROPPED):
+        return ""
+    return (
+        f"the chat template leaves out the reasoning of {counts[DROPPED]:,} of {counts[MESSAGES]:,} "
+        f"assistant messages ({counts[CHARACTERS]:,} characters), so nothing learns it"
+    )
+
+
+def _reasoning(message: Mapping[str, object]) -> str:
+    """Return the reasoning of an assistant message, from its key or before the answer in its content."""
+    if message.get("role") != ASSISTANT:
+        return ""
+    _, named = reasoning_of(message)
+    content = message.get("content")
+    if named or not isinstance(content, str):
+        return named.strip()
+    return content.rpartition(CLOSED)[0].rpartition(OPENED)[2].strip()

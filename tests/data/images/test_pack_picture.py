@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mkd.commands.inspect import main
-from mkd.data.pack_picture import GRID, LONGEST_SIDE, WITH_LOSS
+from mkd.data.pack_view import GRID, LONGEST_SIDE, WITH_LOSS
 from mkd.errors import UsageError
 from tests.data.images.test_conversation import asked
 from tests.data.images.tiny_processors import image_file, picture

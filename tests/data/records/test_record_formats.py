@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-from mkd.data.documents import encode_record
-from mkd.data.pairs import encode_documents
+from mkd.data.documents import encode_documents, encode_record
 from mkd.data.prompts import encode_prompt, parse_prompt
 from mkd.data.records.format_hints import format_hint
 from mkd.data.records.kinds import Record
