@@ -22,7 +22,6 @@ HEAVY_MODULES = ("torch", "megatron", "transformers")
 KNOWN_TWINS = {  # names of two product files: may only shrink
     "batch.py",
     "folders.py",
-    "head.py",
     "load.py",
     "models.py",
     "records.py",

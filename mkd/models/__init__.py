@@ -1,19 +1,18 @@
 """Decoders on Megatron-core: layers for packed documents, and the stage that holds student and teachers.
 
 transformer_config.py            ModelShape -> Megatron's configuration
-norm.py, post_norm.py, rope.py   layer parts: RMSNorm, norms behind a block, rotary embeddings
+layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
+rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
 specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
-head.py, language_model.py       one model part: embedding, layers, LM head
+language_model.py                one model part: embedding, layers, LM head
 vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
-stage.py                         student and teachers on one pipeline stage
+stage.py                         student and teachers on one pipeline stage; the teachers' time
 released_layers.py               layers that give up their memory when they are built
-fp8_weights.py                   a teacher whose linear layers are in FP8
-te_fp8_recipes.py                Transformer Engine's scales for it
+fp8_weights.py                   a teacher whose linear layers are in FP8, with Transformer Engine's scales
 residency.py                     a teacher whose layers live in host memory or are split over peers
-stopwatch.py                     the time that teachers take on the device
 """

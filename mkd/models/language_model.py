@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mkd.models.head import LMHead
 from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import give_documents, token_documents
@@ -32,6 +32,23 @@ PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple 
     *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
     *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
 )
+
+
+class LMHead(ColumnParallelLinear):
+    """Megatron's vocabulary-parallel head. Called without an input, it returns its weight.
+
+    In that case it makes no logits; a loss can compute them itself. Asking for the weight calls the module on
+    purpose, so that hooks see it. With overlapped parameter gathers, Megatron's DDP waits for a module's
+    parameters in its forward pre-hook.
+    """
+
+    def forward(
+        self, input_: Tensor | None, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> Any:
+        """Return Megatron's (logits, bias) of `input_`, or the weight if there is no input."""
+        if input_ is None:
+            return self.weight if weight is None else weight
+        return super().forward(input_, weight, runtime_gather_output)
 
 
 class LanguageModel(LanguageModule):

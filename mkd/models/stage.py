@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
-from mkd.models.stopwatch import Stopwatch
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
 
@@ -137,3 +137,38 @@ def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
 def _run(model: LanguageModel, row: StageInput) -> Tensor:
     images = {} if row.images is None else {"images": row.images}
     return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params, **images)
+
+
+@dataclass
+class Stopwatch:
+    """Adds up the time of blocks without waiting for them.
+
+    The time is that between events in the stream of a GPU, and that of the clock on a CPU.
+    """
+
+    _spans: list = field(default_factory=list)  # (start, end) of each block since the last reading
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        start = _mark(device)
+        yield
+        self._spans.append((start, _mark(device)))
+
+    def take_ms(self) -> float:
+        """Return the milliseconds of the blocks since the last call.
+
+        On a GPU, wait for the end of the last block.
+        """
+        spans, self._spans = self._spans, []
+        if spans and isinstance(spans[-1][1], torch.cuda.Event):
+            spans[-1][1].synchronize()
+            return sum(start.elapsed_time(end) for start, end in spans)
+        return 1000 * sum(end - start for start, end in spans)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | float:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -51,7 +51,7 @@ class Rates:
     The difference of each pair is attention (490 and 447 TFLOP/s), the rest matrix products.
 
     Towers of Qwen2.5-VL 3B and 7B took 992.4 ms for the forward of 16,000 image tokens (transformers 5.17),
-    before their MLPs were aligned (`mkd.models.vision.aligned_mlp`). The counted work of `mkd.plan.towers`
+    before their MLPs were aligned (`mkd.models.vision.tower`). The counted work of `mkd.plan.towers`
     takes 613 ms; the rest would be explained by products of 3,420 channels at 179 TFLOP/s.
     """
 

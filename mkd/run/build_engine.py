@@ -16,11 +16,10 @@ from mkd.checkpoint.hf.hf_reader import load_hf_weights
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
-from mkd.models.fp8_weights import Fp8Weights, LayerMemory
+from mkd.models.fp8_weights import Fp8Weights, LayerMemory, fp8_recipe
 from mkd.models.language_model import LanguageModel
 from mkd.models.residency import layer_parameters, stream_from_host, stream_from_peers
 from mkd.models.stage import DistillationStage
-from mkd.models.te_fp8_recipes import fp8_recipe
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext

@@ -30,10 +30,10 @@ def torch_kernels(activation):
 
 def gated_gradients(folder):
     """Return what `gradients` does, of a model whose layers have `GatedMLP`."""
-    from mkd.models import gated_mlp, specs
+    from mkd.models import layer_parts, specs
 
-    parts = replace(specs.LOCAL, mlp=gated_mlp.GatedMLP)
-    with mock.patch.object(specs, "LOCAL", parts), mock.patch.object(gated_mlp, "_kernels", torch_kernels):
+    parts = replace(specs.LOCAL, mlp=layer_parts.GatedMLP)
+    with mock.patch.object(specs, "LOCAL", parts), mock.patch.object(layer_parts, "_kernels", torch_kernels):
         return gradients(folder)
 
 
@@ -52,7 +52,7 @@ def test_a_model_has_the_same_gradients(family, tmp_path, ranks):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_kernels_equal_torch(activation, dtype, tolerance):
     """GELU has the tanh form under the name that Megatron gives it."""
-    from mkd.models.gated_mlp import _Gate, _kernels
+    from mkd.models.layer_parts import _Gate, _kernels
 
     options = {"approximate": "tanh"} if activation is F.gelu else {}
     generator = torch.Generator("cuda").manual_seed(0)

@@ -17,8 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models import specs
 from mkd.models.attention import LayerRopeAttention, PackedAttention
-from mkd.models.norm import RMSNorm
-from mkd.models.post_norm import PostNorm
+from mkd.models.layer_parts import PostNorm, RMSNorm
 from mkd.platform import detect
 
 ROPES = (RopeShape(theta=1e4, rotary_dim=8), RopeShape(theta=1e6, rotary_dim=8))

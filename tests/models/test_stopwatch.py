@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mkd.models.stopwatch import Stopwatch
+from mkd.models.stage import Stopwatch
 from tests.train.command import flags, make_files, read_metrics
 
 

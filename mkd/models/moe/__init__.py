@@ -1,6 +1,5 @@
 """Mixtures of experts on Megatron-core: the MLP of a layer whose tokens are routed.
 
-switches.py      MoEShape -> Megatron's configuration
 token_documents.py the document of every token, in the one tensor that reaches the routers
 balance.py       balance losses by document, and the load of the experts
 router.py        the router with both
