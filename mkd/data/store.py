@@ -117,7 +117,7 @@ class TokenStore:
 
     @property
     def documents_per_record(self) -> int:
-        """2 for a corpus of preference pairs (see pairs.py), else 1. Packs take records whole or cut."""
+        """2 for a corpus of preference pairs (see documents.py), else 1. Packs take records whole or cut."""
         return 2 if self.meta.get("kinds") == ["pair"] else 1
 
     @property

@@ -8,8 +8,7 @@ Read in this order:
     phases.py         what a run is doing, announced to everything that follows it
     event_log.py      what has happened to a run, in LOG/events.jsonl
     signals.py        signals that ask the process to end
-    stop_notice.py    what a signal would do now, in words
-    stopping.py       signals and time limits, agreed on by all ranks
+    stopping.py       signals and time limits, agreed on by all ranks; what a signal would do now
     rendezvous.py     all ranks meet before the start; a problem of one ends all
     failures.py       which rank failed first, and why
     watchdog.py       ranks that make no progress

@@ -29,8 +29,7 @@ from mkd.operations.phases import Phases
 from mkd.operations.profiling import Profiler
 from mkd.operations.run_folders import log_folder, logs_of_another_run
 from mkd.operations.signals import Signals
-from mkd.operations.stop_notice import StopNotice
-from mkd.operations.stopping import Stopper
+from mkd.operations.stopping import StopNotice, Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext

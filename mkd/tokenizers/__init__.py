@@ -10,8 +10,7 @@ tiktoken.py         rank files of tiktoken
 pieces.py           how vocabularies write bytes
 spans.py            the bytes of a text that each of its tokens spells
 chat_input.py       conversations as records give them, and the settings of a run that reads them
-call_arguments.py   arguments of tool calls in the form that a chat template reads
-chat_template.py    a chat template: conversations to text, and the parts that it marks
+chat_template.py    a chat template: conversations and calls to text, and the parts that it marks
 chat_turns.py       places of the assistant's turns, found by changing one text, and checked
 chat_shapes.py      the same for conversations like one that was searched before
 chat.py             conversations to ids and loss masks

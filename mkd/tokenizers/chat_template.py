@@ -1,10 +1,13 @@
-"""A tokenizer's chat template: conversations to text, and the parts of the text that it marks."""
+"""A tokenizer's chat template: conversations to text, and the parts of the text that it marks.
+
+Templates read the arguments of tool calls as objects, or as their JSON in text.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +17,6 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mkd.errors import DataError
-from mkd.tokenizers.call_arguments import argument_form, needs_content, with_arguments
 from mkd.tokenizers.chat_input import (
     ASSISTANT,
     ChatSettings,
@@ -30,6 +32,9 @@ DATE = "strftime_now"  # the function of transformers that gives templates the p
 DATE_CALL = re.compile(DATE + r"""\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
 
 Message = Mapping[str, Any]
+
+ARGUMENT = {"city": "Paris"}  # of a call that asks a template which form it reads
+ARGUMENT_TEXT = '{"city":"Paris"}'
 
 
 class ChatTemplate:
@@ -227,3 +232,54 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if not key:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "weather", "arguments": arguments}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+def argument_form(render: Callable[[Sequence[Message]], str]) -> str:
+    """Return which arguments a template reads, "objects", "texts" or "both".
+
+    `render` returns a rendered conversation, or "" if the template refuses it. A template that reads texts
+    writes them as they are. Others write them as quoted strings, which no model was trained on, or refuse
+    them.
+    """
+    if ARGUMENT_TEXT not in render(_call(ARGUMENT_TEXT)):
+        return "objects"
+    return "both" if "Paris" in render(_call(ARGUMENT)) else "texts"
+
+
+def needs_content(render: Callable[[Sequence[Message]], str], form: str) -> bool:
+    """Return True if a template refuses a call without content and takes it with an empty one.
+
+    The first template of Qwen3 does. `form` is the `argument_form`.
+    """
+    question, call = (with_arguments(one, form) for one in _call(ARGUMENT))
+    alone = {key: value for key, value in call.items() if key != "content"}
+    return not render([question, alone]) and bool(render([question, call]))
+
+
+def with_arguments(message: Message, form: str) -> Message:
+    """Return the message with the arguments of its calls in the `form` that the template reads."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls or form == "both":
+        return message
+    return {**message, "tool_calls": [_shaped(call, form) for call in calls]}
+
+
+def _shaped(call: Any, form: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if form == "objects" and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call  # the template says what is wrong
+    elif form == "texts" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -105,13 +105,9 @@ def loss_function(loss: str) -> Callable[..., Tensor]:
     """Return the function of a loss. Those of published systems are imported by the runs that use them."""
     if loss not in DENSE_LOSSES:
         return OWN_LOSSES[loss]
-    if loss == "uld":
-        from mkd.xtoken.published.sorted_l1 import uld
+    from mkd.xtoken.published import dense_losses
 
-        return uld
-    from mkd.xtoken.published.hybrid import hybrid
-
-    return hybrid
+    return dense_losses.uld if loss == "uld" else dense_losses.hybrid
 
 
 def _chunk_rows(

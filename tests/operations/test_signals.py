@@ -40,7 +40,7 @@ def wait_for(capfd, text: str) -> None:
 def test_the_second_ctrl_c_interrupts(capfd):
     from mkd.operations.phases import FORWARD_BACKWARD, Phases
     from mkd.operations.signals import caught_signals
-    from mkd.operations.stop_notice import StopNotice
+    from mkd.operations.stopping import StopNotice
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), caught_signals() as signals:

@@ -11,8 +11,7 @@ import pytest
 
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import align, align_spans
-from mkd.xtoken.published.align_dp import align_dp
-from mkd.xtoken.published.dp_kernel import COMBINED, GAP, MATCH, MAX_COMBINATION, best_path, compiled
+from mkd.xtoken.published.align_dp import COMBINED, GAP, MATCH, MAX_COMBINATION, align_dp, best_path, compiled
 from tests.tokenizers.trained import SENTENCES, train_hf_tokenizer
 from tests.xtoken.brute_force import check_chunks
 

@@ -8,7 +8,7 @@ import torch
 from mkd.config.divergence import DIVERGENCES
 from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.published.hybrid import hybrid
+from mkd.xtoken.published.dense_losses import hybrid
 from mkd.xtoken.slices import ChunkSlice
 from tests.losses.objectives import chunk_settings_of
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of

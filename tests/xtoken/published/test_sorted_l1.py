@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.xtoken.published.sorted_l1 import sorted_l1
+from mkd.xtoken.published.dense_losses import sorted_l1
 
 
 @pytest.mark.parametrize("widths", [(7, 7), (5, 9), (9, 5)])

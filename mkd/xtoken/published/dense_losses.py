@@ -1,12 +1,13 @@
-"""gold and h_kl: a divergence on the common tokens plus the sorted L1 distance of the others.
+"""gold and h_kl: a divergence on the common tokens plus the sorted L1 distance of the others. uld: of all.
 
     L = w_c * D({common tokens, rest} of the chunk distributions)
       + w_u * sorted L1(uncommon tokens of the chunk distributions)
 
-Sources: GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699. Both are published with a KL of the parts of two
-distributions that are on the common tokens. These parts do not sum to 1, so that KL goes negative. Here a
-rest bucket makes both whole. It holds 1 - the sum over common tokens, missing chain probability included.
-Where one model has no rest, the other is conditioned on the common tokens.
+Sources: GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699; ULD, Boizard et al. 2024 (arXiv 2402.12030). gold
+and h_kl are published with a KL of the parts of two distributions that are on the common tokens. These parts
+do not sum to 1, so that KL goes negative. Here a rest bucket makes both whole. It holds 1 - the sum over
+common tokens, missing chain probability included. Where one model has no rest, the other is conditioned on
+the common tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from mkd.xtoken.published.chunk_distributions import (
     chunk_distributions,
     write_chain_gradient,
 )
-from mkd.xtoken.published.sorted_l1 import sorted_l1
 from mkd.xtoken.slices import ChunkSlice
 
 
@@ -101,3 +101,29 @@ def _divergence_gradient(
     of_base.mul_((slope - mean)[:, None])
     of_base[:, common] = of_common.addcmul_(p_common, (-torch.expm1(ours.chain) * slope - mean)[:, None])
     return of_base, mean - slope
+
+
+def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+    """Return the sorted L1 distances [c] of whole distributions.
+
+    With `scale` [c] overwrite the student's logits with scale * dL/d(z/T).
+    """
+    ours, theirs = chunk_distributions(student, teacher, piece, call)
+    masses = ours.logs.exp_()
+    values, signs = sorted_l1(masses, theirs.logs.exp_())
+    if scale is not None:
+        by_log = masses.mul_(signs)
+        total = by_log.sum(dim=1)
+        of_base = by_log.sub_(ours.base.exp() * total[:, None])
+        write_chain_gradient(student, of_base, total, ours, scale, piece, call)
+    return values
+
+
+def sorted_l1(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum of |s - t| over sorted rows [c, a] and [c, b], filled with 0; its derivative by s)."""
+    ours, order = student.sort(dim=1, descending=True)
+    theirs = teacher.sort(dim=1, descending=True).values
+    shared = min(ours.shape[1], theirs.shape[1])
+    difference = torch.cat([ours[:, :shared] - theirs[:, :shared], ours[:, shared:]], dim=1)
+    values = difference.abs().sum(dim=1) + theirs[:, shared:].abs().sum(dim=1)
+    return values, torch.zeros_like(student).scatter_(1, order, difference.sign())
