@@ -32,7 +32,7 @@ from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention, RowRopeAttention
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
-from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
+from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.sink_attention import SinkAttention
 
 

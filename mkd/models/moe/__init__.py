@@ -5,6 +5,5 @@ balance.py       balance losses by document, and the load of the experts
 router.py        the router with both
 experts.py       the experts of one process: a loop of MLPs, or Transformer Engine's grouped products
 clamped_gate.py  the gate of GPT-OSS, and biases of grouped experts
-layer.py         router, exchange of tokens, experts
-moe_spec.py      which module makes which part
+layer.py         router, exchange of tokens, experts; which module makes which part
 """

@@ -1,16 +1,25 @@
-"""The MLP of a layer with experts: route, exchange tokens, compute, exchange back."""
+"""The MLP of a layer with experts: route, exchange tokens, compute, exchange back; and its specification."""
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
+
+from mkd.families.layer_shape import MoEShape
+from mkd.models.moe.experts import ExpertRowLinear, GroupedExperts, LocalExperts
+from mkd.models.moe.router import DocumentRouter
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -99,3 +108,41 @@ class ExpertLayer(MoELayer):
         output = exchange.combine_postprocess(output)
         exchange.probs = exchange.routing_map = None  # else the graph, and with it the model, stays in memory
         return output if shared is None else output + shared
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """The modules that a layer's experts are made of."""
+
+    experts: type
+    linears: MLPSubmodules  # of one expert, or of all in one product
+    shared_linears: MLPSubmodules  # of the MLP that every token passes
+
+
+LOCAL_EXPERTS = ExpertParts(
+    LocalExperts,
+    MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear),
+    MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+)
+TRANSFORMER_ENGINE_EXPERTS = ExpertParts(
+    GroupedExperts,
+    MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear),
+    MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear),
+)
+
+
+def moe_spec(moe: MoEShape, parts: ExpertParts, groups: ProcessGroupCollection | None) -> ModuleSpec:
+    """Return the module in place of a layer's MLP.
+
+    `groups` travel with the specification, because Megatron's layer hands them to its own classes only.
+    """
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=parts.shared_linears)
+    return ModuleSpec(
+        module=ExpertLayer,
+        params={"groups": groups, "has_biases": moe.biases},
+        submodules=MoESubmodules(
+            router=DocumentRouter,
+            experts=ModuleSpec(module=parts.experts, submodules=parts.linears),
+            shared_experts=shared if moe.shared_ffn_hidden_size else None,
+        ),
+    )

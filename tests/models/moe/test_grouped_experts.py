@@ -37,7 +37,7 @@ class GroupedLinear(nn.Module):
 def both(dtype):
     """Return output and gradients by name: of grouped experts, and of local ones in fp32."""
     from mkd.models.moe.experts import GroupedExperts, LocalExperts
-    from mkd.models.moe.moe_spec import LOCAL_EXPERTS
+    from mkd.models.moe.layer import LOCAL_EXPERTS
     from mkd.models.transformer_config import ModelOptions, transformer_config
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
