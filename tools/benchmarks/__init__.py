@@ -24,6 +24,10 @@ host_times             what the CPU does while they run
 expert_benchmark       a step with experts, beside Megatron's
 corpus_benchmark       the start of a run on a large corpus
 pipeline_benchmark     the pipeline against the bubble formula
+decode_benchmark       sampling beside transformers, and its share of a step
+trainers               loops of transformers, Liger and TRL
+trainers_benchmark     a step beside those of these loops
+overlap                how much of some kernels runs beside others
 
 Studies and benchmarks that were made once are no longer here; docs/performance.md names their commit.
 """
