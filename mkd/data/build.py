@@ -68,33 +68,50 @@ def open_datasets(
     (picklable), or raises its error. The builder calls `progress` often; it may raise.
 
     With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora are
-    tokenised and aligned in the same way, and packs get their part. A record that one of them refuses is a
-    bad record, and the student skips it too.
+    tokenised and aligned in the same way, and packs get their part. A record that one refuses is a bad one.
     """
-    train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
-    valid = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
-    held_out = (valid, 0.0, 1.0) if valid else (train, train_end, valid_end)
-    parts = ((train, 0.0, 1.0 if valid else train_end), held_out)
+    train, valid, parts = _parts(data_path, valid_data_path, split)
     rule = rule_for_conversations(overlong, overlong_conversations)
     packing = PackSettings(seq_length, pack, overlong, document_multiple, overlong_conversations=rule)
     preparation = _Preparation(
-        *(tokenizer, vocab_size, append_eod, cache_dir, workers),
-        *(teachers, max_bad_records, quarantine, progress, images, pairs),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        append_eod=append_eod,
+        cache_dir=cache_dir,
+        workers=workers,
+        teachers=teachers,
+        max_bad_records=max_bad_records,
+        quarantine=quarantine,
+        progress=progress,
+        images=images,
+        pairs=pairs,
         packing=replace(packing, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
     )
     prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
     if not prepared[0]:
-        what, do = (
-            f"--split {split} leaves no document for training",
-            "give training a larger part, or more documents",
-        )
-        raise DataError(what, do=do, code="split-leaves-no-training")
+        raise _no_training_documents(split)
     is_weighted = [blend.weights is not None for blend, *_ in parts]
     known = dict(vocab_size=vocab_size, pad_id=tokenizer.padding_id(vocab_size), images=images)
     train_data, valid_data = _open(prepared, is_weighted, teachers, known)
     assert train_data is not None
     return train_data, valid_data
+
+
+def _parts(
+    data_path: Sequence[str], valid_data_path: Sequence[str] | None, split: str | None
+) -> tuple[Blend, Blend | None, list[tuple[Blend, float, float]]]:
+    """Return both blends, and (blend, begin, end) of the training and the held-out documents as fractions."""
+    train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
+    if not valid_data_path:
+        return train, None, [(train, 0.0, train_end), (train, train_end, valid_end)]
+    valid = parse_blend(valid_data_path, "--valid-data-path")
+    return train, valid, [(train, 0.0, 1.0), (valid, 0.0, 1.0)]
+
+
+def _no_training_documents(split: str | None) -> DataError:
+    what, do = f"--split {split} leaves no document for training", "give training a larger part"
+    return DataError(what, do=f"{do}, or more documents", code="split-leaves-no-training")
 
 
 @dataclass(frozen=True)
