@@ -52,24 +52,6 @@ class Pack:
     num_pairs: int = 0  # preference pairs
 
 
-def by_token(values: Tensor, rows: Tensor) -> Tensor:
-    """Cut `values` [..., t] like the tokens: keep the positions `rows`."""
-    return values[..., rows]
-
-
-def whole(values: Tensor, rows: Tensor) -> Tensor:
-    """Keep `values` whole on every context-parallel rank."""
-    return values
-
-
-@dataclass(frozen=True)
-class Extra:
-    """An input of the stages other than token ids: positions of several dimensions, images, document ids."""
-
-    values: Tensor
-    cut: Callable[[Tensor, Tensor], Tensor] = by_token  # (values, rows of a context-parallel rank)
-
-
 @dataclass(frozen=True)
 class PackedBatch:
     """k packs as one THD row of k * seq_length tokens, or the t of them on one context-parallel rank.
@@ -91,7 +73,6 @@ class PackedBatch:
     sample_ids: tuple[int, ...]  # numbers of the packs, -1 for empty ones
     teacher_inputs: tuple[TeacherInput, ...] = ()  # one for every teacher
     images: ImageRow | None = None  # None: a batch of text alone; else built for this rank, never cut again
-    extras: Mapping[str, Extra] = field(default_factory=dict)  # more inputs of the stages, by name
     row_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> [1, t], what terms of the loss know about each token besides its label.
 
@@ -129,9 +110,6 @@ class PackedBatch:
             loss_rows=loss_rows,
             row_values={name: values[:, rows] for name, values in self.row_values.items()},
             teacher_inputs=tuple(part.context_parallel_shard(cut) for part in self.teacher_inputs),
-            extras={
-                name: replace(one, values=one.cut(one.values, rows)) for name, one in self.extras.items()
-            },
         )
 
     def with_teacher_images(self, number: int, images: ImageRow) -> PackedBatch:
@@ -148,7 +126,6 @@ class PackedBatch:
             **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)},
             images=self.images and self.images.map(change),
             teacher_inputs=tuple(part.map(change) for part in self.teacher_inputs),
-            extras={name: replace(one, values=change(one.values)) for name, one in self.extras.items()},
             row_values={name: change(values) for name, values in self.row_values.items()},
         )
 

@@ -56,5 +56,5 @@ def evaluation_objective(engine: Engine) -> Objective:
     """Return the objective that also measures cross entropy. Counts are 1: there is no gradient."""
     judged = engine.feedback if engine.feedback and engine.feedback.has_held_out_loss else None
     terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True, feedback=judged)
-    ones = torch.ones(1 + len(terms), device=engine.context.device)
-    return Objective(engine.kd, engine.context, terms, ones, engine.auxiliary_names)
+    ones = torch.ones(len(terms), device=engine.context.device)
+    return Objective(engine.kd, engine.context, terms, ones)

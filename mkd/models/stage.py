@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
@@ -27,7 +27,6 @@ class StageInput:
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
     images: ImageRow | None = None  # None: a row of text alone
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs other than token ids, by name
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,6 @@ class StageOutput:
 
     hidden: Tensor  # [t(/tp), 1, h_s] of the student; on the last stage after the last norm
     teacher_hiddens: tuple[Tensor, ...] = ()  # each [t_i(/tp), 1, h_i], final on the last stage; no graph
-    auxiliary_losses: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> 0-dim loss with its graph, for the names in `DistillationStage.auxiliary_names`.
-
-    Each is a sum over the loss tokens of the micro-batch, coefficient included. The objective divides it by
-    the loss tokens of the global batch, as it does the cross entropy.
-    """
-    features: Mapping[str, Tensor] = field(default_factory=dict)
-    """Results of inner layers, by name, for a term of the loss that reads them."""
 
     def message(self) -> Tensor:
         """Return the tensor for the next stage: the student's hidden state with the teachers' attached."""
@@ -55,12 +46,6 @@ class DistillationStage(MegatronModule):
 
     DDP, the optimizer and checkpoints therefore never see a teacher. Megatron's schedules look up
     `model_type`, `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
-    """
-
-    auxiliary_names: tuple[str, ...] = ()
-    """Names of the auxiliary losses that the last stage adds.
-
-    Every stage has to know them, because all ranks report.
     """
 
     def __init__(self, student: LanguageModel, teachers: Sequence[LanguageModel] = ()):

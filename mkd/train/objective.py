@@ -47,15 +47,14 @@ def loss_terms(
 class Objective:
     """Runs the LM heads and the loss on the last stage.
 
-    `inverse_counts` holds 1 / (loss tokens of the global batch), and for each term 1 / (its rows in the
-    global batch). Gradients of micro-batches and data-parallel ranks then only need to be added.
+    `inverse_counts` holds for each term 1 / (its rows in the global batch). Gradients of micro-batches and
+    data-parallel ranks then only need to be added.
     """
 
     kd: KDConfig
     context: ParallelContext
     terms: tuple[Term, ...]
-    inverse_counts: Tensor  # [1 + terms] fp32
-    auxiliary_names: tuple[str, ...] = ()  # see `DistillationStage`
+    inverse_counts: Tensor  # [terms] fp32
     observe: Callable[[LossInput], None] | None = None  # called for every micro-batch, after its loss
     reports: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
     """Sample ids and report of every micro-batch so far."""
@@ -63,7 +62,7 @@ class Objective:
     @property
     def layout(self) -> ReportLayout:
         measures = {term.name: term.measures for term in self.terms}
-        return ReportLayout(tuple(measures), self.auxiliary_names, measures)
+        return ReportLayout(tuple(measures), measures)
 
     @property
     def num_sums(self) -> int:
@@ -78,14 +77,12 @@ class Objective:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, 0 (already divided: no division by tokens), and report fp64 [num_sums]."""
         given = self._loss_input(stage, batch, output)
-        per_token, *per_row = self.inverse_counts
         addends, sums = [], {}
-        for term, inverse_count in zip(self.terms, per_row, strict=True):
+        for term, inverse_count in zip(self.terms, self.inverse_counts, strict=True):
             scale = term.factor * inverse_count
             loss, sums[term.name] = term.loss(given, scale)
             addends.append(loss * scale)
-        addends += [output.auxiliary_losses[name] * per_token for name in self.auxiliary_names]
-        report = self.layout.to_vector(given.num_loss_tokens, sums, output.auxiliary_losses)
+        report = self.layout.to_vector(given.num_loss_tokens, sums)
         self.reports.append((batch.sample_ids, report))
         if self.observe is not None:
             self.observe(given)

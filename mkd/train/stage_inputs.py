@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from mkd.data.batch import PackedBatch
 from mkd.data.teacher_input import TokenRow
 from mkd.models.packed import packed_documents
@@ -14,27 +10,22 @@ from mkd.models.stage import StageInput
 
 def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInput:
     """Return the input of the student; see `packed_documents`."""
-    return _stage_input(batch, padding_joins_document, _extras(batch))
+    return _stage_input(batch, padding_joins_document)
 
 
 def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[StageInput]:
     """Return the input of each teacher that runs."""
     rows = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    extras = _extras(batch)
-    return [_stage_input(row, padding_joins_document, extras if row is batch else {}) for row in rows]
+    return [_stage_input(row, padding_joins_document) for row in rows]
 
 
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return both."""
+    """Return the input of the student and that of each teacher that runs."""
     return student_input(batch, padding_joins_document), teacher_inputs(batch, padding_joins_document)
 
 
-def _extras(batch: PackedBatch) -> dict[str, Tensor]:
-    return {name: one.values for name, one in batch.extras.items()}
-
-
-def _stage_input(row: TokenRow, padding_joins_document: bool, extras: Mapping[str, Tensor]) -> StageInput:
+def _stage_input(row: TokenRow, padding_joins_document: bool) -> StageInput:
     packed = packed_documents(
         row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=padding_joins_document
     )
-    return StageInput(row.tokens, row.position_ids, packed, row.images, extras)
+    return StageInput(row.tokens, row.position_ids, packed, row.images)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mkd.config.schema import KDConfig
@@ -45,11 +44,6 @@ class Engine:
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
     experts: ExpertMonitor | None = None  # None: the student is dense
     feedback: FeedbackTerm | None = None  # takes the place of the cross entropy; None: nothing is judged
-
-    @property
-    def auxiliary_names(self) -> tuple[str, ...]:
-        """Names of the losses that the last stage adds to those of the terms."""
-        return get_attr_wrapped_model(self.stages[0], "auxiliary_names")
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -124,17 +118,17 @@ def training_objective(
     terms = loss_terms(engine.kd, engine.teachers, feedback=engine.feedback)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.clamp(min=1).float()
-    return Objective(engine.kd, engine.context, terms, inverse_counts, engine.auxiliary_names, observe)
+    return Objective(engine.kd, engine.context, terms, inverse_counts, observe)
 
 
 def count_rows(
     microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
 ) -> Tensor:
-    """Return loss tokens of the global batch, then the rows of each term, int64 [1 + terms].
+    """Return the number of rows of each term in the global batch, int64 [terms].
 
     Communication: one all-reduce SUM over data parallelism; no backward.
     """
-    counts = [[batch.num_loss_tokens, *(term.num_rows(batch) for term in terms)] for batch in microbatches]
+    counts = [[term.num_rows(batch) for term in terms] for batch in microbatches]
     total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)
     dist.all_reduce(total, group=context.dp_group)
     return total

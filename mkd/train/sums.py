@@ -53,22 +53,18 @@ class ReportLayout:
     """The order of the sums in the vector that a micro-batch reports, the same on all ranks."""
 
     terms: Sequence[str]  # names
-    auxiliary: Sequence[str] = ()  # names of the auxiliary losses
     measures: Mapping[str, Sequence[str]] = field(default_factory=dict)  # term -> keys of its measures
 
     @property
     def size(self) -> int:
         num_measures = sum(len(keys) for keys in self.measures.values())
-        return 1 + len(self.terms) * len(NUMBERS) + num_measures + len(self.auxiliary)
+        return 1 + len(self.terms) * len(NUMBERS) + num_measures
 
-    def to_vector(
-        self, num_loss_tokens: Tensor, terms: Mapping[str, TermSums], auxiliary: Mapping[str, Tensor]
-    ) -> Tensor:
+    def to_vector(self, num_loss_tokens: Tensor, terms: Mapping[str, TermSums]) -> Tensor:
         """Return the sums of one micro-batch as a vector, fp64 [size], on the device of `num_loss_tokens`."""
         values: list[Number] = [num_loss_tokens]
         values += [getattr(terms[name], number) for name in self.terms for number in NUMBERS]
         values += [terms[name].measures[key] for name, keys in self.measures.items() for key in keys]
-        values += [auxiliary[name] for name in self.auxiliary]
         zero = torch.zeros((), dtype=torch.float64, device=num_loss_tokens.device)
         return torch.stack([_as_double(value, zero) for value in values])
 
@@ -84,7 +80,6 @@ class ReportLayout:
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
             teachers={name: one for name, one in terms.items() if name not in OF_NO_TEACHER},
-            auxiliary={name: next(left) for name in self.auxiliary},
             feedback=next((terms[name] for name in (PREFERENCE, POLICY) if name in terms), None),
         )
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
-from mkd.data.batch import Extra, Pack, collate, empty_pack, whole
+from mkd.data.batch import Pack, collate, empty_pack
 from mkd.data.teacher_input import SharedTokens
-from mkd.parallel.zigzag import context_parallel_rows
 
 
 def pack_of(lengths, spans, sample_id=0):
@@ -102,18 +101,3 @@ def test_to_moves_all_tensors_and_nothing_else():
 def test_pinned_batches_arrive():
     batch = collate([pack_of([2], [2])]).pin_memory()
     assert batch.tokens.is_pinned() and batch.to("cuda").tokens.cpu().tolist() == [[10, 11]]
-
-
-def test_extras_move_and_are_cut_by_their_rules():
-    batch = collate([pack_of([3, 6], [4, 8], 4), pack_of([12], [12], 9)])
-    places = torch.arange(24).repeat(3, 1)  # positions of three dimensions
-    extras = {"places": Extra(places), "images": Extra(torch.ones(2, 5), whole)}
-    batch = replace(batch, extras=extras)
-    shards = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
-    for rank, shard in enumerate(shards):
-        rows = context_parallel_rows(batch.cu_seqlens_padded, rank, 2)
-        assert torch.equal(shard.extras["places"].values, places[:, rows])
-        assert torch.equal(shard.extras["images"].values, torch.ones(2, 5))
-    moved = batch.to("meta").extras
-    assert {one.values.device.type for one in moved.values()} == {"meta"}
-    assert moved["images"].cut is whole

@@ -19,12 +19,12 @@ TWO = TermSums(
 
 
 def test_reports_add_up():
-    layout = ReportLayout((CROSS_ENTROPY, "one", "two"), ("balance",))
+    layout = ReportLayout((CROSS_ENTROPY, "one", "two"))
     tensors = replace(ONE, kd=torch.tensor(6.0), rows=torch.tensor(4))
     first = {CROSS_ENTROPY: TermSums(student_ce=torch.tensor(5.0)), "one": tensors, "two": TWO}
     second = {"two": ONE, "one": TWO, CROSS_ENTROPY: TermSums(student_ce=None)}
-    total = layout.to_vector(torch.tensor(4), first, {"balance": torch.tensor(2.0)})
-    total = total + layout.to_vector(torch.tensor(6), second, {"balance": torch.tensor(3.0)})
+    total = layout.to_vector(torch.tensor(4), first)
+    total = total + layout.to_vector(torch.tensor(6), second)
     assert total.dtype == torch.float64 and len(total) == layout.size
     sums = layout.from_vector(total, 0.25)
     assert (sums.ce, sums.num_loss_tokens, list(sums.teachers)) == (5.0, 10, ["one", "two"])
@@ -35,12 +35,11 @@ def test_reports_add_up():
         )
         == ONE + TWO
     )
-    assert sums.auxiliary == {"balance": 5.0}
 
 
 def test_a_teacher_may_bring_the_cross_entropy():
     layout = ReportLayout(("one",))
-    vector = layout.to_vector(torch.tensor(4), {"one": replace(ONE, student_ce=7.0)}, {})
+    vector = layout.to_vector(torch.tensor(4), {"one": replace(ONE, student_ce=7.0)})
     assert layout.from_vector(vector, 0.5).ce == 7.0
 
 
