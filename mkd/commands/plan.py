@@ -20,11 +20,13 @@ from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
+from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.forecast_text import describe_totals
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe
+from mkd.plan.work import work_of
 from mkd.run.early_checks import model_of, model_shape
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
@@ -79,13 +81,13 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
     problems: list[MkdError] = []
+    facts = RunFacts(config, world_size, document_length=document_length, work_of=work_of)
     student = find_shape(problems, config, None)
-    running = [i for i, one in enumerate(config.teachers) if config.needs_models and not one.topk]
-    teachers = [find_shape(problems, config, teacher) for teacher in running]
-    found = [shape for shape in teachers if shape]
-    if problems or student is None or len(found) < len(teachers):
-        raise ErrorList([*problems, *find_problems(config, world_size, student, teachers)])
-    return Forecast.from_config(config, world_size, student, found, document_length)
+    teachers = tuple(find_shape(problems, config, teacher) for teacher in facts.read_teachers)
+    facts = replace(facts, student=student, teachers=teachers)
+    if problems or not facts.is_known:
+        raise ErrorList([*problems, *find_problems(facts)])
+    return Forecast.from_facts(facts)
 
 
 def find_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:

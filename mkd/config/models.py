@@ -171,9 +171,8 @@ def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def teacher_roles(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
-    """Return what messages call each teacher: `teacher`, followed by its name if there are several."""
-    names = teacher_names(teachers)
+def teacher_roles(names: Sequence[str]) -> tuple[str, ...]:
+    """Return what messages call teachers of these names: `teacher`, with the name if there are several."""
     return ("teacher",) if len(names) == 1 else tuple(f"teacher {name}" for name in names)
 
 

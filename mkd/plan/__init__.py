@@ -3,10 +3,13 @@
 It starts without torch. In reading order:
 
     model_shape.py       the shape of a model, from its config.json
-    planned_teachers.py  the teachers of a run with their settings
     batch.py             global batch, micro-batches and data parallelism
     layout.py            the pipeline layout of one model
     expert_parallel.py   expert parallelism of each model
+    planned_models.py    student and teachers with their layouts
+    rollout_plan.py      a step with completions of the student, and the memory of their keys and values
+    work.py              what features add to times and memory
+    planned_teachers.py  the teachers of a run with their settings, and the student beside them
     peer_groups.py       which processes split a teacher
     hardware.py          the machine that plans assume
     flops.py             floating-point operations of models
@@ -16,12 +19,12 @@ It starts without torch. In reading order:
     layer_time.py        the time of a micro-batch in each layer of a model
     towers.py            vision towers: parameters, time and memory
     cost.py              the time of a micro-batch on each pipeline stage
-    auto_layout.py       the pipeline layouts of all models, as given or balanced
+    auto_layout.py       the pipeline layouts of all models, balanced
+    facts.py             what follows from configuration and shapes, resolved once and read by all below
     bubble.py            the time that ranks wait in a step
     prefetch.py          teacher forwards ahead of the student
     prefetch_replay.py   the replay of such a plan, message by message
     activations.py       the memory of a micro-batch
-    rollout_plan.py      a step with completions of the student, and the memory of their keys and values
     head.py              rows of a block of the fused head
     memory.py            the peak memory of every pipeline rank
     update_time.py       the time of the optimizer's update

@@ -1,4 +1,4 @@
-"""The pipeline layouts of all models of a run: as given, even, or chosen by `--pipeline-layout auto`.
+"""The search of `--pipeline-layout auto` for the pipeline layouts of all models of a run.
 
 The search chooses all layouts together and makes the slowest pipeline rank as fast as possible. A rank with s
 student and t teacher layers spends `s x student_ms + t x teacher_ms` on a micro-batch; the last rank adds the
@@ -19,15 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise, permutations, product
-from typing import NamedTuple
 
-from mkd.config.models import teacher_roles
-from mkd.config.options import settings
-from mkd.config.schema import Config
 from mkd.errors import UsageError
-from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
-from mkd.plan.layout import PipelineLayout, count_virtual_stages
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.cost import PairCost
+from mkd.plan.layout import Layouts, PipelineLayout
 
 TIE = 0.02
 """Splits whose largest times differ by less than this proportion count as equal.
@@ -35,97 +30,6 @@ TIE = 0.02
 Rates are not known more exactly, and even counts spread memory evenly.
 """
 _ROUNDING = 1e-9  # relative; sums of the same times in another order
-
-
-class PlannedModel(NamedTuple):
-    """The student or a teacher, with what is known about its layers."""
-
-    role: str  # student, teacher, or teacher NAME
-    shape: ModelShape
-    layout: str | None  # as given
-    layout_flag: str  # flag that sets it, or key of a file for teachers without flags
-    teacher: int | None = None  # number of the teacher; None: the student
-
-    @property
-    def expert_flag(self) -> str:
-        """Flag that sets the processes of its experts, or key of a file for teachers without flags."""
-        if self.teacher is None:
-            return "--expert-model-parallel-size"
-        if self.teacher == 0:
-            return "--teacher-expert-model-parallel-size"
-        return f"teachers[{self.teacher}].expert_model_parallel_size"
-
-
-def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
-    """Yield the student and the teachers, except those whose shape is None."""
-    assert len(shapes) <= 1 + len(config.teachers)
-    roles = ("student", *teacher_roles(config.teachers))
-    models = zip(roles, shapes, given_layouts(config), layout_flags(config), strict=False)
-    for index, (role, shape, layout, flag) in enumerate(models):
-        if shape is not None:
-            yield PlannedModel(role, shape, layout, flag, index - 1 if index else None)
-
-
-def given_layouts(config: Config) -> list[str | None]:
-    """Return the explicit layout of the student and of each teacher; None if it has none."""
-    return [config.student.pipeline_layout, *(teacher.pipeline_layout for teacher in config.teachers)]
-
-
-def layout_flags(config: Config) -> list[str]:
-    """Return the flag or key that sets the layout of the student and of each teacher."""
-    names = "student_pipeline_layout", "teacher_pipeline_layout"
-    return [option.place for option, _ in settings(config) if option.name in names]
-
-
-def virtual_stages(config: Config, student: ModelShape) -> int:
-    """Return the virtual stages of each pipeline rank. Raises UsageError as `count_virtual_stages`."""
-    parallel = config.parallel
-    return count_virtual_stages(
-        student.num_layers,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
-
-
-def layouts_of(
-    config: Config,
-    student: ModelShape,
-    teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
-    stages: int,  # virtual stages of each pipeline rank
-    document_length: int = DOCUMENT_LENGTH,  # tokens, for the cost of attention
-) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
-    """Return the layouts of the student and of each teacher. Raises UsageError if there is none."""
-    if config.parallel.pipeline_layout == "auto":
-        pipeline = config.parallel.pipeline_model_parallel_size
-        cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
-        return auto_layouts(cost, pipeline, stages)
-    models = planned_models(config, (student, *teachers))
-    of_student, *of_teachers = (one_layout(config, model, stages) for model in models)
-    return of_student, tuple(of_teachers)
-
-
-def one_model(config: Config, model: ModelShape, teacher: int | None = None) -> PlannedModel:
-    """Return the model that runs alone: the student, or the teacher of that number."""
-    others = () if teacher is None else (None,) * (teacher + 1)
-    (planned,) = planned_models(config, (*others, model))
-    return planned
-
-
-def layout_of(config: Config, model: ModelShape, stages: int, teacher: int | None = None) -> PipelineLayout:
-    """Return the layout of a model that runs alone. Raises UsageError if there is none."""
-    if config.parallel.pipeline_layout == "auto":
-        return layouts_of(config, model, (), stages)[0]
-    return one_layout(config, one_model(config, model, teacher), stages)
-
-
-def one_layout(config: Config, model: PlannedModel, stages: int) -> PipelineLayout:
-    """Return the layout of one model, as given or even. Raises UsageError, which names the model."""
-    pipeline, layers = config.parallel.pipeline_model_parallel_size, model.shape.num_layers
-    try:
-        return PipelineLayout.create(model.layout, layers, pipeline, stages, flag=model.layout_flag)
-    except UsageError as error:
-        raise error.located(model.role) from error
 
 
 @dataclass(frozen=True)
@@ -136,9 +40,7 @@ class Bin:
     fixed_ms: float = 0.0  # time that it spends on other things than layers
 
 
-def auto_layouts(
-    cost: PairCost, pipeline_parallel: int, virtual_stages: int = 1
-) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
+def auto_layouts(cost: PairCost, pipeline_parallel: int, virtual_stages: int = 1) -> Layouts:
     """Choose the layouts of the student and of each teacher together.
 
     Every stage gets a layer of each model. The first stage (embedding) and the last one (heads) may have
@@ -173,7 +75,7 @@ def auto_layouts(
     if any(len(set(layers)) > 1 for layers in times):
         splits = refine(splits, times, bins, pipeline_parallel)
     student, *teachers = (PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in splits)
-    return student, tuple(teachers)
+    return Layouts(student, tuple(teachers))
 
 
 def refine(

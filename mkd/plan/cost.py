@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_teachers import Teacher, layer_bytes, plan_teachers
+from mkd.plan.planned_teachers import Pair, Teacher, layer_bytes
 from mkd.plan.towers import IMAGE_SHARE, towers_time
 
 DOCUMENT_LENGTH = 1024
@@ -66,44 +64,42 @@ class PairCost:
 
 
 def pair_cost(
-    config: Config,
-    student: ModelShape,
-    teachers: Sequence[ModelShape],
+    pair: Pair,
     num_stages: int,  # pipeline ranks x virtual stages
-    document_length: int = DOCUMENT_LENGTH,
     rates: Rates | None = None,
 ) -> PairCost:
-    """Return the cost of a micro-batch under the parallel sizes and the recomputation of `config`.
+    """Return the cost of a micro-batch under the parallel sizes and the recomputation of the configuration.
 
-    Attention is counted for documents of `document_length` student tokens, or of a whole pack if that is
+    Attention is counted for documents of `pair.document_length` tokens, or of a whole pack if that is
     shorter. Documents of a cross-tokenizer teacher are longer or shorter in proportion to its packs. Every
     token counts as a loss token, except the assumed image tokens. Block recomputation is counted as if stages
     were equal.
     """
-    rates, training = rates or Rates.of_precision(config.training.bf16), config.training
-    planned = plan_teachers(config, teachers)
+    config, training = pair.config, pair.config.training
+    rates = rates or Rates.of_precision(training.bf16)
 
     def timer(
         shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float, fp8: str | None = None
     ) -> ModelTimer:
-        return ModelTimer(config, shape, seq_length, expert_parallel, document_length, rates, matmul, fp8)
+        return ModelTimer(
+            config, shape, seq_length, expert_parallel, pair.document_length, rates, matmul, fp8
+        )
 
-    experts = expert_parallel_size(config, student)
-    learning = timer(student, training.seq_length, experts, rates.student_matmul)
+    learning = timer(pair.student, training.seq_length, pair.expert_parallel, rates.student_matmul)
     frozen = [
         timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe)
-        for one in planned
+        for one in pair.teachers
     ]
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
-    head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
-    loss_share = 1.0 if student.vision is None else 1 - IMAGE_SHARE
+    head_flops = training.micro_batch_size * _head_flops(pair) / ranks
+    loss_share = 1.0 if pair.student.vision is None else 1 - IMAGE_SHARE
     return PairCost(
         learning.student(num_stages),
         tuple(one.teacher() for one in frozen),
         milliseconds(loss_share * head_flops, rates.head),
-        towers_time(config, student, teachers, rates),
+        towers_time(config, pair.student, [one.shape for one in pair.teachers], rates),
         (learning.embedding(is_trained=True), *(one.embedding(is_trained=False) for one in frozen)),
-        _head_collectives(config, learning, frozen, planned),
+        _head_collectives(pair, learning, frozen),
     )
 
 
@@ -132,34 +128,33 @@ class HeadPasses(NamedTuple):
     teacher: int  # of each teacher
 
     @classmethod
-    def from_config(cls, config: Config, teachers: Sequence[Teacher]) -> HeadPasses:
+    def from_pair(cls, pair: Pair) -> HeadPasses:
         """Return the passes of a run."""
-        kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
+        kd, teachers = pair.config.kd, pair.teachers
+        has_own = any(teacher.is_cross_tokenizer for teacher in teachers)
         divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
-        is_shared = divergences < 2 and not has_own and not config.feedback.has_rewards
+        is_shared = divergences < 2 and not has_own and not pair.work.own_head_pass
         passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)
         reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
-        return cls(passes, int(config.feedback.scores_tokens), reads)
+        return cls(passes, int(pair.work.scores_tokens), reads)
 
 
-def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
+def _head_flops(pair: Pair) -> int:
     """Count the FLOPs of the heads for one pack.
 
     The student's head runs with both gradients (3 products) in a pass, each teacher's head once.
     """
-    passes = HeadPasses.from_config(config, teachers)
-    student_head = config.training.seq_length * student.vocab_size * student.hidden_size
+    passes, student = HeadPasses.from_pair(pair), pair.student
+    student_head = pair.config.training.seq_length * student.vocab_size * student.hidden_size
     total = (6 * passes.student + 2 * passes.scored) * student_head
-    for teacher in teachers:
+    for teacher in pair.teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * passes.teacher * teacher.seq_length * vocab_size * teacher.shape.hidden_size
     return total
 
 
-def _head_collectives(
-    config: Config, student: ModelTimer, teachers: Sequence[ModelTimer], planned: Sequence[Teacher]
-) -> WorkTime:
+def _head_collectives(pair: Pair, student: ModelTimer, teachers: Sequence[ModelTimer]) -> WorkTime:
     """Return the time of the collectives of hidden states around all heads."""
-    passes = HeadPasses.from_config(config, planned)
+    passes = HeadPasses.from_pair(pair)
     start = student.head(passes.student + passes.scored, passes.student)
     return sum((one.head(passes.teacher, 0) for one in teachers), start=start)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, UsageError
-from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, simulate
-from mkd.plan.checks.prefetch_limits import is_auto, states_ahead, with_states_ahead
+from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, layer_transfer_ms, pair_cost
+from mkd.plan.cost import PairCost, layer_transfer_ms
+from mkd.plan.facts import RunFacts
 from mkd.plan.flops import distillation_flops
 from mkd.plan.forecast_text import MOST_PLANNED, describe_forecast
 from mkd.plan.hardware import HOST_BYTES_PER_MS, USABLE
@@ -23,7 +23,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, RankMemory, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters
-from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher
 from mkd.plan.prefetch import PrefetchPlan, RankWork
 from mkd.plan.prefetch_replay import plan_prefetch
 from mkd.plan.update_time import update_ms
@@ -42,55 +42,62 @@ class PlannedPrefetch(NamedTuple):
 class Forecast:
     """Predictions for one configuration: times for H200s (`mkd.plan.cost.Rates`), memory for any GPU."""
 
-    config: Config
-    batch: BatchPlan
-    student: ModelShape
-    teachers: Sequence[ModelShape]  # the ones that run, in the order of the configuration
-    student_layout: PipelineLayout
-    teacher_layouts: Sequence[PipelineLayout]
-    # Student tokens of a typical document, cut to the length of a pack.
-    document_length: int = DOCUMENT_LENGTH
+    facts: RunFacts  # of a run without problems, whose models are all known
     gpu_gib: float | None = None  # memory of the GPU of this process, unless the settings give it
 
     @classmethod
-    def from_config(
-        cls,
-        config: Config,
-        world_size: int,
-        student: ModelShape,
-        teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
-        document_length: int = DOCUMENT_LENGTH,
-        gpu_gib: float | None = None,
-    ) -> Forecast:
-        """Predict a run on `world_size` processes. Raises ErrorList with every problem."""
-        problems = find_problems(config, world_size, student, teachers)
+    def from_facts(cls, facts: RunFacts, gpu_gib: float | None = None) -> Forecast:
+        """Predict a run. Raises ErrorList with every problem."""
+        problems = find_problems(facts)
         if problems:
             raise ErrorList(problems)
-        layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
-        batch = BatchPlan.from_config(config, world_size)
-        return cls(config, batch, student, teachers, *layouts, document_length, gpu_gib)
+        return cls(facts, gpu_gib)
 
     def with_config(self, config: Config) -> Forecast:
         """Predict the same models on as many GPUs with other settings. Raises ErrorList if they cannot."""
-        known = self.num_gpus, self.student, self.teachers, self.document_length, self.gpu_gib
-        return self.from_config(config, *known)
+        return self.from_facts(replace(self.facts, config=config), self.gpu_gib)
+
+    @property
+    def config(self) -> Config:
+        """Settings of the run."""
+        return self.facts.config
+
+    @property
+    def batch(self) -> BatchPlan:
+        """Sizes of one optimizer step."""
+        return self.facts.batch
+
+    @property
+    def student(self) -> ModelShape:
+        """Shape of the student."""
+        return self.facts.pair.student
+
+    @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        """Teachers that run."""
+        return self.facts.pair.teachers
+
+    @property
+    def student_layout(self) -> PipelineLayout:
+        """Pipeline layout of the student."""
+        return self.facts.layouts.student
 
     def stage_times(self) -> list[WorkTime]:
         """Return each stage's time, in model order, plus copies of teachers' layers that nothing hides."""
-        return self._cost().stage_times(self.student_layout, self.teacher_layouts)
+        return self._cost.stage_times(*self.facts.layouts)
 
+    @cached_property
     def _cost(self) -> PairCost:
-        """Return the cost of a micro-batch, with copies of teachers' layers that nothing hides."""
-        stages, config = len(self.student_layout.layers), self.config
-        cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
-        teachers = zip(plan_teachers(config, self.teachers), cost.teachers, strict=True)
+        """Cost of a micro-batch, with copies of teachers' layers that nothing hides."""
+        cost = self.facts.cost
+        teachers = zip(self.teachers, cost.teachers, strict=True)
         return replace(cost, teachers=tuple(self._with_copies(teacher, times) for teacher, times in teachers))
 
     def rank_work(self) -> list[RankWork]:
         """Return the times of each pipeline rank, the teachers' apart. There are no virtual stages."""
-        cost = self._cost()
+        cost = self._cost
         student = replace(cost, teachers=()).stage_times(self.student_layout, ())
-        both = cost.stage_times(self.student_layout, self.teacher_layouts)
+        both = cost.stage_times(*self.facts.layouts)
         return [
             RankWork(whole.forward_ms - learned.forward_ms, learned.forward_ms, learned.backward_ms)
             for whole, learned in zip(both, student, strict=True)
@@ -154,7 +161,7 @@ class Forecast:
     @property
     def updates(self) -> int:
         """Updates of a step, all with the same completions."""
-        return self.config.feedback.rollout_updates
+        return self.facts.work.updates
 
     def step(self) -> StepForecast:
         """Predict the pipeline's part of an update; `planned_step_ms` adds the optimizer's."""
@@ -174,8 +181,7 @@ class Forecast:
 
     def _with_state(self) -> Sequence[RankMemory]:
         """Return the memory of every pipeline rank while the optimizer's state is on the device."""
-        training = replace(self.config.training, optimizer_residency="device")
-        return replace(self, config=replace(self.config, training=training)).memory().ranks
+        return predict_memory(self.facts, optimizer_residency="device").ranks
 
     def step_ms(self) -> float:
         """Predicted time of a step whose teachers are not ahead, with the update.
@@ -220,14 +226,13 @@ class Forecast:
         """Proportion (0 to 1) of the step's FLOPs that are forward passes of teachers."""
         return 1 - self._flops(()) / self.flops_per_step()
 
-    def _flops(self, teachers: Sequence[ModelShape]) -> int:
+    def _flops(self, teachers: Sequence[Teacher]) -> int:
         pack = self.batch.seq_length
-        length = min(self.document_length, pack)
+        length = min(self.facts.document_length, pack)
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
-        planned = plan_teachers(self.config, teachers)
-        lengths = [[round(one.seq_length / pack * document) for document in documents] for one in planned]
+        lengths = [[round(one.seq_length / pack * document) for document in documents] for one in teachers]
         packs = self.updates * self.batch.global_batch_size
-        return packs * distillation_flops(self.student, teachers, documents, lengths)
+        return packs * distillation_flops(self.student, [one.shape for one in teachers], documents, lengths)
 
     def memory(self) -> MemoryPlan:
         """Predict the memory of every pipeline rank."""
@@ -235,15 +240,12 @@ class Forecast:
 
     def _memory(self, ahead: int) -> MemoryPlan:
         """Predict the memory with teachers that many micro-batches ahead."""
-        config, layouts = with_states_ahead(self.config, ahead), (self.student_layout, self.teacher_layouts)
-        return predict_memory(config, self.student, self.teachers, *layouts, self.batch)
+        return predict_memory(self.facts, ahead)
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs, one for each process."""
-        parallel = self.config.parallel
-        ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        return ranks * parallel.context_parallel_size * self.batch.data_parallel
+        return self.facts.world_size
 
     def figures(self) -> dict[str, Any]:
         """Return figures to compare with those of a run, under the names of its metrics, as JSON values.
@@ -264,8 +266,8 @@ class Forecast:
             "collectives_ms": self.collectives_ms(),
             "student_parameters": model_parameters(self.student).total,
             "student_active_parameters": active_parameters(self.student),
-            "teacher_parameters": [model_parameters(teacher).total for teacher in self.teachers],
-            "teacher_active_parameters": [active_parameters(teacher) for teacher in self.teachers],
+            "teacher_parameters": [model_parameters(one.shape).total for one in self.teachers],
+            "teacher_active_parameters": [active_parameters(one.shape) for one in self.teachers],
         }
 
     def mfu(self, step_ms: float) -> float:

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 from mkd.human import counted, duration, gpu_hours, milliseconds, number, size
 from mkd.plan.bubble import balanced_bubble
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, checkpoint_bytes, model_parameters, weight_bytes
-from mkd.plan.planned_teachers import plan_teachers
-from mkd.plan.rollout_plan import RolloutBatch
 
 if TYPE_CHECKING:
     from mkd.plan.forecast import Forecast
@@ -23,7 +20,7 @@ MOST_PLANNED = 4096
 
 def describe_forecast(forecast: Forecast) -> str:
     """Return batch, layouts, times and memory as a few lines."""
-    lines = [forecast.batch.equation(), *_layouts(forecast), *_rollouts(forecast), *parameters(forecast)]
+    lines = [forecast.batch.equation(), *_layouts(forecast), *_features(forecast), *parameters(forecast)]
     lines += [*_padded_attention(forecast), *_times(forecast)]
     return "\n".join([*lines, forecast.memory().describe()])
 
@@ -36,7 +33,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
     lines = [forecast.batch.equation()]
     if forecast.student_layout.pipeline_parallel > 1:
         lines += [*_layouts(forecast), *_ahead(forecast)]
-    lines += [*_rollouts(forecast), *parameters(forecast)]
+    lines += [*_features(forecast), *parameters(forecast)]
     if predicts:
         step_ms, steps = forecast.planned_step_ms(), forecast.config.training.train_iters
         gib = max(rank.total_gib for rank in forecast.memory().ranks)
@@ -49,22 +46,21 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
 
 def _layouts(forecast: Forecast) -> Iterator[str]:
     yield f"student layers by stage: {forecast.student_layout.layers}"
-    teachers = plan_teachers(forecast.config, forecast.teachers)
-    for teacher, layout in zip(teachers, forecast.teacher_layouts, strict=True):
+    for teacher, layout in zip(forecast.teachers, forecast.facts.layouts.teachers, strict=True):
         packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
         yield f"{teacher.role} layers by stage: {layout.layers}{packs}"
 
 
-def _rollouts(forecast: Forecast) -> Iterator[str]:
-    if forecast.config.rollout.is_on:
-        steps = RolloutBatch.from_config(forecast.config, forecast.batch.global_batch_size)
-        yield steps.describe(forecast.config)
+def _features(forecast: Forecast) -> Iterator[str]:
+    """Yield what features say about a step."""
+    for describe in forecast.facts.work.lines:
+        yield describe(forecast.batch.global_batch_size)
 
 
 def models(forecast: Forecast) -> Iterator[tuple[str, ModelShape, int]]:
     """Yield the role, the shape and the expert parallelism of each model."""
-    yield "student", forecast.student, expert_parallel_size(forecast.config, forecast.student)
-    for teacher in plan_teachers(forecast.config, forecast.teachers):
+    yield "student", forecast.student, forecast.facts.pair.expert_parallel
+    for teacher in forecast.teachers:
         yield teacher.role, teacher.shape, teacher.expert_parallel
 
 
@@ -129,7 +125,7 @@ def _times(forecast: Forecast) -> list[str]:
         "all-to-all of experts": forecast.exchange_ms(),
         "tensor and context parallel collectives that nothing hides": forecast.collectives_ms(),
     }
-    is_fp8 = any(one.fp8_recipe for one in plan_teachers(forecast.config, forecast.teachers))
+    is_fp8 = any(one.fp8_recipe for one in forecast.teachers)
     bf16 = forecast.config.training.bf16
     precision = "bf16 and FP8" if is_fp8 else "bf16" if bf16 else "fp32"
     peak = " of the bf16 peak" if is_fp8 or not bf16 else ""

@@ -8,11 +8,8 @@ longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mkd.config.schema import Config
+from mkd.plan.facts import RunFacts
 from mkd.plan.layer_time import recomputed_share
-from mkd.plan.layout import PipelineLayout
 
 FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
 """Is there tensor parallelism -> milliseconds of one layer on the (fastest, slowest) machine."""
@@ -20,10 +17,9 @@ TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 """The same for forward and backward."""
 
 
-def kernel_start_ms(
-    config: Config, student: PipelineLayout, teachers: Sequence[PipelineLayout], num_microbatches: int
-) -> tuple[float, float]:
+def kernel_start_ms(facts: RunFacts) -> tuple[float, float]:
     """Return how many ms the busiest rank's CPU starts an update's kernels, (fastest, slowest)."""
+    config, (student, teachers) = facts.config, facts.layouts
     is_divided = config.parallel.tensor_model_parallel_size > 1
     again = recomputed_share(config.training, sum(student.layers) / len(student.layers))
 
@@ -35,4 +31,4 @@ def kernel_start_ms(
 
     ranks = range(student.pipeline_parallel)
     fastest, slowest = (max(rank_ms(rank, speed) for rank in ranks) for speed in (0, 1))
-    return num_microbatches * fastest, num_microbatches * slowest
+    return facts.batch.num_microbatches * fastest, facts.batch.num_microbatches * slowest

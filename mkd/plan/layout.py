@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mkd.errors import UsageError
 
@@ -94,6 +95,13 @@ class PipelineLayout:
         """Return (first layer, number of layers) of one virtual stage; layers count from 0."""
         stage = virtual_stage * self.pipeline_parallel + pipeline_rank
         return sum(self.layers[:stage]), self.layers[stage]
+
+
+class Layouts(NamedTuple):
+    """The layouts of all models of a run."""
+
+    student: PipelineLayout
+    teachers: tuple[PipelineLayout, ...]  # of each teacher that runs
 
 
 def nearly_even(num_layers: int, stages: int) -> str:

@@ -7,22 +7,21 @@ Not counted: fragmentation of torch's allocator (a few percent of what it reserv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
-from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.checks.prefetch_limits import states_ahead
-from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.facts import RunFacts
 from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import Parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
-from mkd.plan.planned_teachers import Teacher, layer_bytes, plan_teachers
+from mkd.plan.planned_teachers import Teacher, layer_bytes
 from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 from mkd.plan.towers import tower_activation_bytes, tower_parameters
 
@@ -81,17 +80,15 @@ class MemoryPlan:
 
 
 def predict_memory(
-    config: Config,
-    student: ModelShape,
-    teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
-    student_layout: PipelineLayout,
-    teacher_layouts: Sequence[PipelineLayout],
-    batch: BatchPlan,
+    facts: RunFacts,
+    ahead: int | None = None,  # micro-batches that teachers may be ahead; None: as the settings say
+    optimizer_residency: str | None = None,  # None: as the settings say
 ) -> MemoryPlan:
     """Predict training on GPUs, with Transformer Engine layers and the fused head."""
-    planned = plan_teachers(config, teachers)
-    models = _Models(config, student, planned, student_layout, tuple(teacher_layouts), batch)
-    return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
+    ahead = states_ahead(facts.config) if ahead is None else ahead
+    residency = optimizer_residency or facts.config.training.optimizer_residency
+    models, ranks = _Models(facts, ahead, residency), range(facts.layouts.student.pipeline_parallel)
+    return MemoryPlan(tuple(models.rank_memory(rank) for rank in ranks))
 
 
 def state_bytes(bf16: bool) -> int:
@@ -120,12 +117,21 @@ def _ends(layout: PipelineLayout, rank: int) -> tuple[bool, bool]:
 class _Models:
     """The arguments of `predict_memory`, and the sizes that follow from them."""
 
-    config: Config
-    student: ModelShape
-    teachers: tuple[Teacher, ...]
-    student_layout: PipelineLayout
-    teacher_layouts: tuple[PipelineLayout, ...]
-    batch: BatchPlan
+    facts: RunFacts
+    ahead: int  # micro-batches that teachers may be ahead of the loss
+    optimizer_residency: str
+
+    @property
+    def config(self) -> Config:
+        return self.facts.config
+
+    @property
+    def student(self) -> ModelShape:
+        return self.facts.pair.student
+
+    @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        return self.facts.pair.teachers
 
     @property
     def element(self) -> int:
@@ -136,8 +142,7 @@ class _Models:
     def vocab_rows(self) -> int:
         """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        shapes = [self.student, *(one.shape for one in self.teachers if not one.is_cross_tokenizer)]
-        return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
+        return max(shape.padded_vocab_size(tensor) for shape in self.facts.pair.same_tokens) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
         """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
@@ -151,18 +156,13 @@ class _Models:
 
     @property
     def _student_activations(self) -> Activations:
-        sizes = self.element, self.config.training.seq_length, self._expert_parallel
+        sizes = self.element, self.config.training.seq_length, self.facts.pair.expert_parallel
         return Activations(self.config, self.student, *sizes)
 
-    @property
-    def _expert_parallel(self) -> int:
-        """Processes that share the student's experts."""
-        return expert_parallel_size(self.config, self.student)
-
     def rank_memory(self, rank: int) -> RankMemory:
-        training, sizes = self.config.training, (self.vocab_rows, self._expert_parallel)
-        learned = self._parameters(self.student, self.student_layout, rank, *sizes)
-        teachers = zip(self.teachers, self.teacher_layouts, strict=True)
+        sizes = self.vocab_rows, self.facts.pair.expert_parallel
+        learned = self._parameters(self.student, self.facts.layouts.student, rank, *sizes)
+        teachers = zip(self.teachers, self.facts.layouts.teachers, strict=True)
         frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
         own_frozen = 0
         if rank == 0:  # the vision towers
@@ -173,7 +173,7 @@ class _Models:
             frozen += towers * self.element
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
-        if training.optimizer_residency == "host":
+        if self.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
         transient += self._bytes_ahead()
         return RankMemory(
@@ -188,7 +188,7 @@ class _Models:
 
     @property
     def _replicas(self) -> int:
-        return self.batch.data_parallel * self.config.parallel.context_parallel_size
+        return self.facts.batch.data_parallel * self.config.parallel.context_parallel_size
 
     def _expert_copies(self, expert_parallel: int) -> int:
         """Return the processes of a stage that hold the same experts."""
@@ -202,7 +202,7 @@ class _Models:
         """
         is_spread = self.config.parallel.use_distributed_optimizer
         copies = self._replicas if is_spread else 1
-        of_experts = self._expert_copies(self._expert_parallel) if is_spread else 1
+        of_experts = self._expert_copies(self.facts.pair.expert_parallel) if is_spread else 1
         updated = learned.dense / copies + learned.experts / of_experts
         return state_bytes(self.config.training.bf16) * updated
 
@@ -211,8 +211,8 @@ class _Models:
         parallel = self.config.parallel
         sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, self._replicas]
         if self.student.moe:
-            sizes.append(self._expert_copies(self._expert_parallel))
-        sizes += sorted({self._expert_parallel, *(one.expert_parallel for one in self.teachers)})
+            sizes.append(self._expert_copies(self.facts.pair.expert_parallel))
+        sizes += sorted({self.facts.pair.expert_parallel, *(one.expert_parallel for one in self.teachers)})
         tensor, split = sizes[0], (one for one in self.teachers if one.residency == "peers")
         groups = {(weight_shards(tensor, one.expert_parallel), one.peers) for one in split}
         return sizes + [peers for _, peers in groups]
@@ -249,21 +249,20 @@ class _Models:
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
-        layout, last = self.student_layout, len(self.student_layout.layers) - 1
+        layout, last = self.facts.layouts.student, len(self.facts.layouts.student.layers) - 1
         tower_kept, tower_peak = tower_activation_bytes(self.config, self.student, self.element)
         student, head = self._student_activations, self._head_bytes()
         # The gradient of embedding or head that autograd returns.
         table = self.vocab_rows * self.student.hidden_size * self.element
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
-        if self.config.rollout.samples_here:  # the cache exists while the student samples
-            yield (
-                self._cache_bytes(rank),
-                student.forward_bytes() + sampling_bytes(self.config, self.vocab_rows),
-            )
+        slots = self.facts.work.slots
+        if slots:  # the cache exists while the student samples
+            cache, logits = self._cache_bytes(rank, slots), sampling_bytes(slots, self.vocab_rows)
+            yield cache, student.forward_bytes() + logits
         alive, pipeline = 0, layout.pipeline_parallel
         # These fill the pipeline; later micro-batches repeat the same moments.
-        microbatches = min(self.batch.num_microbatches, 4 * pipeline)
+        microbatches = min(self.facts.batch.num_microbatches, 4 * pipeline)
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
             kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
@@ -272,7 +271,7 @@ class _Models:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
                 yield alive, head if stage == last else 0
-                if states_ahead(self.config) and stage != last:  # in the gap before a backward
+                if self.ahead and stage != last:  # in the gap before a backward
                     yield alive, self._teachers_forward_bytes(stage)
             else:
                 layer = student.backward_bytes() if layout.layers[stage] else 0
@@ -283,18 +282,18 @@ class _Models:
 
     def _bytes_ahead(self) -> int:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
-        states = min(states_ahead(self.config), 2 * self.batch.num_microbatches)
+        states = min(self.ahead, 2 * self.facts.batch.num_microbatches)
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
 
-    def _cache_bytes(self, rank: int) -> int:
+    def _cache_bytes(self, rank: int, slots: int) -> int:
         """Return the bytes of the keys and values of the student's layers on a pipeline rank."""
-        layers = _rank_layers(self.student, self.student_layout, rank)
-        return cache_bytes(self.config, self.student, layers, self.element)
+        layers = _rank_layers(self.student, self.facts.layouts.student, rank)
+        return cache_bytes(self.config, slots, self.student, layers, self.element)
 
     def _teachers_forward_bytes(self, stage: int) -> int:
         """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""
         peak = kept = 0
-        for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
+        for teacher, layout in zip(self.teachers, self.facts.layouts.teachers, strict=True):
             if layout.layers[stage]:
                 is_fp8 = teacher.fp8_recipe is not None
                 peak = max(peak, kept + self._activations(teacher).forward_bytes(is_fp8))
@@ -320,7 +319,8 @@ class _Models:
 
     def _scored_block_bytes(self) -> int:
         """Return the bytes of a pass that scores tokens, for judged answers or metrics of rollouts; or 0."""
-        if not (self.config.feedback.scores_tokens or self.config.rollout.is_on):
+        work = self.facts.work
+        if not (work.scores_tokens or work.scores_for_metrics):
             return 0
         rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
         return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
@@ -336,7 +336,7 @@ class _Models:
         bytes_per_logit = 4 if is_fp32 else self.element
         tokens = self._student_activations.tokens
         rows = tokens
-        if not any(source.topk for source in self.config.teachers):
+        if not self.facts.has_stored_teacher:
             columns = max([self.vocab_rows, *map(self._head_rows, teachers)])
             rows = head_block_rows(rows, columns, bytes_per_logit)
         hidden_bytes = self.student.hidden_size * self.element

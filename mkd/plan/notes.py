@@ -32,8 +32,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         ahead = f"{FLAG} {forecast.states_ahead}"
         times = f"a step takes {milliseconds(pipeline_ms)} instead of {milliseconds(behind_ms)}"
         yield f"note: {ahead} is slower than {FLAG} 0 here: {times}"
-    layouts = forecast.student_layout, forecast.teacher_layouts
-    fast_ms, slow_ms = kernel_start_ms(forecast.config, *layouts, forecast.batch.num_microbatches)
+    fast_ms, slow_ms = kernel_start_ms(forecast.facts)
     if forecast.config.training.bf16 and slow_ms > pipeline_ms:
         fast_ms, slow_ms = fast_ms * forecast.updates, slow_ms * forecast.updates
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
@@ -47,7 +46,8 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
 
 def _swapped_models(forecast: Forecast) -> Iterator[str]:
     """Yield a note if the only teacher is much smaller than the student."""
-    student, *teachers = (model_parameters(one).total for one in (forecast.student, *forecast.teachers))
+    student = model_parameters(forecast.student).total
+    teachers = [model_parameters(teacher.shape).total for teacher in forecast.teachers]
     if len(teachers) == 1 and teachers[0] < SMALL_TEACHER * student:
         sizes = f"{number(teachers[0])} parameters, the student {number(student)}"
         yield f"note: the teacher has {sizes}: are --teacher-hf and --student-hf swapped?"

@@ -1,16 +1,17 @@
-"""The teachers in a plan: shape, name, and the tokens that each reads."""
+"""The models in a plan: the teachers with the tokens that each reads, and the student beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import layer_parameters, product_parameters
+from mkd.plan.work import Work
 
 FP8_BLOCK = 128
 """Rows and columns of weights with one scale, in the blockwise recipe."""
@@ -35,8 +36,34 @@ class Teacher:
         return self.residency != "device"
 
 
-def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
-    """Combine `shapes` (none if no teacher runs) with the settings of `config.teachers`, in their order."""
+@dataclass(frozen=True)
+class Pair:
+    """All models of a run, and what besides decides the cost of a micro-batch."""
+
+    config: Config
+    student: ModelShape
+    teachers: tuple[Teacher, ...]  # the ones that run
+    document_length: int  # student tokens of a typical document
+    work: Work  # what features add
+
+    @cached_property
+    def expert_parallel(self) -> int:
+        """Processes that share the student's experts."""
+        return expert_parallel_size(self.config, self.student)
+
+    @cached_property
+    def same_tokens(self) -> tuple[ModelShape, ...]:
+        """The student and the teachers that read its tokens. Their heads are padded alike."""
+        return (self.student, *(one.shape for one in self.teachers if not one.is_cross_tokenizer))
+
+    @property
+    def known_ids(self) -> int:
+        """Number of ids that all of `same_tokens` know."""
+        return min(shape.vocab_size for shape in self.same_tokens)
+
+
+def plan_teachers(config: Config, roles: Sequence[str], shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
+    """Combine `shapes` (none if no teacher runs) with the roles and settings of teachers, in their order."""
     assert len(shapes) <= len(config.teachers), f"{len(shapes)} shapes of {len(config.teachers)} teachers"
     return tuple(
         Teacher(
@@ -49,9 +76,7 @@ def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher
             expert_parallel=expert_parallel_size(config, shape, index),
             fp8_recipe=teacher.fp8_recipe if teacher.precision == "fp8" else None,
         )
-        for index, (shape, role, teacher) in enumerate(
-            zip(shapes, teacher_roles(config.teachers), config.teachers, strict=False)
-        )
+        for index, (shape, role, teacher) in enumerate(zip(shapes, roles, config.teachers, strict=False))
     )
 
 

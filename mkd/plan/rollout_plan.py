@@ -34,26 +34,30 @@ class RolloutBatch:
         """Completions of a step, on all data-parallel replicas."""
         return self.prompts * self.samples_per_prompt
 
-    def describe(self, config: Config) -> str:
-        """Return the composition as a line of the plan."""
-        own = f"{counted(self.prompts, 'prompt')} x {self.samples_per_prompt}"
-        own += f" = {counted(self.num_rollouts, 'completion')}"
-        limit = f"of at most {config.rollout.max_new_tokens} tokens"
-        stored = f"and {counted(self.stored_packs, 'pack')} of --data-path"
-        return f"a step trains on {own} {limit}, {stored}; predicted times leave sampling out"
+
+def describe_rollouts(config: Config, global_batch_size: int) -> str:
+    """Return the composition of a step as a line of the plan."""
+    batch = RolloutBatch.from_config(config, global_batch_size)
+    own = f"{counted(batch.prompts, 'prompt')} x {batch.samples_per_prompt}"
+    own += f" = {counted(batch.num_rollouts, 'completion')}"
+    limit = f"of at most {config.rollout.max_new_tokens} tokens"
+    stored = f"and {counted(batch.stored_packs, 'pack')} of --data-path"
+    return f"a step trains on {own} {limit}, {stored}; predicted times leave sampling out"
 
 
-def cache_bytes(config: Config, shape: ModelShape, layers: Sequence[LayerShape], element: int) -> int:
-    """Return the bytes of the keys and values of `layers` on one process, all slots full.
+def cache_bytes(
+    config: Config, slots: int, shape: ModelShape, layers: Sequence[LayerShape], element: int
+) -> int:
+    """Return the bytes of the keys and values of `layers` on one process, all `slots` full.
 
     `element` is the size of a number, bytes.
     """
     tensor = config.parallel.tensor_model_parallel_size
     groups = shape.padded_query_groups(tensor) // tensor
     of_token = 2 * len(layers) * groups * shape.head_dim * element
-    return config.rollout.rollout_slots * config.training.seq_length * of_token
+    return slots * config.training.seq_length * of_token
 
 
-def sampling_bytes(config: Config, vocab_rows: int) -> int:
+def sampling_bytes(slots: int, vocab_rows: int) -> int:
     """Return the bytes of the logits of one new token in every slot; `vocab_rows` of one process."""
-    return config.rollout.rollout_slots * vocab_rows * LOGIT_BYTES
+    return slots * vocab_rows * LOGIT_BYTES

@@ -12,7 +12,6 @@ from typing import Any
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError
 from mkd.human import milliseconds
-from mkd.plan.auto_layout import planned_models
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.forecast import Forecast
 from mkd.plan.hardware import MACHINE
@@ -74,10 +73,10 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
     for place in (*RUNNING, STORED):
         start = forecast.config if place in IN_FP8 else _in_bf16(forecast.config)
         start = _without_teachers(start) if place is STORED else start
-        teachers = () if place is STORED else forecast.teachers
-        models = forecast.num_gpus, forecast.student, teachers, forecast.document_length, forecast.gpu_gib
+        facts = replace(forecast.facts, config=place.apply(start))
+        facts = replace(facts, teachers=()) if place is STORED else facts
         try:
-            changed = Forecast.from_config(place.apply(start), *models)
+            changed = Forecast.from_facts(facts, forecast.gpu_gib)
         except MkdError:
             continue
         if not separates_peers(changed):
@@ -141,6 +140,4 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
 
 def separates_peers(forecast: Forecast) -> bool:
     """Return True if peers would be on several machines of `MACHINE` GPUs."""
-    config, num_gpus = forecast.config, forecast.num_gpus
-    models = tuple(planned_models(config, (forecast.student, *forecast.teachers)))
-    return any(check_machine(config, num_gpus, MACHINE, models))
+    return any(check_machine(forecast.facts, MACHINE))

@@ -12,11 +12,11 @@ from typing import Any
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.human import milliseconds
-from mkd.plan.auto_layout import given_layouts
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.forecast import Forecast
 from mkd.plan.hardware import MACHINE, USABLE
 from mkd.plan.memory import RankMemory
+from mkd.plan.planned_models import given_layouts
 from mkd.plan.teacher_place import HOST, SPLIT, describe_places, separates_peers
 
 SHOWN = 3  # number of remedies
@@ -119,7 +119,8 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     """
     training = replace(forecast.config.training, global_batch_size=forecast.batch.global_batch_size)
     config = replace(forecast.config, training=training)
-    has_experts = [shape.moe is not None for shape in (forecast.student, *forecast.teachers)]
+    shapes = (forecast.student, *(teacher.shape for teacher in forecast.teachers))
+    has_experts = [shape.moe is not None for shape in shapes]
     known = list(changes(config, max(forecast.student_layout.layers), has_experts))
     found: list[Remedy] = []
     for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):

@@ -25,7 +25,6 @@ from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
@@ -68,13 +67,14 @@ def build_engine(
         balance_coeff=config.training.moe_aux_loss_coeff,
         z_coeff=config.training.moe_z_loss_coeff,
     )
-    vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
-    students = build_model_parts(plan.student.shape, plan.student_layout, options, context, vocab)
+    vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
+    layouts = plan.facts.layouts
+    students = build_model_parts(plan.student.shape, layouts.student, options, context, vocab)
     load_weights(students, plan.student, context)
     train_parts(students, config.student.train_parts)
     models, vocabularies = [], {}
     contexts = expert_contexts(plan, context)
-    for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):
+    for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
         own = cross_tokenizer.get(index)
         rows, settings = vocab if own is None else None, config.teachers[index]
         parts = build_teacher_parts(source, settings, layout, options, contexts[index], rows)
@@ -100,13 +100,11 @@ def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContex
 
     Groups are made once for every size.
     """
-    config, contexts = plan.config, {context.ep.size: context}
-    sizes = []
-    for index, source in enumerate(plan.teachers):
-        is_dense = source.shape.moe is None
-        sizes.append(context.ep.size if is_dense else expert_parallel_size(config, source.shape, index))
+    contexts = {context.ep.size: context}
+    teachers, minutes = plan.facts.planned_teachers, plan.config.parallel.distributed_timeout_minutes
+    sizes = [context.ep.size if one.shape.moe is None else one.expert_parallel for one in teachers]
     for size in sorted(set(sizes) - contexts.keys()):
-        contexts[size] = context.with_expert_parallel(size, config.parallel.distributed_timeout_minutes)
+        contexts[size] = context.with_expert_parallel(size, minutes)
     return [contexts[size] for size in sizes]
 
 

@@ -7,29 +7,32 @@ import repeat them with the rest. Corpora that are not files of records are left
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.folders import find_checkpoint
 from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import data_paths, is_raw, require_file
-from mkd.config.models import hf_flag, teacher_roles
+from mkd.config.models import hf_flag
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError, collect_error
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
-from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
+from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.work import work_of
 
 
 def early_problems(config: Config, world_size: int) -> list[MkdError]:
     """Return the problems of a training run whose --save folder is chosen."""
     problems: list[MkdError] = []
-    runs = config.needs_models and not (config.teachers and config.teachers[0].topk)
-    numbers = (None, *range(len(config.teachers) if runs else 0))
-    student, *teachers = _models(problems, config, numbers)
-    problems += find_problems(config, world_size, student, teachers)
+    facts = RunFacts(config, world_size, work_of=work_of)
+    numbers = (None, *facts.read_teachers)
+    student, *teachers = _models(problems, config, facts.roles, numbers)
+    problems += find_problems(replace(facts, student=student, teachers=tuple(teachers)))
     paths = data_paths([], config.data)  # the later checks report what is not a list of paths
     prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
     problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
@@ -47,20 +50,21 @@ def early_model_problems(
 ) -> list[MkdError]:
     """Return the problems of a command that runs one model of `config` alone."""
     problems: list[MkdError] = []
-    (shape,) = _models(problems, config, (teacher,))
-    problems += find_model_problems(config, world_size, shape, teacher)
+    model = ModelAlone(config, world_size, teacher=teacher, work_of=work_of)
+    (shape,) = _models(problems, config, model.facts.roles, (teacher,))
+    problems += find_model_problems(replace(model, shape=shape))
     if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone
         problems += missing_files(data_paths([], config.data))
     return problems
 
 
 def _models(
-    problems: list[MkdError], config: Config, numbers: Sequence[int | None]
+    problems: list[MkdError], config: Config, roles: Sequence[str], numbers: Sequence[int | None]
 ) -> list[ModelShape | None]:
     """Return the shapes of the student (None) and of teachers, whose weights must exist."""
     for number in numbers:
         if model_of(config, number).load:
-            role = "student" if number is None else teacher_roles(config.teachers)[number]
+            role = "student" if number is None else roles[number]
             collect_error(problems, partial(find_weights, role, model_of(config, number)))
     return [model_shape(problems, config, number) for number in numbers]
 

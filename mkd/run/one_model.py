@@ -6,12 +6,11 @@ This serves to evaluate a student without training, or to export a teacher.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mkd.config.models import teacher_roles
 from mkd.config.schema import Config, ParallelConfig, TeacherConfig
 from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
@@ -23,12 +22,10 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.operations.console import LOG
 from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
-from mkd.plan.auto_layout import layout_of, virtual_stages
-from mkd.plan.checks.model_alone import find_model_problems, teacher_alone
+from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
-from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.layout import PipelineLayout
+from mkd.plan.work import work_of
 from mkd.platform import Platform, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.build_engine import build_teacher_parts, load_weights
@@ -39,18 +36,19 @@ from mkd.tokenizers.load import load_tokenizer
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model and its layout. Only the parts of `config` that this model needs have been checked."""
+    """One model and its weights. Only the parts of `config` that this model needs have been checked."""
 
-    config: Config
+    model: ModelAlone
     source: ModelSource
-    virtual_stages: int
-    layout: PipelineLayout
-    expert_parallel: int = 1  # processes that share its experts
-    teacher: TeacherConfig | None = None  # None: it is the student
+
+    @property
+    def config(self) -> Config:
+        """Settings of the run."""
+        return self.model.config
 
     def join(self, platform: Platform) -> ParallelContext:
-        """Join the process group in this layout. Collective."""
-        return join(self.config.parallel, self.virtual_stages, platform, self.expert_parallel)
+        """Join the process group in the model's layout. Collective."""
+        return join(self.config.parallel, self.model.virtual_stages, platform, self.model.expert_parallel)
 
     def build(self, context: ParallelContext) -> list[LanguageModel]:
         """Build this rank's parts of the model, with their weights."""
@@ -60,9 +58,10 @@ class ModelPlan:
             sequence_parallel=self.config.parallel.sequence_parallel,
             deterministic=training.deterministic_mode,
         )
-        if self.teacher is not None:
-            return build_teacher_parts(self.source, self.teacher, self.layout, options, context)
-        models = build_model_parts(self.source.shape, self.layout, options, context)
+        settings, layout = self.model.settings, self.model.layout
+        if isinstance(settings, TeacherConfig):
+            return build_teacher_parts(self.source, settings, layout, options, context)
+        models = build_model_parts(self.source.shape, layout, options, context)
         load_weights(models, self.source, context)
         return models
 
@@ -71,22 +70,17 @@ def plan_model(
     problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
 ) -> ModelPlan | None:
     """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
-    role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
-    source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
-    shape = source.shape if source else None
-    problems += find_model_problems(config, world_size, shape, teacher)
+    model = ModelAlone(config, world_size, teacher=teacher, work_of=work_of)
+    source = locate_model(problems, model.role, model.settings)
+    model = replace(model, shape=source.shape if source else None)
+    problems += find_model_problems(model)
     if teacher is not None:
-        alone, models = teacher_alone(config, shape, teacher)
-        problems += check_machine(alone, world_size, processes_of_machine(world_size), models)
-        problems += fp8_problems(fp8_recipes(alone))
+        problems += check_machine(model.of_teacher, processes_of_machine(world_size))
+        problems += fp8_problems(fp8_recipes(model.of_teacher))
     if problems:
         return None
     assert source is not None, "a model without a source is a problem"
-    stages = virtual_stages(config, source.shape)
-    layout = layout_of(config, source.shape, stages, teacher)
-    experts = expert_parallel_size(config, source.shape, teacher)
-    settings = None if teacher is None else config.teachers[teacher]
-    return ModelPlan(config, source, stages, layout, experts, settings)
+    return ModelPlan(model, source)
 
 
 def join(

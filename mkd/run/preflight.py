@@ -16,7 +16,6 @@ from pathlib import Path
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.data_files import RAW_SUFFIXES, is_raw, require_file
-from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
 from mkd.data.documents import require_eos, require_pairs
 from mkd.data.images.conversation import ConversationImages
@@ -27,6 +26,7 @@ from mkd.data.records.rows import read_rows
 from mkd.data.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError, collect_error
+from mkd.plan.facts import RunFacts
 from mkd.run.chat_setup import chat_problems, chat_settings
 from mkd.run.image_reader import open_images
 from mkd.run.model_source import ModelSource
@@ -60,7 +60,7 @@ class Tokenizers:
 
 def open_tokenizers(
     problems: list[MkdError],
-    config: Config,
+    facts: RunFacts,
     student: ModelSource | None,  # None: reported before
     teachers: Sequence[ModelSource | None],
 ) -> Tokenizers | None:
@@ -68,6 +68,7 @@ def open_tokenizers(
 
     Return None if the student's tokenizer cannot be opened.
     """
+    config = facts.config
     name = config.data.tokenizer_model or (str(student.assets) if student else None)
     if name is None:
         return None
@@ -80,8 +81,7 @@ def open_tokenizers(
         problems += wider_than_head(tokenizer, config, "student", student)
     own: list[Tokenizer | None] = []
     notes: list[str] = []
-    roles = teacher_roles(config.teachers)
-    for role, settings, source in zip(roles, config.teachers, teachers, strict=False):
+    for role, settings, source in zip(facts.roles, config.teachers, teachers, strict=False):
         if source is not None and settings.xtoken is not None:
             own.append(collect_error(problems, partial(open_own_tokenizer, role, source, chat)))
             continue
@@ -183,7 +183,12 @@ def wider_than_head(
         yield UsageError(what, why, do, code="tokenizer-beyond-vocabulary")
 
 
-def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
+def data_problems(
+    paths: Mapping[str, str],
+    tokenizers: Tokenizers | None,
+    config: Config,
+    roles: Sequence[str] = (),  # of the teachers with tokenizers
+) -> list[MkdError]:
     """Return the errors of all corpora (path -> flag): missing, unknown kind, empty, damaged, other ids.
 
     Also report tokenizers without a chat template for conversations, or without an EOS to end documents.
@@ -199,7 +204,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
             plain = {PAIR if one == CONVERSATION_PAIR else one for one in found}
             collect_error(problems, partial(require_pairs, plain, wanted, f"{flag} {path}"))
         if found and found & CONVERSATIONS and tokenizers is not None and not max_bad_records:
-            problems += _template_problems(f"{flag} {path}", tokenizers, config)
+            problems += _template_problems(f"{flag} {path}", tokenizers, ("student", *roles))
     if tokenizers is not None and config.data.append_eod and kinds - CONVERSATIONS:
         collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
@@ -244,9 +249,8 @@ def kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
     return kinds
 
 
-def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
+def _template_problems(corpus: str, tokenizers: Tokenizers, roles: Sequence[str]) -> Iterator[DataError]:
     """Yield one problem for every model that must read conversations but cannot."""
-    roles = "student", *teacher_roles(config.teachers)
     for role, tokenizer in zip(roles, (tokenizers.student, *tokenizers.teachers), strict=False):
         if tokenizer is not None and not tokenizer.has_chat_template:
             yield DataError(

@@ -6,23 +6,24 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from mkd.config.data_files import require_file
-from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.plan.facts import RunFacts
 from mkd.rollout.stop_ids import named, require_tokens, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource
 from mkd.run.preflight import LOOKED_AT, Tokenizers
 
 
 def rollout_problems(
-    config: Config,
+    facts: RunFacts,
     tokenizers: Tokenizers | None,
     student: ModelSource | None,  # None: reported before
     teachers: Sequence[ModelSource | None],
 ) -> list[MkdError]:
     """Return the problems of the prompts' first records, and of the tokens that end a completion."""
     problems: list[MkdError] = []
+    config = facts.config
     if not config.rollout.is_on:
         return problems
     looked_at = max(LOOKED_AT, config.data.max_bad_records + 1)
@@ -32,7 +33,7 @@ def rollout_problems(
             readers = (tokenizers.student, *(one for one in tokenizers.teachers if one is not None))
             problems += first_prompts(path, readers, looked_at)
     if student is not None and tokenizers is not None:
-        found = collect_error(problems, lambda: [*_stop_problems(config, tokenizers, student, teachers)])
+        found = collect_error(problems, lambda: [*_stop_problems(facts.roles, tokenizers, student, teachers)])
         problems += found or []
     return problems
 
@@ -46,7 +47,10 @@ def rollout_notes(config: Config, tokenizers: Tokenizers | None, student: ModelS
 
 
 def _stop_problems(
-    config: Config, tokenizers: Tokenizers, student: ModelSource, teachers: Sequence[ModelSource | None]
+    roles: Sequence[str],  # of the teachers
+    tokenizers: Tokenizers,
+    student: ModelSource,
+    teachers: Sequence[ModelSource | None],
 ) -> Iterator[UsageError]:
     """Yield problems of stop tokens: completions must end where a teacher ends its texts."""
     mine = stop_ids(student.assets, tokenizers.student)
@@ -59,7 +63,7 @@ def _stop_problems(
     shared = zip(teachers, tokenizers.teachers, strict=False)
     rows = [one.shape.vocab_size for one, own in shared if one is not None and own is None]
     require_tokens(mine, tokenizers.student, min([student.shape.vocab_size, *rows]), "student")
-    for role, source, own in zip(teacher_roles(config.teachers), teachers, tokenizers.teachers, strict=False):
+    for role, source, own in zip(roles, teachers, tokenizers.teachers, strict=False):
         if own is not None:
             if not own.roles.keys() & {"eos", "end_of_turn"}:
                 what = f"the tokenizer of the {role} has no token that ends a text"

@@ -11,7 +11,6 @@ from typing import Any
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_changes import PlainTokenizer, SavesFiles, StopIds
 from mkd.config.data_files import data_paths
-from mkd.config.models import teacher_names, teacher_roles
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
@@ -26,19 +25,19 @@ from mkd.operations.run_folders import (
     save_notes,
     start_problems,
 )
-from mkd.plan.auto_layout import layouts_of, planned_models, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.checks.vision_limits import require_deepstack_layers
+from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.forecast_text import summarise_forecast
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe, verdict
+from mkd.plan.work import work_of
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.chat_setup import date_of
@@ -56,18 +55,24 @@ KEPT_STOPS = "note: no token that ends a text has loss: exports stop where the s
 class Plan:
     """Models, batch and layouts of a run, fully checked."""
 
-    config: Config
+    facts: RunFacts
     student: ModelSource
     # The teachers that run, or the reference: none if no loss reads them, or the teacher is stored.
     teachers: tuple[ModelSource, ...]
-    batch: BatchPlan
-    virtual_stages: int
-    student_layout: PipelineLayout
-    teacher_layouts: tuple[PipelineLayout, ...]
     stored_teacher: StoredTeacher | None = None  # its rows come with the data; no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
     trained_ends: tuple[int, ...] = ()  # tokens that end the texts of the training data
     gpu_gib: float | None = None  # memory of this process's GPU; None: not known
+
+    @property
+    def config(self) -> Config:
+        """Settings of the run."""
+        return self.facts.config
+
+    @property
+    def batch(self) -> BatchPlan:
+        """Sizes of one optimizer step."""
+        return self.facts.batch
 
     @property
     def assets(self) -> HFAssets:
@@ -104,15 +109,9 @@ class Plan:
         return {"--chat-date": date_of(dated), "--save": self.config.checkpoint.save}
 
     @property
-    def same_vocabulary(self) -> list[ModelSource]:
-        """Student and teachers that read the student's tokens."""
-        teachers = zip(self.teachers, self.config.teachers, strict=False)
-        return [self.student, *(source for source, settings in teachers if settings.xtoken is None)]
-
-    @property
     def known_ids(self) -> int:
         """Number of ids that the student and all teachers with its tokens know: none beyond is sampled."""
-        return min(source.shape.vocab_size for source in self.same_vocabulary)
+        return self.facts.pair.known_ids
 
     @cached_property
     def unused_ids(self) -> frozenset[int]:
@@ -129,15 +128,12 @@ class Plan:
     @property
     def teacher_names(self) -> tuple[str, ...]:
         """Names of the teachers in the loss, including a stored one."""
-        return teacher_names(self.config.teachers) if self.teachers or self.stored_teacher else ()
+        return self.facts.teacher_names if self.teachers or self.stored_teacher else ()
 
     @cached_property
     def forecast(self) -> Forecast:
         """Forecast of step time and memory."""
-        teachers = tuple(source.shape for source in self.teachers)
-        layouts = self.student_layout, self.teacher_layouts
-        models = self.student.shape, teachers, *layouts
-        return Forecast(self.config, self.batch, *models, gpu_gib=self.gpu_gib)
+        return Forecast(self.facts, self.gpu_gib)
 
     @cached_property
     def text(self) -> str:
@@ -179,48 +175,43 @@ class Plan:
 def plan_run(config: Config, world_size: int) -> Plan:
     """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList."""
     problems: list[MkdError] = []
+    facts = RunFacts(config, world_size, work_of=work_of)
     student = locate_model(problems, "student", config.student)
-    teachers = zip(teacher_roles(config.teachers), config.teachers, strict=True)
+    teachers = zip(facts.roles, config.teachers, strict=True)
     sources: list[ModelSource | None] = []
     stored_teacher = None
     if config.needs_models:
         sources = [locate_model(problems, role, one) for role, one in teachers]
-    shapes = [source.shape if source else None for source in sources]
-    if sources and config.teachers[0].topk:
-        vocab_size = student.shape.vocab_size if student else None
-        stored_teacher = StoredTeacher.find(problems, config, sources[0], vocab_size)
-        sources, shapes = [], []
-    problems += find_problems(config, world_size, student.shape if student else None, shapes)
-    models = tuple(planned_models(config, (student.shape if student else None, *shapes)))
-    problems += check_machine(config, world_size, processes_of_machine(world_size), models)
-    problems += fp8_problems(fp8_recipes(config))
-    tokenizers = open_tokenizers(problems, config, student, sources)
+    shape = student.shape if student else None
+    if sources and not facts.read_teachers:
+        stored_teacher = StoredTeacher.find(problems, config, sources[0], shape and shape.vocab_size)
+        sources = []
+    shapes = tuple(source.shape if source else None for source in sources)
+    facts = replace(facts, student=shape, teachers=shapes)
+    problems += find_problems(facts)
+    problems += check_machine(facts, processes_of_machine(world_size))
+    problems += fp8_problems(fp8_recipes(facts))
+    tokenizers = open_tokenizers(problems, facts, student, sources)
     paths = data_paths(problems, config.data)
-    problems += data_problems(paths, tokenizers, config)
-    problems += rollout_problems(config, tokenizers, student, sources)
+    problems += data_problems(paths, tokenizers, config, facts.roles)
+    problems += rollout_problems(facts, tokenizers, student, sources)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
     problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
-    problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
+    problems += disk_problems(list(writes_of(config, shape, paths)))
     read = [source.assets for source in (student, *sources) if source]
     read += [tokenizers.source] if tokenizers and tokenizers.source else []
     problems += export_problems(config.checkpoint, read)
     if problems:
         raise ErrorList(problems)
     assert student is not None, "a student without a source is a problem"
-    stages = virtual_stages(config, student.shape)
-    student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
-    require_expert_layers(config, student.shape, student_layout)
-    require_deepstack_layers(config, (student.shape, *shapes), (student_layout, *teacher_layouts))
+    require_expert_layers(facts)
+    require_deepstack_layers(facts)
     return Plan(
-        config=config,
+        facts=facts,
         student=student,
         teachers=tuple(sources),
-        batch=BatchPlan.from_config(config, world_size),
-        virtual_stages=stages,
-        student_layout=student_layout,
-        teacher_layouts=teacher_layouts,
         stored_teacher=stored_teacher,
         tokenizers=tokenizers,
         trained_ends=trained_ends(config, tokenizers),

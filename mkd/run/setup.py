@@ -33,7 +33,6 @@ from mkd.operations.stopping import StopNotice, Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.parameters import checkpoint_bytes
 from mkd.platform import Platform
 from mkd.rollout.rollout_stream import RolloutStream
@@ -67,8 +66,7 @@ def build_run(
 ) -> Run:
     """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
-    expert_parallel = expert_parallel_size(config, plan.student.shape)
-    context = join(config.parallel, plan.virtual_stages, platform, expert_parallel)
+    context = join(config.parallel, plan.facts.virtual_stages, platform, plan.facts.pair.expert_parallel)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     watchdog.meet_peers()
     phases = Phases(watchdog)

@@ -8,9 +8,9 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.evaluation.tasks import read_tasks
-from mkd.plan.checks.model_alone import find_model_problems
 from mkd.run.stored_teacher import temperature_of
 from tests.evaluation.eval_reference import reference_scores, write_tasks
+from tests.run_facts import problems_of_one
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import run_main
 
@@ -134,7 +134,5 @@ def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp
     teachers = "[{hf: a, temperature: 2}, {hf: b}]"
     (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config
-    assert (
-        find_model_problems(config, 1, None) == [] and find_model_problems(config, 1, None, teacher=0) == []
-    )
+    assert problems_of_one(config, 1, None) == [] and problems_of_one(config, 1, None, teacher=0) == []
     assert temperature_of(config) == 2

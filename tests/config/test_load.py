@@ -8,7 +8,7 @@ import pytest
 from mkd.config.load import format_config, load_config, num_defaults, read_saved_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import ErrorList
-from mkd.plan.checks.problems import find_problems
+from tests.run_facts import problems_of
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 WORLD_SIZES = {
@@ -165,7 +165,7 @@ def test_format_shows_every_given_value_once_and_aligned(yaml_file):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_valid(path):
     config = load_config(["--config", str(path)]).config
-    assert find_problems(config, WORLD_SIZES[path.name]) == []
+    assert problems_of(config, WORLD_SIZES[path.name]) == []
 
 
 def test_every_example_is_tested():

@@ -17,17 +17,16 @@ from mkd.operations.disk import (
     disk_problems,
     writes_of,
 )
-from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.vision_limits import PARTS
 from mkd.plan.forecast import Forecast
 from mkd.plan.forecast_text import describe_totals
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import checkpoint_bytes, model_parameters, weight_bytes
 from mkd.plan.towers import tower_parameters
 from tests.checkpoint.tiny_saves import small_disk
 from tests.families.test_vision_configs import HUB_QWEN
 from tests.plan.shapes import STUDENT
+from tests.run_facts import facts_of
 
 
 def settings(folder, train_iters=100, bf16=True, **checkpoint) -> Config:
@@ -126,8 +125,7 @@ def test_a_model_with_images_has_one_size_in_the_plan_and_on_the_disk(parts, sta
     weights = 2 * (text + tower.total)
     sizes = {write.flag: write.num_bytes for write in writes_of(config, shape, []) if write.num_bytes}
     assert sizes == {"--save": weights + 12 * learned, "--export-hf": weights}
-    layout = PipelineLayout.even(shape.num_layers, 1)
-    totals = describe_totals(Forecast(config, BatchPlan(1, 1, 1, 4096), shape, (), layout, ()))
+    totals = describe_totals(Forecast(facts_of(config, 1, shape)))
     assert totals.startswith("1 step: ")
     assert f"takes about {size(sizes['--save'])}, " in totals and totals.endswith(f" {size(weights)}")
 

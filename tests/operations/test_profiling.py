@@ -166,7 +166,9 @@ def fail_in_build(argv):
         recorder = Recorder(patch)
         patch.setattr(setup, "build_engine", build_engine)
         with pytest.raises(torch.OutOfMemoryError, match="models"), Cleanup() as cleanup:
-            setup.build_run(replace(plan, config=config), detect(), cleanup=cleanup)
+            setup.build_run(
+                replace(plan, facts=replace(plan.facts, config=config)), detect(), cleanup=cleanup
+            )
     return recorder.calls
 
 

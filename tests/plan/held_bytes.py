@@ -38,10 +38,7 @@ def held_bytes(layout: Layout, student, teacher):
     ]
     frozen_bytes = _bytes(frozen) if "peers" not in layout.flags else _streamed_bytes(teachers)
     held = (_bytes(learned), _bytes(buffers), optimizer_bytes(engine.optimizer.optimizer), frozen_bytes)
-    shapes = [teacher.shape for teacher in plan.teachers]
-    predicted = predict_memory(
-        plan.config, plan.student.shape, shapes, plan.student_layout, plan.teacher_layouts, plan.batch
-    ).ranks[context.pp_rank]
+    predicted = predict_memory(plan.facts).ranks[context.pp_rank]
     parts = (predicted.student_gib, predicted.gradients_gib, predicted.optimizer_gib, predicted.teacher_gib)
     return held, [part * GIB for part in parts]
 

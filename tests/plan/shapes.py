@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config, TeacherConfig
 from mkd.plan.activations import Activations
-from mkd.plan.cost import PairCost
-from mkd.plan.layer_time import WorkTime
+from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
+from mkd.plan.facts import RunFacts
+from mkd.plan.layer_time import Rates, WorkTime
 from mkd.plan.model_shape import ModelShape
+from tests.run_facts import facts_of
 
 SEQ_LENGTH = 8192
 
@@ -121,3 +124,41 @@ def equal_layers(num_layers: int, teachers: tuple[tuple[int, float], ...], head_
 
 def student_activations(*flags) -> Activations:
     return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)
+
+
+def cost_of(
+    settings: Config,
+    student: ModelShape,
+    teachers: Sequence[ModelShape],
+    num_stages: int,
+    document_length: int = DOCUMENT_LENGTH,
+    rates: Rates | None = None,
+) -> PairCost:
+    """Return the cost of a micro-batch."""
+    facts = facts_of(settings, 1, student, teachers, document_length=document_length)
+    return pair_cost(facts.pair, num_stages, rates)
+
+
+def trained(
+    settings: Config,
+    student: ModelShape = STUDENT,
+    teachers: Sequence[ModelShape] = (TEACHER,),
+    microbatches: int = 8,
+    data_parallel: int = 1,
+    layouts: Sequence[str] = (),  # of the student and of teachers; of others as the settings say
+    **more,
+) -> RunFacts:
+    """Return the facts of a run with so many micro-batches on each of so many replicas."""
+    parallel, training = settings.parallel, settings.training
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replica *= parallel.context_parallel_size
+    packs = training.micro_batch_size * microbatches * data_parallel
+    settings = replace(settings, training=replace(training, global_batch_size=packs))
+    models = [
+        replace(one, pipeline_layout=text)
+        for one, text in zip((settings.student, *settings.teachers), layouts, strict=False)
+    ]
+    if models:
+        teachers_left = settings.teachers[len(models) - 1 :]
+        settings = replace(settings, student=models[0], teachers=(*models[1:], *teachers_left))
+    return facts_of(settings, replica * data_parallel, student, teachers, **more)

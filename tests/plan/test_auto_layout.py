@@ -9,10 +9,10 @@ import pytest
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance, balance_all
 from mkd.plan.bubble import simulate
-from mkd.plan.cost import PairCost, pair_cost
+from mkd.plan.cost import PairCost
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import STUDENT, TEACHER, config, equal_layers, several
+from tests.plan.shapes import STUDENT, TEACHER, config, cost_of, equal_layers, several
 
 
 def splits(layers: int, bins: list[Bin]):
@@ -76,7 +76,7 @@ def test_among_equals_early_ranks_keep_fewer_layers():
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (8, 1), (4, 2), (2, 4), (16, 1)])
 def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
-    cost = pair_cost(config(), STUDENT, (TEACHER,), pipeline * stages)
+    cost = cost_of(config(), STUDENT, (TEACHER,), pipeline * stages)
     student, (teacher,) = auto_layouts(cost, pipeline, stages)
     assert (sum(student.layers), sum(teacher.layers)) == (28, 36)
     assert 0 not in student.layers[1:-1] and 0 not in teacher.layers[1:-1]
@@ -116,7 +116,7 @@ def test_layers_of_further_teachers_fill_up(seed):
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (4, 2)])
 def test_three_models_beat_even_splits(pipeline, stages):
-    cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), pipeline * stages)
+    cost = cost_of(several({}, {}), STUDENT, (TEACHER, STUDENT), pipeline * stages)
     student, teachers = auto_layouts(cost, pipeline, stages)
     assert [sum(layout.layers) for layout in (student, *teachers)] == [28, 36, 28]
     assert all(0 not in layout.layers[1:-1] for layout in (student, *teachers))
@@ -127,7 +127,7 @@ def test_three_models_beat_even_splits(pipeline, stages):
             for one, others in ((student, teachers), (even[0], even[1:]))
         )
         assert auto_ms < even_ms
-    swapped = pair_cost(several({}, {}), STUDENT, (STUDENT, TEACHER), pipeline * stages)
+    swapped = cost_of(several({}, {}), STUDENT, (STUDENT, TEACHER), pipeline * stages)
     assert auto_layouts(swapped, pipeline, stages) == (student, teachers[::-1])
 
 

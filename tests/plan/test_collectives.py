@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mkd.plan.collectives import gather_ms, split_blocks
-from mkd.plan.cost import pair_cost
-from mkd.plan.forecast import Forecast
 from mkd.plan.layer_time import WorkTime
-from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, qwen3, several
+from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, cost_of, qwen3, several
+from tests.run_facts import forecast_of
 
 HIDDEN = 8192 * 2048 * 2  # bytes of the student's hidden states; the teacher's are twice as many
 SEQUENCE = ("--sequence-parallel",)
@@ -22,7 +21,7 @@ def tensor(size: int) -> tuple[str, int]:
 
 
 def costs(*flags, teachers=(TEACHER,), student=STUDENT):
-    return pair_cost(config(*flags), student, teachers, 1)
+    return cost_of(config(*flags), student, teachers, 1)
 
 
 def test_bandwidth_of_a_machine_and_of_the_network():
@@ -76,7 +75,7 @@ def test_embedding_and_heads():
     assert shared.first == WorkTime(3 * gather, gather, collectives_ms=4 * gather)
     assert shared.last.forward_ms - shared.head_ms == pytest.approx(3 * gather)
     assert shared.last.backward_ms == pytest.approx(gather)
-    several_passes = pair_cost(several({}, {}), STUDENT, (TEACHER, TEACHER), 1)
+    several_passes = cost_of(several({}, {}), STUDENT, (TEACHER, TEACHER), 1)
     assert several_passes.first == several_passes.towers, "nothing is split"
 
 
@@ -102,7 +101,7 @@ def test_context_parallelism_counts_what_attention_does_not_hide():
     late_ms = 3 * (2048 * 8 * 256 * 2 / 350e6 - attention_ms / 4)
     assert late.forward_ms - costs().student[0].forward_ms / 4 == pytest.approx(late_ms)
     assert late.collectives_ms == pytest.approx(3 * late_ms)
-    long = pair_cost(config(*context), STUDENT, (), 1, document_length=8192).student[0]
+    long = cost_of(config(*context), STUDENT, (), 1, document_length=8192).student[0]
     assert long.collectives_ms == 0
 
 
@@ -117,7 +116,7 @@ def test_windows_exchange_heads():
 def test_a_plan_names_the_time_and_counts_it():
     def plan(*flags):
         settings = config("--student-hf", "s", "--data-path", "d", "--train-iters", 1, *flags)
-        return Forecast.from_config(settings, 2, STUDENT, [TEACHER])
+        return forecast_of(settings, 2, STUDENT, [TEACHER])
 
     two, replicas = plan(*tensor(2), "--global-batch-size", 4), plan("--global-batch-size", 8)
     gather = HIDDEN / 2 / 300e6
@@ -134,7 +133,7 @@ def test_a_plan_names_the_time_and_counts_it():
 def test_context_parallel_processes_send_their_tokens_only():
     """One document of 65,536 tokens hides what goes round."""
     flags = (*tensor(2), "--seq-length", 65_536, "--context-parallel-size")
-    one, two = (pair_cost(config(*flags, size), STUDENT, (TEACHER,), 1, 65_536) for size in (1, 2))
+    one, two = (cost_of(config(*flags, size), STUDENT, (TEACHER,), 1, 65_536) for size in (1, 2))
     assert two.teachers[0][0].collectives_ms == pytest.approx(one.teachers[0][0].collectives_ms / 2)
     assert two.first.total_ms == pytest.approx(one.first.total_ms / 2)
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.schema import XTokenConfig
-from mkd.plan.cost import pair_cost
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, equal_layers, several
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, cost_of, equal_layers, several
 
 TP2 = ("--tensor-model-parallel-size", 2)
 FULL = ("--recompute-granularity", "full", "--recompute-method")
@@ -21,7 +20,7 @@ FULL = ("--recompute-granularity", "full", "--recompute-method")
     ],
 )
 def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
-    cost = pair_cost(config(), STUDENT, (TEACHER,), 1, document_length)
+    cost = cost_of(config(), STUDENT, (TEACHER,), 1, document_length)
     assert len(cost.student) == 28 and len(cost.teachers[0]) == 36
     assert sum(layer.total_ms for layer in cost.student) == pytest.approx(student_ms, rel=0.02)
     assert sum(layer.total_ms for layer in cost.teachers[0]) == pytest.approx(teacher_ms, rel=0.02)
@@ -38,7 +37,7 @@ def test_heads_are_forward_time_of_the_last_stage():
 
 
 def test_without_a_teacher_only_the_student_counts():
-    alone, pair = pair_cost(config(), STUDENT, (), 1), pair_cost(config(), STUDENT, (TEACHER,), 1)
+    alone, pair = cost_of(config(), STUDENT, (), 1), cost_of(config(), STUDENT, (TEACHER,), 1)
     assert alone.teachers == ()
     assert alone.student == pair.student
     assert alone.head_ms == pytest.approx(pair.head_ms * 3 * 2048 / (3 * 2048 + 4096))
@@ -46,7 +45,7 @@ def test_without_a_teacher_only_the_student_counts():
 
 @pytest.mark.parametrize("flags", [TP2, ("--context-parallel-size", 2)])
 def test_processes_share_the_work(flags):
-    one, two = pair_cost(config(), STUDENT, (TEACHER,), 1), pair_cost(config(*flags), STUDENT, (TEACHER,), 1)
+    one, two = cost_of(config(), STUDENT, (TEACHER,), 1), cost_of(config(*flags), STUDENT, (TEACHER,), 1)
     assert two.head_ms == pytest.approx(one.head_ms / 2)
     for whole, half in zip(one.models, two.models, strict=True):
         assert half[0].total_ms - half[0].collectives_ms == pytest.approx(whole[0].total_ms / 2)
@@ -54,8 +53,8 @@ def test_processes_share_the_work(flags):
 
 def test_a_micro_batch_of_two_packs_takes_twice_as_long():
     one, two = (
-        pair_cost(config(), STUDENT, (TEACHER,), 1),
-        pair_cost(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1),
+        cost_of(config(), STUDENT, (TEACHER,), 1),
+        cost_of(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1),
     )
     assert two.student[0].total_ms == pytest.approx(2 * one.student[0].total_ms)
     assert two.head_ms == pytest.approx(2 * one.head_ms)
@@ -71,13 +70,13 @@ def test_a_micro_batch_of_two_packs_takes_twice_as_long():
     ],
 )
 def test_recomputation_is_backward_time(flags, forwards):
-    cost = pair_cost(config(*flags), STUDENT, (TEACHER,), 4)
+    cost = cost_of(config(*flags), STUDENT, (TEACHER,), 4)
     assert cost.student[0].backward_ms == pytest.approx(forwards * cost.student[0].forward_ms)
 
 
 def test_selective_recomputation_repeats_attention():
     plain, again = (
-        pair_cost(config(*flags), STUDENT, (TEACHER,), 1)
+        cost_of(config(*flags), STUDENT, (TEACHER,), 1)
         for flags in ((), ("--recompute-granularity", "selective"))
     )
     attention_ms = 2 * 2048 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
@@ -85,8 +84,8 @@ def test_selective_recomputation_repeats_attention():
 
 
 def test_every_teacher_has_its_forward_and_its_layers():
-    cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), 2)
-    both = tuple(pair_cost(config(), STUDENT, (shape,), 2).teachers[0] for shape in (TEACHER, STUDENT))
+    cost = cost_of(several({}, {}), STUDENT, (TEACHER, STUDENT), 2)
+    both = tuple(cost_of(config(), STUDENT, (shape,), 2).teachers[0] for shape in (TEACHER, STUDENT))
     assert cost.teachers == both and both[0] != both[1]
     cost = equal_layers(3, ((4, 10), (4, 100)), head_ms=1000)
     layouts = [PipelineLayout.parse(text, 4, 2) for text in ("1,3", "4,0")]
@@ -98,8 +97,7 @@ def test_a_teacher_s_own_tokens_are_counted():
     """Packs and documents twice as long make attention four times as expensive."""
     xtoken = XTokenConfig(seq_length=2 * SEQ_LENGTH)
     short, long = (
-        pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1)
-        for x in (XTokenConfig(), xtoken)
+        cost_of(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1) for x in (XTokenConfig(), xtoken)
     )
     assert short.teachers[0] == short.teachers[1] == long.teachers[0]
     attention_ms = 2 * 4096 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
@@ -122,6 +120,6 @@ def test_a_teacher_s_own_tokens_are_counted():
     ],
 )
 def test_passes_over_the_heads(teachers, kd, of_student, of_teachers):
-    cost = pair_cost(several(*teachers, **kd), STUDENT, (TEACHER,) * len(teachers), 1)
+    cost = cost_of(several(*teachers, **kd), STUDENT, (TEACHER,) * len(teachers), 1)
     flops = 2 * SEQ_LENGTH * 151936 * (3 * 2048 * of_student + 4096 * of_teachers)
     assert cost.head_ms == pytest.approx(flops / 620e9)

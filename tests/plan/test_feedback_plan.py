@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.plan.batch import BatchPlan
-from mkd.plan.cost import pair_cost
 from mkd.plan.forecast import Forecast
 from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.memory import predict_memory
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, config
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, config, cost_of, trained
 
 DPO = ("--dpo-beta", 0.1, "--kd-ratio", 0)
 CASES = (((), ()), (DPO, (STUDENT,)))
@@ -19,16 +16,14 @@ CASES = (((), ()), (DPO, (STUDENT,)))
 
 def test_the_head_of_the_student_runs_once_more_and_that_of_the_reference_once():
     """3 products of a training pass; then one each to score."""
-    plain, dpo = (pair_cost(config("--kd-ratio", 0, *more), STUDENT, models, 1) for more, models in CASES)
+    plain, dpo = (cost_of(config("--kd-ratio", 0, *more), STUDENT, models, 1) for more, models in CASES)
     assert dpo.head_ms == pytest.approx(plain.head_ms * 5 / 3)
     assert dpo.teachers[0] and not plain.teachers
 
 
 def test_memory_has_the_reference_and_the_block_that_is_scored():
-    settings = config(*DPO, "--bf16")
-    layout = PipelineLayout((28,), 1)
-    parts = predict_memory(settings, STUDENT, [STUDENT], layout, [layout], BatchPlan.from_config(settings, 1))
-    (rank,) = parts.ranks
+    facts = trained(config(*DPO, "--bf16"), STUDENT, [STUDENT], microbatches=1)
+    (rank,) = predict_memory(facts).ranks
     rows = head_block_rows(SEQ_LENGTH, STUDENT.vocab_size, SCORED_LOGIT_BYTES)
     assert rank.teacher_gib == pytest.approx(rank.student_gib, rel=1e-3)
     assert rank.transient_gib >= rows * STUDENT.vocab_size * SCORED_LOGIT_BYTES / 2**30
@@ -43,17 +38,16 @@ def test_the_loss_card_shows_dpo():
 def test_a_divergence_beside_rewards_has_a_pass_of_its_own():
     fresh = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--samples-per-prompt", 8)
     grpo = (*fresh, "--reward", "rewards:exact")
-    alone = pair_cost(config(*grpo, "--kd-ratio", 0), STUDENT, (), 1).head_ms
-    beside = pair_cost(config(*grpo, "--kd-ratio", 0.2), STUDENT, (STUDENT,), 1).head_ms
+    alone = cost_of(config(*grpo, "--kd-ratio", 0), STUDENT, (), 1).head_ms
+    beside = cost_of(config(*grpo, "--kd-ratio", 0.2), STUDENT, (STUDENT,), 1).head_ms
     assert beside == pytest.approx(alone * 7 / 3)  # 3 products of either training pass, one of the reference
 
 
 def test_every_update_of_a_step_takes_its_time():
     fresh = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--samples-per-prompt", 8)
     flags = (*fresh, "--reward", "rewards:exact", "--kd-ratio", 0, "--bf16")
-    layout = PipelineLayout((28,), 1)
     one, three = (
-        Forecast(one, BatchPlan.from_config(one, 1), STUDENT, (), layout, ())
+        Forecast(trained(one, teachers=(), microbatches=1))
         for one in (config(*flags), config(*flags, "--rollout-updates", 3))
     )
     assert three.flops_per_step() == 3 * one.flops_per_step()
@@ -77,5 +71,5 @@ def test_the_loss_card_shows_grpo_and_only_several_updates_cost_a_pass():
     card = loss_card(several, STUDENT, [STUDENT])
     assert "0.8 policy + 0.2 KD" in card and "clip(rho, 0.9, 1.1)" in card and "0.25: KD / policy" in card
     assert "R = rewards:exact" in card and "clip(" not in loss_card(one, STUDENT, [STUDENT])
-    heads = [pair_cost(settings, STUDENT, (STUDENT,), 1).head_ms for settings in (one, several)]
+    heads = [cost_of(settings, STUDENT, (STUDENT,), 1).head_ms for settings in (one, several)]
     assert heads[1] / heads[0] > 1.1

@@ -8,26 +8,20 @@ import pytest
 from mkd.config.schema import XTokenConfig
 from mkd.errors import UsageError
 from mkd.plan.all_to_all import exchange_ms
-from mkd.plan.batch import BatchPlan
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.notes import precision_note
 from mkd.plan.parameters import active_parameters
 from mkd.plan.prefetch import ideal_ms
-from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several, trained
+from tests.run_facts import forecast_of
 
 PP4 = ("--pipeline-model-parallel-size", 4)
 
 
-def forecast(
-    *flags, pipeline=1, microbatches=8, teachers=(TEACHER,), document_length=1024, settings=None
-) -> Forecast:
-    layouts = [PipelineLayout.even(shape.num_layers, pipeline) for shape in teachers]
-    batch, of_student = BatchPlan(1, microbatches, 1, SEQ_LENGTH), PipelineLayout.even(28, pipeline)
-    return Forecast(
-        settings or config(*flags), batch, STUDENT, teachers, of_student, layouts, document_length
-    )
+def forecast(*flags, microbatches=8, teachers=(TEACHER,), document_length=1024, settings=None) -> Forecast:
+    run = settings or config(*flags), STUDENT, teachers, microbatches
+    return Forecast(trained(*run, document_length=document_length))
 
 
 def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
@@ -39,7 +33,7 @@ def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
 
 
 def test_heads_on_the_last_of_equal_stages_cost_more_than_the_formula():
-    step = forecast(*PP4, pipeline=4).step()
+    step = forecast(*PP4).step()
     assert step.bubble > 3 / 11 + 0.05
 
 
@@ -67,7 +61,7 @@ def test_figures_agree_with_the_prediction():
 
 
 def test_description():
-    lines = forecast(*PP4, "--teacher-prefetch", 0, pipeline=4).describe().splitlines()
+    lines = forecast(*PP4, "--teacher-prefetch", 0).describe().splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
     assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
     assert lines[3:5] == ["student: 1.721 billion parameters", "teacher: 8.191 billion parameters"]
@@ -124,7 +118,7 @@ def test_a_pair_with_experts():
         *("--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--seq-length", 4096),
         *("--expert-model-parallel-size", 8, "--global-batch-size", 256),
     )
-    pair = Forecast.from_config(settings, 64, MOE_STUDENT, [MOE_TEACHER])
+    pair = forecast_of(settings, 64, MOE_STUDENT, [MOE_TEACHER])
     tokens, table = 256 * 4096, 151936
     of_student = 3 * (active_parameters(MOE_STUDENT) - table * 2048)  # without the embedding
     of_teacher = active_parameters(MOE_TEACHER) - table * 4096
@@ -147,8 +141,7 @@ def test_a_pair_with_experts():
 
 def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
     """The step is shorter, the comparisons with other settings are not, and N states need memory."""
-    flags = (*PP4, "--pipeline-layout", "auto")
-    stock, ahead = (forecast(*flags, "--teacher-prefetch", number, pipeline=4) for number in (0, 8))
+    stock, ahead = (forecast(*PP4, "--teacher-prefetch", number) for number in (0, 8))
     assert stock.prefetch is None
     assert ahead.figures()["step_time_ms"] < 0.9 * stock.figures()["step_time_ms"]
     assert ahead.figures()["step_time_ms"] >= 0.9999 * ideal_ms(ahead.rank_work(), 8)
@@ -163,7 +156,7 @@ def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
 @pytest.mark.parametrize("source", ["setting", "machine"])
 def test_auto_runs_ahead_where_the_memory_fits(source):
     """The bound is 0.95 of a GPU's memory. A number that is given stays, and needs what it needs."""
-    auto, none, given = (forecast(*PP4, "--teacher-prefetch", n, pipeline=4) for n in ("auto", 0, 8))
+    auto, none, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 0, 8))
     assert (auto.states_ahead, none.states_ahead, given.states_ahead) == (8, 0, 8)
     assert auto.prefetch == given.prefetch and auto.memory() == given.memory()
     assert "(--teacher-prefetch 8, chosen by auto)" in auto.describe()
@@ -172,9 +165,9 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
 
     def on_gpus(number: int | str, gpu_gib: float) -> Forecast:
         if source == "machine":
-            return replace(forecast(*PP4, "--teacher-prefetch", number, pipeline=4), gpu_gib=gpu_gib)
+            return replace(forecast(*PP4, "--teacher-prefetch", number), gpu_gib=gpu_gib)
         more = "--device-memory-gib", gpu_gib
-        return forecast(*PP4, "--teacher-prefetch", number, *more, pipeline=4)
+        return forecast(*PP4, "--teacher-prefetch", number, *more)
 
     large, small = (on_gpus("auto", (need_gib + more) / 0.95) for more in (0.001, -0.001))
     assert large.states_ahead == 8 and large.prefetch == given.prefetch
@@ -184,7 +177,7 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
 
 
 def test_auto_does_not_search_for_long():
-    many, more = (forecast(*PP4, pipeline=4, microbatches=number) for number in (1024, 1025))
+    many, more = (forecast(*PP4, microbatches=number) for number in (1024, 1025))
     assert (many.states_ahead, more.states_ahead) == (8, 0)
     assert more.prefetch is None and "chosen by auto): 4100 ranks x micro-batches" in more.describe()
 
@@ -194,7 +187,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
         raise UsageError("no", "order", "", code="prefetch-plan-not-possible")
 
     monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
-    auto, given = (forecast(*PP4, "--teacher-prefetch", n, pipeline=4) for n in ("auto", 8))
+    auto, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 8))
     assert auto.prefetch is None and auto.pipeline_ms() == auto.step().step_ms
     assert "chosen by auto): no order of work was found" in auto.describe()
     with pytest.raises(UsageError) as caught:

@@ -8,8 +8,7 @@ import pytest
 
 from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.collectives import gather_ms
-from mkd.plan.cost import pair_cost
-from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, config, qwen3_moe
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, config, cost_of, qwen3_moe
 
 TOKENS = 4096
 EP8 = ("--seq-length", TOKENS, "--expert-model-parallel-size", 8)
@@ -23,7 +22,7 @@ EXCHANGE_MS = 2 * exchange_ms(8 * TOKENS, 2048, 2, 8)
 
 def student_layer(*flags):
     """Return the time of the first layer of 48, without a pipeline."""
-    return pair_cost(config(*EP8, *flags), MOE_STUDENT, (), 1).student[0]
+    return cost_of(config(*EP8, *flags), MOE_STUDENT, (), 1).student[0]
 
 
 def test_forward_and_backward():
@@ -53,7 +52,7 @@ def test_recomputation_exchanges_again(flags, again_ms):
 def test_a_teacher_has_its_own_processes_and_no_backward():
     own = ("--teacher-expert-model-parallel-size", 2)
     following, alone = (
-        pair_cost(config(*EP8, *more), MOE_STUDENT, (MOE_TEACHER,), 1).teachers[0][0] for more in ((), own)
+        cost_of(config(*EP8, *more), MOE_STUDENT, (MOE_TEACHER,), 1).teachers[0][0] for more in ((), own)
     )
     assert following.exchange_ms == pytest.approx(2 * exchange_ms(8 * TOKENS, 4096, 2, 8))
     assert alone.exchange_ms == pytest.approx(2 * exchange_ms(8 * TOKENS, 4096, 2, 2))
@@ -70,7 +69,7 @@ def test_tensor_parallel_processes_share_rows():
 
 def test_dense_layers_have_their_own_time():
     mixed = qwen3_moe(4, 2048, 768, 32, mlp_only_layers=[0, 2])
-    times = pair_cost(config(*EP8), mixed, (), 1).student
+    times = cost_of(config(*EP8), mixed, (), 1).student
     dense_ms = PROJECTIONS_MS + ATTENTION_MS + 2 * TOKENS * 2048 * 3 * 6144 / 488e9
     assert [one.forward_ms for one in times[::2]] == pytest.approx([dense_ms] * 2)
     assert times[1] == times[3] == replace(times[1], exchange_ms=2 * EXCHANGE_MS) != times[0]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 
 import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
-from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, NCCL_GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.held_bytes import held_bytes
 from tests.plan.kept_tensors import kept_bytes
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations, trained
 from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, add_text, make_pair
 from tests.train.moe_invariance import make_moe_pair
@@ -116,15 +114,8 @@ def test_parameters_of_every_family(family, tmp_path, ranks):
 
 
 def predict(*flags, teachers=(TEACHER,), microbatches=8, layouts=(), data_parallel=1, settings=None):
-    settings = settings or config(*flags)
-    pipeline = settings.parallel.pipeline_model_parallel_size
-    stages = settings.parallel.num_virtual_stages_per_pipeline_rank or 1
-    student, *others = [
-        PipelineLayout.create(text, shape.num_layers, pipeline, stages)
-        for shape, text in zip_longest((STUDENT, *teachers), layouts)
-    ]
-    batch = BatchPlan(1, microbatches, data_parallel, SEQ_LENGTH)
-    return predict_memory(settings, STUDENT, teachers, student, others, batch).ranks
+    sizes = microbatches, data_parallel
+    return predict_memory(trained(settings or config(*flags), STUDENT, teachers, *sizes, layouts)).ranks
 
 
 def test_early_ranks_keep_more_micro_batches():

@@ -9,6 +9,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.host_time import kernel_start_ms
 from mkd.plan.notes import plan_notes
 from tests.plan.shapes import STUDENT, TEACHER, config
+from tests.run_facts import forecast_of
 from tools.benchmarks.shapes import shape_of
 
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--global-batch-size", 8, "--bf16")
@@ -19,7 +20,7 @@ GRPO += ("--reward", "rewards:exact", "--samples-per-prompt", 4)
 
 
 def forecast(*argv: str | int, teachers=()) -> Forecast:
-    return Forecast.from_config(config(*BASE, *argv), 4, STUDENT, teachers)
+    return forecast_of(config(*BASE, *argv), 4, STUDENT, teachers)
 
 
 def notes_of_settings(planned: Forecast) -> list[str]:
@@ -64,14 +65,13 @@ def test_a_cpu_that_needs_longer_than_the_gpus_is_named():
 
     def estimated(tokens, *more):
         argv = config(*BASE, "--teacher-hf", "t", "--seq-length", tokens, *more)
-        found = Forecast.from_config(argv, 2, pair[0], pair[1:])
+        found = forecast_of(argv, 2, pair[0], pair[1:])
         notes = [*plan_notes(found)]
         if not notes:
             return None
         (text,) = notes
         assert ("tensor parallelism" in text) == ("--tensor-model-parallel-size" in more)
-        layouts = found.student_layout, found.teacher_layouts
-        fast_ms, slow_ms = kernel_start_ms(argv, *layouts, found.batch.num_microbatches)
+        fast_ms, slow_ms = kernel_start_ms(found.facts)
         assert text.startswith("note: the CPU may be the limit: ")
         assert f" needs {milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated" in text
         return fast_ms, slow_ms

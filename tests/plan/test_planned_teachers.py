@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.models import XTokenConfig, teacher_names, teacher_roles
-from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
+from tests.run_facts import facts_of
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,8 @@ def test_names(teachers, names):
 
 
 def test_a_single_teacher_needs_no_name():
-    assert teacher_roles(several({}).teachers) == ("teacher",)
-    assert teacher_roles(several({}, {"name": "b"}).teachers) == ("teacher t0", "teacher b")
+    assert teacher_roles(("t0",)) == ("teacher",)
+    assert teacher_roles(("t0", "b")) == ("teacher t0", "teacher b")
 
 
 def test_what_a_plan_knows_of_teachers():
@@ -33,9 +34,9 @@ def test_what_a_plan_knows_of_teachers():
         {"xtoken": XTokenConfig(), "residency": "host"},
         {"xtoken": XTokenConfig(seq_length=9), "residency": "peers", "peers": 4},
     )
-    assert plan_teachers(settings, (TEACHER, STUDENT, TEACHER)) == (
+    assert facts_of(settings, 1, STUDENT, (TEACHER, STUDENT, TEACHER)).planned_teachers == (
         Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, residency="device"),
         Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, residency="host"),
         Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, residency="peers", peers=4),
     )
-    assert plan_teachers(settings, ()) == (), "with kd-ratio 0 none runs"
+    assert facts_of(settings, 1, STUDENT).planned_teachers == (), "with kd-ratio 0 none runs"

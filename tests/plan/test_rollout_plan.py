@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.plan.batch import BatchPlan
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.rollout_plan import RolloutBatch, cache_bytes
-from tests.plan.shapes import STUDENT, TEACHER, config
+from tests.plan.shapes import config, trained
 
 ON = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--kd-ratio", 1)
 KIB = 1024
@@ -35,18 +33,15 @@ def test_keys_and_values_of_a_token():
     shape = ModelShape.from_hf_config(
         dict(model_type="qwen2", num_hidden_layers=28, vocab_size=151936, **sizes)
     )
-    one = config(*ON, "--rollout-slots", 1, "--seq-length", 1024, "--max-new-tokens", 8)
-    assert cache_bytes(one, shape, shape.layers, 2) == 1024 * 28 * KIB
-    split = config(*ON, "--rollout-slots", 1, "--seq-length", 1024, "--tensor-model-parallel-size", 2)
-    assert cache_bytes(split, shape, shape.layers[:14], 2) == 1024 * 28 * KIB / 4
+    one = config(*ON, "--seq-length", 1024, "--max-new-tokens", 8)
+    assert cache_bytes(one, 1, shape, shape.layers, 2) == 1024 * 28 * KIB
+    split = config(*ON, "--seq-length", 1024, "--tensor-model-parallel-size", 2)
+    assert cache_bytes(split, 1, shape, shape.layers[:14], 2) == 1024 * 28 * KIB / 4
 
 
 def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
     def peak(*flags) -> float:
-        settings = config(*ON, "--bf16", *flags)
-        layouts = PipelineLayout((28,), 1), [PipelineLayout((36,), 1)]
-        batch = BatchPlan.from_config(settings, 1)
-        return predict_memory(settings, STUDENT, [TEACHER], *layouts, batch).ranks[0].total_gib
+        return predict_memory(trained(config(*ON, "--bf16", *flags), microbatches=1)).ranks[0].total_gib
 
     few, many, more = (peak("--rollout-slots", slots) for slots in (1, 256, 257))
     assert few < many

@@ -10,6 +10,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.teacher_place import PlannedPlace, choose, describe_places, plan_places
 from mkd.plan.verdict import fullest_rank
 from tests.plan.shapes import MOE_TEACHER, STUDENT, TEACHER, config, several
+from tests.run_facts import forecast_of
 
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1)
 PEERS = ("--teacher-residency", "peers", "--teacher-peers")
@@ -17,7 +18,7 @@ PLACES = "device", "2 peers", "4 peers", "8 peers", "host"
 
 
 def forecast(world_size: int, *argv: str | int, teachers=(TEACHER,)) -> Forecast:
-    return Forecast.from_config(config(*BASE, *argv), world_size, STUDENT, teachers)
+    return forecast_of(config(*BASE, *argv), world_size, STUDENT, teachers)
 
 
 def by_name(pair: Forecast) -> dict[str, PlannedPlace]:
@@ -156,7 +157,7 @@ def test_the_lines_name_the_choice():
     assert len(lines) == 11
     assert [line.split(":")[0].strip() for line in lines if "does not fit" in line] == ["device"]
     settings = replace(config(*BASE), teachers=several({}, {}).teachers)
-    two = Forecast.from_config(settings, 8, STUDENT, (TEACHER, TEACHER))
+    two = forecast_of(settings, 8, STUDENT, (TEACHER, TEACHER))
     first, *lines = describe_places(two, by_name(two)["4 peers"].need_gib)
     assert "; without FP8: residency: peers, peers: 4 for every teacher;" in first and len(lines) == 10
     assert "precision: fp8, residency: " in first

@@ -14,16 +14,14 @@ from torch.utils._pytree import tree_leaves
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.config.load import load_config
 from mkd.models.vision.tower import VisionTower
-from mkd.plan.auto_layout import layouts_of
-from mkd.plan.batch import BatchPlan
-from mkd.plan.cost import pair_cost
-from mkd.plan.forecast import Forecast
 from mkd.plan.layer_time import Rates
 from mkd.plan.memory import GIB, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import model_parameters
 from mkd.plan.towers import _moved_bytes, tower_parameters, tower_work, towers_time
 from tests.families.test_vision_configs import HUB_QWEN, HUB_SMOLVLM
+from tests.plan.shapes import cost_of
+from tests.run_facts import facts_of, forecast_of
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 from tools.benchmarks.shapes import shape_of
 
@@ -56,7 +54,7 @@ def test_the_step_beside_the_towers_takes_as_long_as_measured():
     argv += ["--seq-length", "8192", "--global-batch-size", "4", "--train-iters", "1"]
     settings = load_config(argv).config
     towers_ms = 4 * towers_time(settings, student, [teacher], Rates()).forward_ms
-    planned_ms = Forecast.from_config(settings, 1, student, [teacher]).planned_step_ms()
+    planned_ms = forecast_of(settings, 1, student, [teacher]).planned_step_ms()
     assert planned_ms - towers_ms == pytest.approx(2928.9 - 992.4, rel=0.05)
 
 
@@ -92,21 +90,23 @@ def test_bytes_of_elementwise_kernels_are_those_of_a_block(hub):
     assert moved.total / patches == pytest.approx(_moved_bytes(vision, 2), rel=0.04)
 
 
-def config(*parts):
+def config(*parts, layout=("--pipeline-layout", "auto")):
     argv = ["--student-hf", "s", "--teacher-hf", "t", "--pipeline-model-parallel-size", "4", "--bf16"]
-    argv += ["--pipeline-layout", "auto", "--seq-length", "8192", "--global-batch-size", "8"]
+    argv += [*layout, "--seq-length", "8192", "--global-batch-size", "8"]
     return load_config([*argv, "--student-train-parts", "text", *parts]).config
 
 
 def test_towers_take_layers_and_memory_from_the_first_stage():
     text = replace(QWEN, vision=None)
     (with_towers, (teacher,)), (without, _) = (
-        layouts_of(config("projector"), one, (one,), stages=1) for one in (QWEN, text)
+        facts_of(config("projector"), 4, one, [one]).layouts for one in (QWEN, text)
     )
     assert with_towers.layers[0] + teacher.layers[0] < 2 * without.layers[0]
+    split = ",".join(map(str, without.layers))
+    layout = "--student-pipeline-layout", split, "--teacher-pipeline-layout", split
     trained, frozen, nothing = (
-        predict_memory(settings, one, (one,), without, (without,), BatchPlan.from_config(settings, 4)).ranks
-        for settings, one in ((config("tower", "projector"), QWEN), (config(), QWEN), (config(), text))
+        predict_memory(facts_of(config(*parts, layout=layout), 4, one, [one])).ranks
+        for parts, one in ((("tower", "projector"), QWEN), ((), QWEN), ((), text))
     )
     size = tower_parameters(QWEN).total / GIB
     assert frozen[0].student_gib - nothing[0].student_gib == pytest.approx(2 * size)
@@ -119,7 +119,7 @@ def test_towers_take_layers_and_memory_from_the_first_stage():
 
 
 def test_a_trained_tower_costs_its_backward():
-    costs = [pair_cost(config(*parts), QWEN, (SMOLVLM,), 4) for parts in (("tower",), ())]
+    costs = [cost_of(config(*parts), QWEN, (SMOLVLM,), 4) for parts in (("tower",), ())]
     assert costs[0].towers.forward_ms == costs[1].towers.forward_ms > 0
     assert costs[0].towers.backward_ms > costs[1].towers.backward_ms == 0
     assert costs[0].towers.backward_ms < 3 * costs[0].towers.forward_ms  # the teacher's has none
@@ -129,5 +129,5 @@ def test_the_recipe_of_qwen_fits_on_gpus_of_80_gib():
     recipe = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5_vl_3b_from_7b.yaml"
     pair = [shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b")]
     assert pair[0].differences(QWEN) == []
-    forecast = Forecast.from_config(load_config(["--config", str(recipe)]).config, 8, pair[0], pair[1:])
+    forecast = forecast_of(load_config(["--config", str(recipe)]).config, 8, pair[0], pair[1:])
     assert 60 < forecast.figures()["peak_memory_gib"] < 76

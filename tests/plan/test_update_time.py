@@ -6,22 +6,17 @@ from math import inf
 
 import pytest
 
-from mkd.plan.batch import BatchPlan
-from mkd.plan.cost import pair_cost
 from mkd.plan.layer_time import Rates
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import predict_memory
 from mkd.plan.update_time import update_ms
-from tests.plan.shapes import STUDENT, TEACHER, config, qwen3_moe
+from tests.plan.shapes import STUDENT, config, cost_of, qwen3_moe, trained
 
 PARAMETERS = 28 * (2048 * 128 * 2 * 24 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128) + 151936 * 2048 + 2048
 
 
-def update_of(*flags, shape=STUDENT, data_parallel=1, layers=(28,), clips=True, rates=None) -> float:
-    settings, batch = config(*flags), BatchPlan(1, 8, data_parallel, 8192)
-    layouts = PipelineLayout(layers, len(layers)), [PipelineLayout.even(36, len(layers))]
-    ranks = predict_memory(settings, shape, (TEACHER,), *layouts, batch).ranks
-    return update_ms(ranks, settings.training.bf16, clips, rates)
+def update_of(*flags, shape=STUDENT, data_parallel=1, layers="28", clips=True, rates=None) -> float:
+    facts = trained(config(*flags), shape, data_parallel=data_parallel, layouts=[layers])
+    return update_ms(predict_memory(facts).ranks, facts.config.training.bf16, clips, rates)
 
 
 def test_every_parameter_moves_50_bytes():
@@ -41,7 +36,7 @@ def test_a_distributed_optimizer_updates_a_part_and_zeros_all():
 
 def test_the_slowest_pipeline_rank_counts():
     """The first of 20 and 8 layers: both ranks have a table of the vocabulary."""
-    slowest = update_of("--pipeline-model-parallel-size", 2, layers=(20, 8))
+    slowest = update_of("--pipeline-model-parallel-size", 2, layers="20,8")
     of_layers = 20 * (2048 * 128 * 2 * 24 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128)
     assert slowest == pytest.approx((of_layers + 151936 * 2048) * 50 / 4.25e9)
 
@@ -53,9 +48,9 @@ def test_update_and_additions_take_what_was_measured():
     """
     shape, h100 = qwen3_moe(3, 2048, 768, 32), Rates(copy=4.25 * 3.35 / 4.8)
     copying, free = (
-        pair_cost(config(), shape, (), 1, rates=rates).student for rates in (h100, Rates(copy=inf))
+        cost_of(config(), shape, (), 1, rates=rates).student for rates in (h100, Rates(copy=inf))
     )
     added_ms = sum(one.backward_ms - one.forward_ms for one in copying)
     added_ms -= sum(one.backward_ms - one.forward_ms for one in free)
-    update = update_of(shape=shape, layers=(3,), rates=h100)
+    update = update_of(shape=shape, layers="3", rates=h100)
     assert update + 4 * added_ms == pytest.approx(67, rel=0.02)

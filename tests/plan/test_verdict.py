@@ -13,13 +13,14 @@ from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
 from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies, verdict
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
+from tests.run_facts import forecast_of
 
 PEERS = ("--teacher-residency", "peers", "--teacher-peers")
 
 
 def forecast(world_size: int, *argv: str | int):
     settings = config("--student-hf", "s", "--data-path", "d", "--train-iters", 1, *argv)
-    return Forecast.from_config(settings, world_size, STUDENT, [TEACHER])
+    return forecast_of(settings, world_size, STUDENT, [TEACHER])
 
 
 def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str]:
@@ -175,7 +176,7 @@ def test_experts_over_more_processes_help(student, flag):
 
     def needs(size: int) -> tuple[Forecast, float]:
         settings = config(*base, "--global-batch-size", 64, flag, size)
-        pair = Forecast.from_config(settings, 64, student, [MOE_TEACHER])
+        pair = forecast_of(settings, 64, student, [MOE_TEACHER])
         return pair, fullest_rank(pair)[1]
 
     (pair, before), (_, after) = needs(2), needs(4)

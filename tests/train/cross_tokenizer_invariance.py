@@ -103,7 +103,7 @@ def build(layout: Layout, files: Path, loss: str):
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
     parallel = plan.config.parallel
-    context = join(parallel, plan.virtual_stages, detect(), parallel.expert_model_parallel_size)
+    context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     packs, _ = open_datasets(

@@ -89,8 +89,8 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
                 print(
                     f"m = {microbatches}, N = {ahead}: step {step_ms:.1f} ms, {step_ms / ideal_ms:.3f} x the "
                     f"ideal {ideal_ms:.1f}; simulated {planned_ms / planned_ideal_ms:.3f}; slowest stage "
-                    f"{balance:.3f} of the mean, layers {plan.student_layout.layers} and "
-                    f"{plan.teacher_layouts[0].layers}; peaks {', '.join(map(str, peaks))}",
+                    f"{balance:.3f} of the mean, layers {plan.facts.layouts.student.layers} and "
+                    f"{plan.facts.layouts.teachers[0].layers}; peaks {', '.join(map(str, peaks))}",
                     flush=True,
                 )
             del engine, objective, run, batches

@@ -137,7 +137,7 @@ def build(layout: Layout, student: Path, teacher: Path):
     config = load_config([*argv, "--data-cache-path", str(student / "cache")]).config
     plan = plan_run(config, layout.ranks)
     parallel = plan.config.parallel
-    context = join(parallel, plan.virtual_stages, detect(), parallel.expert_model_parallel_size)
+    context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
     cross_tokenizer = find_cross_tokenizer(plan, plan.tokenizers.student, context)
     packs, _ = open_datasets(
         data_path=[str(student / "chats.jsonl")],

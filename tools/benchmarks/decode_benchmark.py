@@ -111,11 +111,11 @@ def _rate(model, context, requests, case: DecodeCase, machine: Machine, kind: st
 
 def _memory(model, context, requests, case: DecodeCase, machine: Machine, settings: PairSettings) -> None:
     """Print the peak memory of a phase beside the plan's keys, values and logits."""
-    flags = ["--seq-length", str(case.prompt_tokens + case.new_tokens), "--rollout-slots", str(case.batch)]
+    flags = ["--seq-length", str(case.prompt_tokens + case.new_tokens)]
     config = load_config([*settings.argv(machine.dtype, 1), *flags]).config
     element = torch.finfo(machine.dtype).bits // 8
-    cache = cache_bytes(config, model.shape, model.shape.layers, element)
-    logits = sampling_bytes(config, model.shape.padded_vocab_size(1))
+    cache = cache_bytes(config, case.batch, model.shape, model.shape.layers, element)
+    logits = sampling_bytes(case.batch, model.shape.padded_vocab_size(1))
     text = f"plan: keys and values {cache / GIB:.2f} GiB, logits {logits / GIB:.2f} GiB"
     if machine.is_cuda:
         _free()

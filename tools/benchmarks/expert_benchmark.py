@@ -240,9 +240,7 @@ def _mean_loss(result: object) -> float:
 
 def planned_memory(plan: Plan) -> RankMemory:
     """Return the plan's memory of a process without a pipeline."""
-    teachers = [source.shape for source in plan.teachers]
-    layouts = plan.student_layout, plan.teacher_layouts
-    return predict_memory(plan.config, plan.student.shape, teachers, *layouts, plan.batch).ranks[0]
+    return predict_memory(plan.facts).ranks[0]
 
 
 def with_most_layers(

@@ -43,7 +43,7 @@ def build_sft_step(
     config, shape = plan.config, plan.student.shape
     has_te = context.platform.transformer_engine
     options = ModelOptions(torch.bfloat16 if config.training.bf16 else torch.float32)
-    settings = transformer_config(shape, plan.student_layout, options, context)
+    settings = transformer_config(shape, plan.facts.layouts.student, options, context)
     settings.cross_entropy_loss_fusion, settings.cross_entropy_fusion_impl = has_te, "te"
     model: nn.Module = GPTModel(
         settings,

@@ -18,9 +18,9 @@ from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
-from mkd.plan.auto_layout import layouts_of, virtual_stages
-from mkd.plan.batch import BatchPlan
+from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.work import work_of
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
 from mkd.run.model_source import ModelSource
@@ -132,19 +132,9 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
 
     student = source(settings.student)
     teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
-    stages = virtual_stages(config, student.shape)
-    student_layout, teacher_layouts = layouts_of(
-        config, student.shape, [one.shape for one in teachers], stages
-    )
-    return Plan(
-        config=config,
-        student=student,
-        teachers=teachers,
-        batch=BatchPlan.from_config(config, context.world_size),
-        virtual_stages=stages,
-        student_layout=student_layout,
-        teacher_layouts=teacher_layouts,
-    )
+    shapes = tuple(teacher.shape for teacher in teachers)
+    facts = RunFacts(config, context.world_size, student.shape, shapes, work_of=work_of)
+    return Plan(facts, student, teachers)
 
 
 def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:

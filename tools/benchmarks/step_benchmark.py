@@ -118,8 +118,7 @@ def memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext
         arm.run()
     measured: list = [None] * context.world_size
     dist.all_gather_object(measured, (context.pp_rank, torch.cuda.max_memory_allocated() / GIB))
-    layouts = (plan.student_layout, plan.teacher_layouts)
-    planned = predict_memory(plan.config, plan.student.shape, [plan.teachers[0].shape], *layouts, plan.batch)
+    planned = predict_memory(plan.facts)
     lines = []
     for rank, memory in enumerate(planned.ranks):
         peak, predicted = max(gib for owner, gib in measured if owner == rank), memory.allocated_gib

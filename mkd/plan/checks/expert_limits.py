@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mkd.config.schema import Config, TrainingConfig
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.layout import STUDENT_FLAG, PipelineLayout
+from mkd.plan.facts import RunFacts
+from mkd.plan.layout import STUDENT_FLAG
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.planned_models import PlannedModel
 
 STUDENT = "--expert-model-parallel-size"
 RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows
 
 
-def check_expert_settings(config: Config) -> Iterator[UsageError]:
+def check_expert_settings(facts: RunFacts) -> Iterator[UsageError]:
     """Check settings of experts that need no model."""
+    config = facts.config
     expert_tensor = config.parallel.expert_tensor_parallel_size
     if expert_tensor > 1:
         what = f"expert-tensor-parallel-size {expert_tensor} is not supported"
@@ -35,17 +37,15 @@ def check_expert_settings(config: Config) -> Iterator[UsageError]:
         )
 
 
-def check_experts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+def check_experts(facts: RunFacts) -> Iterator[UsageError]:
     """Check expert parallelism against the experts and the processes of each model."""
-    student = next((model.shape for model in models if model.role == "student"), None)
-    has_experts = student is not None and student.moe is not None
-    for model in models:
+    for model in facts.models:
         if model.shape.moe is None:
-            yield from _dense(config, model)
+            yield from _dense(facts.config, model)
         else:
-            yield from _spread(config, world_size, model, model.shape.moe.num_experts, has_experts)
-    if student is not None:
-        yield from _settings_of_experts(config.training, student)
+            yield from _spread(facts, model, model.shape.moe.num_experts)
+    if facts.student is not None:
+        yield from _settings_of_experts(facts.config.training, facts.student)
 
 
 def _settings_of_experts(training: TrainingConfig, student: ModelShape) -> Iterator[UsageError]:
@@ -75,12 +75,11 @@ def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="expert-parallel-without-experts")
 
 
-def _spread(
-    config: Config, world_size: int, model: PlannedModel, num_experts: int, student_has_experts: bool
-) -> Iterator[UsageError]:
-    parallel = config.parallel
+def _spread(facts: RunFacts, model: PlannedModel, num_experts: int) -> Iterator[UsageError]:
+    config, parallel = facts.config, facts.config.parallel
+    student_has_experts = facts.student is not None and facts.student.moe is not None
     size = expert_parallel_size(config, model.shape, model.teacher)
-    of_stage, rest = divmod(world_size, parallel.pipeline_model_parallel_size)
+    of_stage, rest = divmod(facts.world_size, parallel.pipeline_model_parallel_size)
     fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and of_stage % n == 0]
     inherits = model.teacher is not None and not config.teachers[model.teacher].expert_model_parallel_size
     given = STUDENT if inherits else model.expert_flag  # name the flag that the user gave
@@ -105,12 +104,13 @@ def _spread(
         yield UsageError(what, why, "add --sequence-parallel", code="experts-without-sequence-parallel")
 
 
-def require_expert_layers(config: Config, student: ModelShape, layout: PipelineLayout) -> None:
+def require_expert_layers(facts: RunFacts) -> None:
     """Raise UsageError if the distributed optimizer could not save a pipeline rank without experts.
 
     Megatron keeps an optimizer for experts on every rank, and cannot save one without parameters.
     """
-    if student.moe is None or not config.parallel.use_distributed_optimizer:
+    student, layout = facts.pair.student, facts.layouts.student
+    if student.moe is None or not facts.config.parallel.use_distributed_optimizer:
         return
     for rank in range(layout.pipeline_parallel):
         parts = [layout.for_rank(rank, virtual) for virtual in range(layout.virtual_stages)]

@@ -12,12 +12,14 @@ from mkd.config.feedback import FeedbackConfig
 from mkd.config.schema import Config, KDConfig
 from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
 
 REWARD = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 
 
-def check_preferences(config: Config) -> Iterator[UsageError]:
+def check_preferences(facts: RunFacts) -> Iterator[UsageError]:
     """Check that DPO stands alone, with one reference that runs on the student's tokens."""
+    config = facts.config
     if not config.feedback.has_pairs:
         return
     given, teachers = f"dpo-beta is {config.feedback.dpo_beta}", config.teachers
@@ -60,8 +62,9 @@ def _of_divergences(config: Config) -> Iterator[UsageError]:
                 yield no_effect(f"teachers[{index}].{name} {getattr(teacher, name)}", why, "remove it")
 
 
-def check_rewards(config: Config) -> Iterator[UsageError]:
+def check_rewards(facts: RunFacts) -> Iterator[UsageError]:
     """Check that rewards judge groups of fresh completions, and that the loss has them."""
+    config = facts.config
     feedback, rollout, ratio = config.feedback, config.rollout, config.kd.kd_ratio
     if not feedback.has_rewards:
         yield from _unread(feedback)

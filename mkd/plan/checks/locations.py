@@ -11,14 +11,15 @@ from mkd.config.schema import Config, LogConfig
 from mkd.config.split import EXAMPLE_SPLIT, parse_split
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
 
 _NEED_SAVE = ("save", "save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
 _NEED_PROFILE = ("profile_steps", "profile_ranks")
 
 
-def check_data(config: Config) -> Iterator[MkdError]:
+def check_data(facts: RunFacts) -> Iterator[MkdError]:
     """Check that there is training data, and held-out data if evaluations are due."""
-    data, training = config.data, config.training
+    config, data, training = facts.config, facts.config.data, facts.config.training
     if not data.data_path and config.rollout.on_policy_fraction < 1:
         yield UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
     problems: list[MkdError] = []
@@ -34,8 +35,9 @@ def check_data(config: Config) -> Iterator[MkdError]:
         yield UsageError(what, why, do, code="held-out-data-missing")
 
 
-def check_tasks(config: Config) -> Iterator[UsageError]:
+def check_tasks(facts: RunFacts) -> Iterator[UsageError]:
     """Check that something runs the held-out tasks and reads their settings."""
+    config = facts.config
     if _eval_tasks(config) and not config.training.eval_interval:
         given = [name for name in ("eval_multiple_choice", "eval_completions") if getattr(config.data, name)]
         setting = " and ".join(given).replace("_", "-")
@@ -46,9 +48,9 @@ def check_tasks(config: Config) -> Iterator[UsageError]:
         yield no_effect(setting, why, "add --eval-multiple-choice FILE")
 
 
-def check_folders(config: Config) -> Iterator[UsageError]:
+def check_folders(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the run saves and loads where other settings rely on it."""
-    checkpoint = config.checkpoint
+    config, checkpoint = facts.config, facts.config.checkpoint
     for name in _NEED_SAVE:
         value = getattr(checkpoint, name)
         if value and checkpoint.no_save:
@@ -64,9 +66,9 @@ def check_folders(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, "", "give --load DIR", code="ckpt-step-without-load")
 
 
-def check_log(config: Config) -> Iterator[UsageError]:
+def check_log(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the settings of W&B and of profiling fit each other and have an effect."""
-    log, default = config.log, LogConfig()
+    log, default = facts.config.log, LogConfig()
     if log.wandb_entity and not log.wandb_project:
         setting = f"wandb-entity {log.wandb_entity}"
         yield no_effect(setting, "wandb-project is not given", "add --wandb-project")
@@ -81,8 +83,8 @@ def check_log(config: Config) -> Iterator[UsageError]:
     if len(log.profile_steps) != 2 or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         what, why = f"{setting} is not a first and a last iteration", "iterations count from 1"
         yield UsageError(what, why, "use for example --profile-steps 11 12", code="profile-steps-not-valid")
-    elif config.training.train_iters < steps[0]:
-        yield no_effect(setting, f"the run ends at {config.training.train_iters}", "lower them")
+    elif facts.config.training.train_iters < steps[0]:
+        yield no_effect(setting, f"the run ends at {facts.config.training.train_iters}", "lower them")
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
         what = f"profile-ranks {' '.join(wrong)} are not ranks" if wrong else "profile-ranks is empty"

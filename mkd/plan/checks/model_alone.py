@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from mkd.config.schema import Config, KDConfig
+from mkd.config.schema import Config, KDConfig, StudentConfig, TeacherConfig
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.auto_layout import PlannedModel, layout_of, one_model, virtual_stages
 from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
@@ -14,7 +15,12 @@ from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges,
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.vision_limits import first_part_problems
+from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.facts import RunFacts
+from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.planned_models import PlannedModel, one_layout
+from mkd.plan.work import Work, no_work
 
 READ_BY_A_MODEL = (
     *SHARDS,
@@ -36,55 +42,105 @@ READ_BY_A_MODEL = (
 """Numbers that matter to a model that runs alone."""
 
 
-def find_model_problems(
-    config: Config,
-    world_size: int,
-    model: ModelShape | None,  # None: its shape could not be read, which has been reported
-    teacher: int | None = None,  # number of the teacher that runs; None: the student runs
-) -> list[MkdError]:
-    """Return the problems of running one model on `world_size` processes. Training settings are ignored."""
-    wrong = options_out_of_range(config).intersection(READ_BY_A_MODEL)
-    problems: list[MkdError] = [*check_ranges(config, READ_BY_A_MODEL)]
-    source = config.student if teacher is None else config.teachers[teacher]
-    if not (source.hf or source.load):
+@dataclass(frozen=True)
+class ModelAlone:
+    """The student or a teacher of a configuration, which runs alone. Training settings are ignored."""
+
+    config: Config
+    world_size: int  # processes
+    shape: ModelShape | None = None  # None: it could not be read, which has been reported
+    teacher: int | None = None  # number of the teacher that runs; None: the student runs
+    work_of: Callable[[Config], Work] = no_work
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """Facts of the configuration with the shape of this model alone."""
+        if self.teacher is None:
+            return self._in_place_of_student
+        return self._facts(self.config, None, (None,) * self.teacher + (self.shape,))
+
+    @cached_property
+    def of_teacher(self) -> RunFacts:
+        """Facts of the configuration with this teacher only, in which it runs."""
+        assert self.teacher is not None, "it is a teacher"
+        alone = replace(self.config, teachers=(self.config.teachers[self.teacher],), kd=KDConfig())
+        return self._facts(alone, None, (self.shape,))
+
+    @cached_property
+    def _in_place_of_student(self) -> RunFacts:
+        return self._facts(self.config, self.shape)
+
+    def _facts(
+        self, config: Config, student: ModelShape | None, teachers: tuple[ModelShape | None, ...] = ()
+    ) -> RunFacts:
+        return RunFacts(config, self.world_size, student, teachers, work_of=self.work_of)
+
+    @property
+    def settings(self) -> StudentConfig | TeacherConfig:
+        """Settings of the model."""
+        return self.config.student if self.teacher is None else self.config.teachers[self.teacher]
+
+    @property
+    def role(self) -> str:
+        """Name of the model in messages."""
+        return "student" if self.teacher is None else self.facts.roles[self.teacher]
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model with its settings of layouts. Its shape must be known."""
+        (planned,) = self.facts.models
+        return planned
+
+    @property
+    def expert_parallel(self) -> int:
+        """Processes that share its experts. Its shape must be known."""
+        return expert_parallel_size(self.config, self.planned.shape, self.teacher)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Virtual stages of each pipeline rank. Raises UsageError as `RunFacts.virtual_stages`."""
+        return self._in_place_of_student.virtual_stages
+
+    @cached_property
+    def layout(self) -> PipelineLayout:
+        """Layout of the model. Raises UsageError if there is none."""
+        if self.config.parallel.pipeline_layout == "auto":
+            return self._in_place_of_student.layouts.student
+        return one_layout(self.config, self.planned, self.virtual_stages)
+
+
+def find_model_problems(model: ModelAlone) -> list[MkdError]:
+    """Return the problems of running one model alone."""
+    facts, teacher = model.facts, model.teacher
+    wrong = options_out_of_range(facts).intersection(READ_BY_A_MODEL)
+    problems: list[MkdError] = [*check_ranges(facts, READ_BY_A_MODEL)]
+    if not (model.settings.hf or model.settings.load):
         role = "student" if teacher is None else "teacher"
         do = f"give --{role}-hf DIR or --{role}-load CKPT"
         missing = UsageError(f"no {role} is given", "it is the model that runs", do, code="model-missing")
         problems.append(missing)
-    problems += [*check_parallel(config), *check_expert_settings(config)]
+    problems += [*check_parallel(facts), *check_expert_settings(facts)]
     if wrong.isdisjoint((*PACKS, *SHARDS)):
-        problems += check_sequences(config)
+        problems += check_sequences(facts)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
-        collect_error(problems, lambda: data_parallel_of(config, world_size))
+        collect_error(problems, lambda: data_parallel_of(facts.config, facts.world_size))
     if teacher is not None and wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS, "teacher_peers")):
-        alone, models = teacher_alone(config, model, teacher)
-        problems += [*check_peers(alone), *check_replicas(alone, world_size, models)]
-        problems += check_precision_of_models(alone, world_size, models)
+        alone = model.of_teacher
+        problems += [*check_peers(alone), *check_replicas(alone), *check_precision_of_models(alone)]
         if wrong.isdisjoint(PACKS):
             problems += check_precision(alone)
-    if model is None:
+    if model.shape is None:
         return problems
-    models = (one_model(config, model, teacher),)
     if "tensor_model_parallel_size" not in wrong:
-        problems += check_ffn(config, world_size, models)
+        problems += check_ffn(facts)
     if wrong.isdisjoint(SHARDS):
-        problems += check_heads(config, world_size, models)
+        problems += check_heads(facts)
     if wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS)):
-        problems += check_experts(config, world_size, models)
+        problems += check_experts(facts)
     if wrong.isdisjoint(STAGES):
-        stages = collect_error(problems, lambda: virtual_stages(config, model))
+        stages = collect_error(problems, lambda: model.virtual_stages)
         if stages is not None and not problems:
-            layout = collect_error(problems, lambda: layout_of(config, model, stages, teacher))
+            layout = collect_error(problems, lambda: model.layout)
             if layout is not None:
-                problems += first_part_problems(models[0].role, models[0].layout_flag, model, layout)
+                problems += first_part_problems(model.planned, layout)
     return problems
-
-
-def teacher_alone(
-    config: Config,
-    model: ModelShape | None,  # None: it could not be read
-    teacher: int,
-) -> tuple[Config, tuple[PlannedModel, ...]]:
-    """Return the configuration with that teacher only, in which it runs, and the teacher if it is known."""
-    alone = replace(config, teachers=(config.teachers[teacher],), kd=KDConfig())
-    return alone, () if model is None else (one_model(alone, model, 0),)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.auto_layout import (
-    PlannedModel,
-    given_layouts,
-    layout_flags,
-    layouts_of,
-    one_layout,
-    virtual_stages,
-)
-from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.batch import document_multiple
+from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.planned_models import given_layouts, layout_flags
 
 
-def check_parallel(config: Config) -> Iterator[UsageError]:
+def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
     """Check that no settings exclude each other, and that each has the others that it needs."""
-    parallel = config.parallel
+    config, parallel = facts.config, facts.config.parallel
     by_layers = parallel.num_layers_per_virtual_pipeline_stage
     by_stages = parallel.num_virtual_stages_per_pipeline_rank
     if by_layers is not None and by_stages is not None:
@@ -56,11 +50,11 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="overlap-without-distributed-optimizer")
 
 
-def check_sequences(config: Config) -> Iterator[UsageError]:
+def check_sequences(facts: RunFacts) -> Iterator[UsageError]:
     """Check that context and sequence parallelism can split the packs of the student and of teachers."""
-    for option, seq_length in settings(config):
+    for option, seq_length in settings(facts.config):
         if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
-            yield from _check_sequence(config, option, seq_length)
+            yield from _check_sequence(facts.config, option, seq_length)
 
 
 def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator[UsageError]:
@@ -97,14 +91,14 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
         )
 
 
-def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+def check_batch(facts: RunFacts) -> Iterator[MkdError]:
     """Check that the global batch divides over processes and micro-batches, and fits interleaving."""
     problems: list[MkdError] = []
-    batch = collect_error(problems, lambda: BatchPlan.from_config(config, world_size))
+    batch = collect_error(problems, lambda: facts.batch)
     yield from problems
-    pipeline = config.parallel.pipeline_model_parallel_size
+    pipeline = facts.config.parallel.pipeline_model_parallel_size
     # `check_layouts` reports the error.
-    stages = collect_error([], lambda: _virtual_stages(config, models)) or 1
+    stages = collect_error([], lambda: facts.virtual_stages) or 1
     if batch is not None and stages > 1 and batch.num_microbatches % pipeline:
         below = batch.num_microbatches // pipeline * pipeline
         sizes = [n * batch.micro_batch_size * batch.data_parallel for n in (below, below + pipeline) if n]
@@ -117,10 +111,11 @@ def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel])
         )
 
 
-def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+def check_heads(facts: RunFacts) -> Iterator[UsageError]:
     """Check that context parallelism suits the attention of all models: sliding windows and sinks."""
-    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    for role, shape, *_ in models:
+    parallel = facts.config.parallel
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    for role, shape, *_ in facts.models:
         groups = shape.padded_query_groups(tensor) // tensor
         if context > 1 and any(layer.attention_sinks for layer in shape.layers):
             yield UsageError(
@@ -140,14 +135,14 @@ def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel])
             )
 
 
-def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+def check_ffn(facts: RunFacts) -> Iterator[UsageError]:
     """Check that tensor parallelism can split the models' MLPs. Heads and vocabularies are padded instead."""
-    parallel = config.parallel
+    parallel, models = facts.config.parallel, facts.models
     tensor = parallel.tensor_model_parallel_size
     others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
     common = math.gcd(*(width for model in models for width in _cut_widths(model.shape))) or tensor
     dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
-    fitting = [size for size in dividing if world_size % (size * others) == 0] or dividing
+    fitting = [size for size in dividing if facts.world_size % (size * others) == 0] or dividing
     for role, shape, *_ in models:
         for width in sorted(width for width in _cut_widths(shape) if width % tensor):
             yield UsageError(
@@ -165,29 +160,19 @@ def _cut_widths(shape: ModelShape) -> set[int]:
     return {layer.ffn_hidden_size for layer in shape.layers if layer.is_dense} | shared
 
 
-def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+def check_layouts(facts: RunFacts) -> Iterator[MkdError]:
     """Check that each model's layers can be split over the stages, as given or evenly."""
     problems: list[MkdError] = []
-    stages = collect_error(problems, lambda: _virtual_stages(config, models))
-    if stages is not None and config.parallel.pipeline_layout == "even":
-        for model in models:
-            collect_error(problems, partial(one_layout, config, model, stages))
+    stages = collect_error(problems, lambda: facts.virtual_stages)
+    if stages is not None and facts.config.parallel.pipeline_layout == "even":
+        for model in facts.models:
+            collect_error(problems, partial(facts.layout_of, model))
     yield from problems
 
 
-def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+def check_auto_layout(facts: RunFacts) -> Iterator[MkdError]:
     """Check that `--pipeline-layout auto` finds a split. All models must have shapes and no other problem."""
     problems: list[MkdError] = []
-    if config.parallel.pipeline_layout == "auto":
-        student, *teachers = (model.shape for model in models)
-        collect_error(
-            problems, lambda: layouts_of(config, student, teachers, virtual_stages(config, student))
-        )
+    if facts.config.parallel.pipeline_layout == "auto":
+        collect_error(problems, lambda: facts.layouts)
     yield from problems
-
-
-def _virtual_stages(config: Config, models: Sequence[PlannedModel]) -> int:
-    """Return the virtual stages of each pipeline rank; without the student's shape, as set."""
-    if models and models[0].role == "student":
-        return virtual_stages(config, models[0].shape)
-    return config.parallel.num_virtual_stages_per_pipeline_rank or 1

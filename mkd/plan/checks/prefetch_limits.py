@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from mkd.config.schema import Config
 from mkd.errors import UsageError
+from mkd.plan.facts import RunFacts
 
 FLAG, AUTO = "--teacher-prefetch", "auto"
 DO_WITHOUT = f"remove {FLAG}"
@@ -26,16 +26,12 @@ def states_ahead(config: Config) -> int:
     if not is_auto(config):
         return int(config.parallel.teacher_prefetch)
     ahead = 2 * config.parallel.pipeline_model_parallel_size
-    return 0 if any(_obstacles(with_states_ahead(config, ahead))) else ahead
+    return 0 if any(_obstacles(config)) else ahead
 
 
-def with_states_ahead(config: Config, ahead: int) -> Config:
-    """Return `config` with that number of micro-batches in place of `auto`."""
-    return replace(config, parallel=replace(config.parallel, teacher_prefetch=str(ahead)))
-
-
-def check_prefetch(config: Config) -> Iterator[UsageError]:
+def check_prefetch(facts: RunFacts) -> Iterator[UsageError]:
     """Check the number, and that this run has gaps for teachers if it is not 0. `auto` fits every run."""
+    config = facts.config
     try:
         ahead = states_ahead(config)
     except ValueError:

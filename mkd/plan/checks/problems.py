@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mkd.config.schema import Config
 from mkd.errors import MkdError
-from mkd.plan.auto_layout import PlannedModel, planned_models
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.feedback_limits import check_preferences, check_rewards
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
@@ -32,12 +30,12 @@ from mkd.plan.checks.teacher_precision import check_precision, check_precision_o
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.facts import RunFacts
 
-SettingsCheck = Callable[[Config], Iterable[MkdError]]
-ModelCheck = Callable[[Config, int, Sequence[PlannedModel]], Iterable[MkdError]]  # int: number of processes
+Check = Callable[[RunFacts], Iterable[MkdError]]
 
-SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
+CHECKS: Mapping[Check, Sequence[str]] = {
+    # of the settings alone
     check_ranges: (),
     check_length: (),
     check_models: (),
@@ -58,10 +56,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_train_parts: (),
     check_log: (),
     check_sequences: (*PACKS, *SHARDS),
-}
-"""Check of the settings alone -> options that it calculates with."""
-
-MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
+    # of the settings with the number of processes and the models of known shape
     check_batch: (*BATCH, *SHARDS, *STAGES),
     check_ffn: ("tensor_model_parallel_size",),
     check_heads: SHARDS,
@@ -72,25 +67,16 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
     check_precision_of_models: ("tensor_model_parallel_size",),
 }
-"""Check of the settings together with the models of known shape -> options that it calculates with."""
+"""Check -> options that it calculates with."""
 
 
-def find_problems(
-    config: Config,
-    world_size: int,
-    student: ModelShape | None = None,
-    teachers: Sequence[ModelShape | None] = (),  # the ones that run, in the order of the configuration
-) -> list[MkdError]:
-    """Return every problem of `config` on `world_size` processes. Unknown shapes (None) are not checked."""
-    wrong = options_out_of_range(config)
-    models = tuple(planned_models(config, (student, *teachers)))
+def find_problems(facts: RunFacts) -> list[MkdError]:
+    """Return every problem of a run. Unknown shapes (None) are not checked."""
+    wrong = options_out_of_range(facts)
     problems: list[MkdError] = []
-    for check, options in SETTINGS_CHECKS.items():
+    for check, options in CHECKS.items():
         if wrong.isdisjoint(options):
-            problems += check(config)
-    for check_model, options in MODEL_CHECKS.items():
-        if wrong.isdisjoint(options):
-            problems += check_model(config, world_size, models)
-    if not problems and None not in (student, *teachers):
-        problems += check_auto_layout(config, world_size, models)
+            problems += check(facts)
+    if not problems and facts.is_known:
+        problems += check_auto_layout(facts)
     return problems

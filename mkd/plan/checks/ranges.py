@@ -8,6 +8,7 @@ from mkd.config.divergence import PARAMETERS
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
+from mkd.plan.facts import RunFacts
 
 # Options that the checks of layouts, batches and packs calculate with.
 SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
@@ -67,18 +68,18 @@ _RANGES = {name: (wanted, is_fine) for wanted, is_fine, names in _GROUPS for nam
 """Option -> (what it must be, True if a value is that)."""
 
 
-def check_ranges(config: Config, names: Collection[str] | None = None) -> Iterator[UsageError]:
+def check_ranges(facts: RunFacts, names: Collection[str] | None = None) -> Iterator[UsageError]:
     """Check that every number is in its range, or only the options of these `names`."""
-    for option, value, wanted in _out_of_range(config):
+    for option, value, wanted in _out_of_range(facts.config):
         if names is None or option.name in names:
             what = f"{option.label} {value} must be {wanted}"
             why = f"{option.label}: {option.help}"
             yield UsageError(what, why, f"change {option.place}", code="value-out-of-range")
 
 
-def options_out_of_range(config: Config) -> set[str]:
+def options_out_of_range(facts: RunFacts) -> set[str]:
     """Return the names of the options that `check_ranges` reports."""
-    return {option.name for option, *_ in _out_of_range(config)}
+    return {option.name for option, *_ in _out_of_range(facts.config)}
 
 
 def _out_of_range(config: Config) -> Iterator[tuple[Option, int | float, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 from mkd.config.on_policy import RolloutConfig
 from mkd.config.schema import Config
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
 
 SERVER_SETTINGS = "rollout_server_url", "rollout_server_remote", "rollout_server_timeout_s", "max_staleness"
 OFF = "or train on stored text: --on-policy-fraction 0"
 
 
-def check_rollouts(config: Config) -> Iterator[UsageError]:
+def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
     """Check that rollouts have what they need, and that nothing else has their settings."""
-    rollout, default = config.rollout, RolloutConfig()
+    config, rollout, default = facts.config, facts.config.rollout, RolloutConfig()
     if not rollout.is_on:
         for one in fields(rollout):
             if getattr(rollout, one.name) != getattr(default, one.name):
@@ -47,7 +47,7 @@ def check_rollouts(config: Config) -> Iterator[UsageError]:
         )
     yield from _server(rollout)
     yield from _staleness(config)
-    yield from _teachers(config)
+    yield from _teachers(facts)
     yield from _layout(config)
 
 
@@ -101,8 +101,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _teachers(config: Config) -> Iterator[UsageError]:
-    if any(one.topk for one in config.teachers):
+def _teachers(facts: RunFacts) -> Iterator[UsageError]:
+    if facts.has_stored_teacher:
         what = "rollouts cannot have a stored teacher"
         why = "its predictions are of stored text, and the student's own text is new in every step"
         yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollout-with-stored-teacher")
@@ -118,11 +118,9 @@ def _layout(config: Config) -> Iterator[UsageError]:
         )
 
 
-def check_rollout_model(
-    config: Config, world_size: int, models: Sequence[PlannedModel]
-) -> Iterator[UsageError]:
+def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the student's attention can sample with a cache."""
-    student = next((one.shape for one in models if one.teacher is None), None)
+    config, student = facts.config, facts.student
     if not config.rollout.is_on or student is None:
         return
     length, reason = config.training.seq_length, None
@@ -140,6 +138,6 @@ def check_rollout_model(
         what = f"the student has {reason}, with which mkd cannot sample yet"
         why = "keys and values of earlier tokens are cached as they are"
         yield UsageError(what, why, f"use another student, {OFF}", code="rollout-architecture")
-    if any(one.shape.vision for one in models if one.teacher is not None):
+    if any(one is not None and one.vision for one in facts.teachers):
         what, why = "rollouts cannot have a teacher that reads images yet", "completions are packed as text"
         yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollout-with-images")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError, collect_error
-from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.facts import RunFacts
 from mkd.plan.peer_groups import weight_shards
 
 DO_WITHOUT = "remove --teacher-residency peers"
@@ -31,9 +30,9 @@ class _Split:
         return f"use {self.place}peers {' or '.join(fitting)}" if fitting else DO_WITHOUT
 
 
-def check_peers(config: Config) -> Iterator[UsageError]:
+def check_peers(facts: RunFacts) -> Iterator[UsageError]:
     """Check that residency `peers` and the number of peers are given together."""
-    for index, teacher in running_teachers(config).items():
+    for index, teacher in facts.running.items():
         place = place_of(index)
         if teacher.peers is not None and teacher.residency != "peers":
             setting, why = f"{place}peers {teacher.peers}", f"{place}residency is {teacher.residency}"
@@ -45,14 +44,15 @@ def check_peers(config: Config) -> Iterator[UsageError]:
             yield UsageError(what, why, do, code="teacher-peers-missing")
 
 
-def check_replicas(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+def check_replicas(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the peers divide the processes that hold the same weights."""
-    data = collect_error([], lambda: data_parallel_of(config, world_size))  # reported by `check_batch`
+    parallel = facts.config.parallel
+    # `check_batch` reports the error.
+    data = collect_error([], lambda: data_parallel_of(facts.config, facts.world_size))
     if data is None:
         return
-    parallel = config.parallel
     of_stage = data * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    for split in _split_teachers(config, models):
+    for split in _split_teachers(facts):
         alike, rest = divmod(of_stage, split.shards)
         if rest:
             continue  # reported by `check_experts`
@@ -68,11 +68,9 @@ def check_replicas(config: Config, world_size: int, models: Sequence[PlannedMode
             yield UsageError(what, why, split.advice(alike), code="teacher-peers-not-divisible")
 
 
-def check_machine(
-    config: Config, world_size: int, processes: int, models: Sequence[PlannedModel]
-) -> Iterator[UsageError]:
-    """Check that peers are on one machine. Each runs `processes` of the `world_size`."""
-    for split in _split_teachers(config, models) if processes < world_size else ():
+def check_machine(facts: RunFacts, processes: int) -> Iterator[UsageError]:
+    """Check that peers are on one machine. Each runs so many `processes`."""
+    for split in _split_teachers(facts) if processes < facts.world_size else ():
         block = split.shards * split.peers
         if processes % block:
             what = f"{split.place}peers {split.peers} with {split.divided_by} take {block} neighbouring "
@@ -82,24 +80,18 @@ def check_machine(
             yield UsageError(what, why, do, code="teacher-peers-across-machines")
 
 
-def running_teachers(config: Config) -> Mapping[int, TeacherConfig]:
-    """Return the teachers that run, by their numbers."""
-    teachers = enumerate(config.teachers if config.needs_models else ())
-    return {index: teacher for index, teacher in teachers if not teacher.topk}
-
-
 def place_of(index: int) -> str:
     """Return how messages call a teacher's settings."""
     return f"teachers[{index}]." if index else "--teacher-"
 
 
-def _split_teachers(config: Config, models: Sequence[PlannedModel]) -> Iterator[_Split]:
+def _split_teachers(facts: RunFacts) -> Iterator[_Split]:
     """Yield the teachers over peers. One whose shape is unknown counts as dense."""
-    shapes = {model.teacher: model.shape for model in models}
-    tensor = config.parallel.tensor_model_parallel_size
-    for index, teacher in running_teachers(config).items():
+    shapes = {model.teacher: model.shape for model in facts.models}
+    tensor = facts.config.parallel.tensor_model_parallel_size
+    for index, teacher in facts.running.items():
         if teacher.residency == "peers" and teacher.peers:
             shape = shapes.get(index)
-            experts = 1 if shape is None else expert_parallel_size(config, shape, index)
+            experts = 1 if shape is None else expert_parallel_size(facts.config, shape, index)
             divided_by = f"tensor parallel {tensor}" + (f" and expert parallel {experts}" * (experts > 1))
             yield _Split(place_of(index), teacher.peers, weight_shards(tensor, experts), divided_by)

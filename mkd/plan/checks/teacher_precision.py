@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.batch import document_multiple
 from mkd.plan.checks.no_effect import no_effect
-from mkd.plan.checks.teacher_peers import place_of, running_teachers
+from mkd.plan.checks.teacher_peers import place_of
+from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
 
 ROWS, WIDTHS = 8, 16
@@ -23,14 +23,15 @@ LENGTH_UNIT = 64
 """Multiple of the length of packs that follows from the data (mkd/data/aligned/teacher_pieces.py)."""
 
 
-def fp8_recipes(config: Config) -> set[str]:
+def fp8_recipes(facts: RunFacts) -> set[str]:
     """Return the recipes of the teachers that run in FP8."""
-    return {one.fp8_recipe for one in running_teachers(config).values() if one.precision == "fp8"}
+    return {one.fp8_recipe for one in facts.running.values() if one.precision == "fp8"}
 
 
-def check_precision(config: Config) -> Iterator[UsageError]:
+def check_precision(facts: RunFacts) -> Iterator[UsageError]:
     """Check the settings: bf16 besides the products, packs of a fitting length, a recipe only for FP8."""
-    for index, teacher in running_teachers(config).items():
+    config = facts.config
+    for index, teacher in facts.running.items():
         place = place_of(index)
         if teacher.precision == "fp8":
             if not config.training.bf16:
@@ -74,15 +75,13 @@ def _gathers_blocks(config: Config, teacher: TeacherConfig) -> bool:
     return is_sharded and teacher.fp8_recipe == "blockwise"
 
 
-def check_precision_of_models(
-    config: Config, world_size: int, models: Sequence[PlannedModel]
-) -> Iterator[UsageError]:
+def check_precision_of_models(facts: RunFacts) -> Iterator[UsageError]:
     """Check the models: dense layers with plain attention, whose widths fit."""
-    running = running_teachers(config)
-    for model in models:
-        if model.teacher is None or model.teacher not in running:
+    config = facts.config
+    for model in facts.models:
+        if model.teacher is None or model.teacher not in facts.running:
             continue
-        teacher = running[model.teacher]
+        teacher = facts.running[model.teacher]
         if teacher.precision == "fp8":
             place = f"{place_of(model.teacher)}precision fp8"
             width = BLOCK if _gathers_blocks(config, teacher) else WIDTHS

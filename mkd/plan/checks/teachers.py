@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from mkd.config.divergence import DECLARATIONS, PARAMETERS, TEACHER_FIELDS
-from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
 
 _XTOKEN_LOSSES = {
     "top_k": ("partition_kl",),
@@ -20,8 +20,9 @@ _XTOKEN_LOSSES = {
 """Cross-tokenizer setting -> the losses that read it."""
 
 
-def check_models(config: Config) -> Iterator[UsageError]:
+def check_models(facts: RunFacts) -> Iterator[UsageError]:
     """Check that there is a student and, unless kd-ratio is 0, teachers with usable names and weights."""
+    config = facts.config
     if not (config.student.hf or config.student.load):
         do = "give --student-hf DIR or --student-load CKPT"
         yield UsageError("no student is given", "there is nothing to train", do, code="student-missing")
@@ -40,7 +41,7 @@ def check_models(config: Config) -> Iterator[UsageError]:
             why = "every entry is a teacher"
             yield UsageError(what, why, "give its hf or load, or remove it", code="teacher-without-model")
     yield from _stored(config)
-    yield from _names(config)
+    yield from _names(facts.teacher_names)
     yield from _weights(config)
 
 
@@ -83,8 +84,8 @@ def _given(places: Collection[str]) -> str:
     return f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"
 
 
-def _names(config: Config) -> Iterator[UsageError]:
-    for name, count in Counter(teacher_names(config.teachers)).items():
+def _names(names: Sequence[str]) -> Iterator[UsageError]:
+    for name, count in Counter(names).items():
         if count > 1:
             what = f"{count} teachers have the name {name}"
             why = "metrics of each teacher carry its name"
@@ -119,17 +120,17 @@ def _weights(config: Config) -> Iterator[UsageError]:
             yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
 
 
-def check_objective(config: Config) -> Iterator[UsageError]:
+def check_objective(facts: RunFacts) -> Iterator[UsageError]:
     """Check that settings of the loss agree with each other and have an effect."""
+    config, kd = facts.config, facts.config.kd
     yield from _combination(config)
     yield from _divergences(config)
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None and config.needs_models:
             yield from _xtoken(config, teacher, teacher.xtoken, f"teachers[{index}]")
-    kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
-    elif kd.kd_fp32_logits and stored:
+    elif kd.kd_fp32_logits and facts.has_stored_teacher:
         why = "in training only the fused head makes logits of another precision"
         yield no_effect("kd-fp32-logits", why, "remove it")
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mkd.config.schema import Config
 from mkd.errors import UsageError
+from mkd.plan.facts import RunFacts
 
 
-def check_length(config: Config) -> Iterator[UsageError]:
+def check_length(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the run has a step."""
-    if config.training.train_iters < 1:
-        what = f"train-iters is {config.training.train_iters}"
+    train_iters = facts.config.training.train_iters
+    if train_iters < 1:
+        what = f"train-iters is {train_iters}"
         why = "a run needs at least one step"
         yield UsageError(what, why, "give --train-iters N", code="train-iters-missing")
 
 
-def check_schedule(config: Config) -> Iterator[UsageError]:
+def check_schedule(facts: RunFacts) -> Iterator[UsageError]:
     """Check that warm-up and decay of the learning rate fit each other."""
-    settings = config.optimizer
-    decay_iters = settings.lr_decay_iters or config.training.train_iters
+    settings = facts.config.optimizer
+    decay_iters = settings.lr_decay_iters or facts.config.training.train_iters
     if settings.min_lr > settings.lr >= 0:
         what = f"min-lr {settings.min_lr} is above lr {settings.lr}"
         yield UsageError(what, "lr decays down to min-lr", "lower --min-lr", code="min-lr-above-lr")
@@ -34,9 +35,9 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, why, "give --lr-wsd-decay-iters N", code="wsd-without-decay-iters")
 
 
-def check_recomputation(config: Config) -> Iterator[UsageError]:
+def check_recomputation(facts: RunFacts) -> Iterator[UsageError]:
     """Check that full recomputation has all of its settings, and nothing else has them."""
-    training = config.training
+    training = facts.config.training
     names = "recompute_method", "recompute_num_layers"
     given = [name for name in names if getattr(training, name) is not None]
     if training.recompute_granularity == "full" and len(given) < 2:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.auto_layout import one_model
-from mkd.plan.checks.model_alone import find_model_problems
-from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.teacher_peers import check_machine
 from tests.plan.shapes import MOE_TEACHER
+from tests.run_facts import facts_of, problems_of, problems_of_one
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64"
 PEERS = "--teacher-residency peers"
@@ -39,14 +37,14 @@ def config(*argv: str):
     ],
 )
 def test_codes_of_a_run(argv, world_size, codes):
-    assert [error.code for error in find_problems(config(argv), world_size)] == codes
+    assert [error.code for error in problems_of(config(argv), world_size)] == codes
 
 
 def test_a_teacher_that_runs_alone():
     """Without distillation too, an exported teacher is checked; an evaluated student has none."""
     split = config(PEERS, "--teacher-peers 3 --kd-ratio 0")
-    assert [error.code for error in find_model_problems(split, 2, None, 0)] == ["teacher-peers-not-divisible"]
-    assert find_model_problems(split, 3, None, 0) == find_model_problems(split, 2, None) == []
+    assert [error.code for error in problems_of_one(split, 2, None, 0)] == ["teacher-peers-not-divisible"]
+    assert problems_of_one(split, 3, None, 0) == problems_of_one(split, 2, None) == []
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,8 @@ def test_a_teacher_that_runs_alone():
 def test_processes_with_other_experts_are_no_peers(tensor, experts, peers, world_size, codes):
     sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
     split = config(PEERS, f"--teacher-peers {peers} --sequence-parallel", sizes)
-    assert [error.code for error in find_problems(split, world_size, None, [MOE_TEACHER])] == codes
-    assert [error.code for error in find_model_problems(split, world_size, MOE_TEACHER, 0)] == codes
+    assert [error.code for error in problems_of(split, world_size, None, [MOE_TEACHER])] == codes
+    assert [error.code for error in problems_of_one(split, world_size, MOE_TEACHER, 0)] == codes
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_peers_are_on_one_machine(tensor, experts, peers, is_fine):
     """Machines have 8 processes each."""
     sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
     split = config(PEERS, f"--teacher-peers {peers}", sizes)
-    teacher = [one_model(split, MOE_TEACHER, 0)]
-    codes = [error.code for error in check_machine(split, 48, 8, teacher)]
+    facts = facts_of(split, 48, None, [MOE_TEACHER])
+    codes = [error.code for error in check_machine(facts, 8)]
     assert codes == ([] if is_fine else ["teacher-peers-across-machines"])
-    assert list(check_machine(split, 48, 48, teacher)) == []
+    assert list(check_machine(facts, 48)) == []

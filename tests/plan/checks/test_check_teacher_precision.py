@@ -10,9 +10,8 @@ from mkd.config.load import load_config
 from mkd.data.aligned import teacher_pieces
 from mkd.families.layer_shape import MLAShape
 from mkd.plan.checks import teacher_precision
-from mkd.plan.checks.model_alone import find_model_problems
-from mkd.plan.checks.problems import find_problems
 from tests.plan.shapes import MOE_TEACHER, TEACHER
+from tests.run_facts import problems_of, problems_of_one
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 1 --lr 1 --global-batch-size 8"
 FP8 = "--teacher-precision fp8 --bf16"
@@ -24,7 +23,7 @@ def config(*argv: str):
 
 
 def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
-    return [error.code for error in find_problems(settings, world_size, None, [teacher])]
+    return [error.code for error in problems_of(settings, world_size, None, [teacher])]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_settings(argv, expected):
 
 def test_the_advice_fits():
     settings = config(FP8, "--seq-length 36 --micro-batch-size 2 --context-parallel-size 2")
-    (error,) = find_problems(settings, 8)
+    (error,) = problems_of(settings, 8)
     assert error.do == "use --seq-length 40" and codes(config(FP8, error.do.removeprefix("use "))) == []
 
 
@@ -86,7 +85,7 @@ def test_the_length_of_packs_that_follows_from_the_data():
 
 def test_a_teacher_that_runs_alone():
     for argv, expected in (("", []), ("--seq-length 12", ["fp8-rows-not-divisible"])):
-        problems = find_model_problems(config(FP8, argv), 8, TEACHER, 0)
+        problems = problems_of_one(config(FP8, argv), 8, TEACHER, 0)
         assert [error.code for error in problems] == expected
-    assert [one.code for one in find_model_problems(config(FP8), 8, MOE_TEACHER, 0)] == ["fp8-with-experts"]
-    assert find_model_problems(config(FP8, "--seq-length 12"), 8, None) == []
+    assert [one.code for one in problems_of_one(config(FP8), 8, MOE_TEACHER, 0)] == ["fp8-with-experts"]
+    assert problems_of_one(config(FP8, "--seq-length 12"), 8, None) == []

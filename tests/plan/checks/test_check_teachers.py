@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.problems import find_problems
+from tests.run_facts import problems_of
 
 BASE = ["--student-hf", "s", "--data-path", "d.jsonl", "--train-iters", "10", "--seq-length", "64"]
 TWO = "[{hf: a}, {hf: b}]"
@@ -14,7 +14,7 @@ def problems(tmp_path):
     def check(teachers: str, *argv: str):
         path = tmp_path / "run.yaml"
         path.write_text(f"teachers: {teachers}\n", encoding="utf-8")
-        errors = find_problems(load_config([*BASE, "--config", str(path), *argv]).config, 1)
+        errors = problems_of(load_config([*BASE, "--config", str(path), *argv]).config, 1)
         assert all(error.exit_code == 64 and error.what and error.why and error.do for error in errors)
         return errors
 

@@ -6,12 +6,11 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import planned_models
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts, require_expert_layers
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as DENSE
+from tests.run_facts import facts_of
 
 COMMON = dict(
     num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=300
@@ -24,8 +23,8 @@ def moe(num_experts: int = 8) -> ModelShape:
 
 def codes(*argv, world_size=8, student=None, teacher=None):
     config = load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
-    models = tuple(planned_models(config, (student or moe(), teacher or moe(12))))
-    found = [*check_expert_settings(config), *check_experts(config, world_size, models)]
+    facts = facts_of(config, world_size, student or moe(), [teacher or moe(12)])
+    found = [*check_expert_settings(facts), *check_experts(facts)]
     return [problem.code for problem in found]
 
 
@@ -60,7 +59,7 @@ def test_models_with_experts(argv, expected):
 
 def problems_of(*argv, student, world_size=8):
     config = load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
-    return list(check_experts(config, world_size, tuple(planned_models(config, (student, moe(12))))))
+    return list(check_experts(facts_of(config, world_size, student, [moe(12)])))
 
 
 def test_a_flag_that_the_teacher_inherits_is_named_as_it_was_given():
@@ -111,24 +110,25 @@ def test_a_teacher_has_the_students_size_unless_it_has_its_own():
 
 
 @pytest.mark.parametrize(
-    ("dense", "layers", "virtual_stages", "flags", "is_refused"),
+    ("dense", "virtual_stages", "flags", "is_refused"),
     [
-        ([0, 1], (2, 2), 1, ("--use-distributed-optimizer",), True),
-        ([0, 1], (2, 2), 1, (), False),
-        ([0], (2, 2), 1, ("--use-distributed-optimizer",), False),
-        ([0, 2], (1, 1, 1, 1), 2, ("--use-distributed-optimizer",), True),  # rank 0 has layers 0 and 2
-        ([0, 1], (1, 1, 1, 1), 2, ("--use-distributed-optimizer",), False),
+        ([0, 1], 1, ("--use-distributed-optimizer",), True),
+        ([0, 1], 1, (), False),
+        ([0], 1, ("--use-distributed-optimizer",), False),
+        ([0, 2], 2, ("--use-distributed-optimizer",), True),  # rank 0 has layers 0 and 2
+        ([0, 1], 2, ("--use-distributed-optimizer",), False),
     ],
 )
-def test_every_pipeline_rank_has_experts_to_optimise(dense, layers, virtual_stages, flags, is_refused):
+def test_every_pipeline_rank_has_experts_to_optimise(dense, virtual_stages, flags, is_refused):
     """Megatron's distributed optimizer fails at the first save otherwise."""
+    flags += PP, "2", "--num-virtual-stages-per-pipeline-rank", str(virtual_stages)
     config = load_config(["--student-hf", "s", "--teacher-hf", "t", *flags]).config
     shape = ModelShape.from_hf_config(
         dict(model_type="qwen3_moe", num_experts=8, mlp_only_layers=dense, **COMMON)
     )
-    layout = PipelineLayout(layers, 2, virtual_stages)
+    facts = facts_of(config, 2, shape)
     if not is_refused:
-        return require_expert_layers(config, shape, layout)
+        return require_expert_layers(facts)
     with pytest.raises(UsageError) as caught:
-        require_expert_layers(config, shape, layout)
+        require_expert_layers(facts)
     assert caught.value.code == "pipeline-rank-without-experts"

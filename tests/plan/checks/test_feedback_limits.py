@@ -8,8 +8,8 @@ import os
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.problems import find_problems
 from tests.plan.checks.test_problems import BASE, codes, shape
+from tests.run_facts import problems_of
 
 DPO = ("--dpo-beta", "0.1", "--kd-ratio", "0")
 FRESH = ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl", "--max-new-tokens", "8")
@@ -18,7 +18,7 @@ GRPO = (*FRESH, "--reward", "rewards:exact", "--samples-per-prompt", "4", "--kd-
 
 def test_the_initial_student_is_the_reference_by_default():
     config = load_config([*BASE[:2], *BASE[4:], *DPO]).config
-    assert find_problems(config, 1, shape(), [shape()]) == []
+    assert problems_of(config, 1, shape(), [shape()]) == []
     assert [one.hf for one in config.teachers] == ["s"] and config.needs_models
     assert [one.hf for one in load_config([*BASE, *DPO]).config.teachers] == ["t"]
     assert load_config([*BASE[:2], *BASE[4:]]).config.teachers == ()
@@ -27,7 +27,7 @@ def test_the_initial_student_is_the_reference_by_default():
 def test_a_teacher_without_a_model_says_where_the_initial_student_is():
     config = load_config([*BASE[:2], *BASE[4:], *DPO, "--teacher-residency", "host"]).config
     assert [(one.hf, one.residency) for one in config.teachers] == [("s", "host")]
-    assert find_problems(config, 1, shape(), [shape()]) == []
+    assert problems_of(config, 1, shape(), [shape()]) == []
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_refused_beside_dpo(flags, code):
 def test_one_reference_is_enough(tmp_path):
     (tmp_path / "two.yaml").write_text(json.dumps({"teachers": [{"hf": "a"}, {"hf": "b"}]}))
     argv = [*BASE[:2], *BASE[4:], *DPO, "--config", str(tmp_path / "two.yaml")]
-    found = find_problems(load_config(argv).config, 1, shape(), [shape(), shape()])
+    found = problems_of(load_config(argv).config, 1, shape(), [shape(), shape()])
     assert [one.code for one in found] == ["dpo-with-several-references"]
 
 
@@ -80,14 +80,14 @@ def test_the_reference_of_rewards_is_the_initial_student_if_there_is_a_divergenc
     assert load_config(argv).config.teachers == ()
     config = load_config([*argv, "--kd-ratio", "0.04", "--kd-divergence", "reverse_kl"]).config
     assert [one.hf for one in config.teachers] == ["s"]
-    assert find_problems(config, 1, shape(), [shape()]) == []
+    assert problems_of(config, 1, shape(), [shape()]) == []
 
 
 def test_the_divergence_of_the_reference_itself_counts(tmp_path):
     (tmp_path / "own.yaml").write_text(json.dumps({"teachers": [{"divergence": "forward_kl"}]}))
     own = ("--config", str(tmp_path / "own.yaml"), "--kd-ratio", "0.1", "--kd-divergence", "reverse_kl")
     config = load_config([*BASE[:2], *BASE[6:], *GRPO, *own]).config
-    assert "reference-divergence" in [one.code for one in find_problems(config, 1, shape(), [shape()])]
+    assert "reference-divergence" in [one.code for one in problems_of(config, 1, shape(), [shape()])]
 
 
 def test_settings_of_rewards_have_no_effect_without_one():

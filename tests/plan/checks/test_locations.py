@@ -4,11 +4,12 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.plan.checks.locations import check_log
+from tests.run_facts import facts_of
 
 
 def problems(*argv: str) -> list[tuple[str, str]]:
     """Return (code, first word) of each problem."""
-    found = check_log(load_config(["--train-iters", "100", *argv]).config)
+    found = check_log(facts_of(load_config(["--train-iters", "100", *argv]).config))
     return [(error.code, error.what.split()[0]) for error in found]
 
 

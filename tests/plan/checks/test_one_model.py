@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.auto_layout import layout_of
-from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.checks.model_alone import ModelAlone
 from tests.plan.checks.test_problems import shape
+from tests.run_facts import problems_of_one
 
 STUDENT = ["--student-hf", "s"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -15,7 +15,7 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 
 def codes(*argv: str, world_size: int = 1, model=None, teacher: int | None = None) -> list[str]:
     config = load_config([*argv]).config
-    return [error.code for error in find_model_problems(config, world_size, model, teacher)]
+    return [error.code for error in problems_of_one(config, world_size, model, teacher)]
 
 
 def test_settings_of_training_may_be_missing_or_wrong():
@@ -48,8 +48,8 @@ def test_what_the_model_reads_is_checked(argv, world_size, code):
 def test_a_teacher_has_its_own_layout():
     argv = [*STUDENT, "--teacher-hf", "t", *PP2, "--teacher-pipeline-layout", "5,3"]
     config = load_config(argv).config
-    assert find_model_problems(config, 2, shape(8), teacher=0) == []
-    assert layout_of(config, shape(8), 1, teacher=0).layers == (5, 3)
-    assert layout_of(config, shape(8), 1).layers == (4, 4)
+    assert problems_of_one(config, 2, shape(8), teacher=0) == []
+    assert ModelAlone(config, 2, shape(8), teacher=0).layout.layers == (5, 3)
+    assert ModelAlone(config, 2, shape(8)).layout.layers == (4, 4)
     auto = load_config([*STUDENT, *PP2, "--pipeline-layout", "auto"]).config
-    assert sum(layout_of(auto, shape(9), 1).layers) == 9
+    assert sum(ModelAlone(auto, 2, shape(9)).layout.layers) == 9

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.plan.checks.prefetch_limits import states_ahead
-from mkd.plan.checks.problems import find_problems
+from tests.run_facts import problems_of
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64 --global-batch-size 8"
 PP4, VPP = "--pipeline-model-parallel-size 4", "--num-virtual-stages-per-pipeline-rank 2"
@@ -32,7 +32,7 @@ PP4, VPP = "--pipeline-model-parallel-size 4", "--num-virtual-stages-per-pipelin
     ],
 )
 def test_codes_of_a_run(argv, codes):
-    assert [error.code for error in find_problems(load_config(f"{BASE} {argv}".split()).config, 4)] == codes
+    assert [error.code for error in problems_of(load_config(f"{BASE} {argv}".split()).config, 4)] == codes
 
 
 @pytest.mark.parametrize(

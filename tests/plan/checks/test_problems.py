@@ -6,9 +6,8 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.plan.auto_layout import layouts_of, virtual_stages
-from mkd.plan.checks.problems import find_problems
 from mkd.plan.model_shape import ModelShape
+from tests.run_facts import facts_of, problems_of
 
 BASE = [
     "--student-hf",
@@ -37,7 +36,7 @@ def shape(num_layers: int = 8, **sizes) -> ModelShape:
 def problems(
     *argv: str, world_size: int = 1, student: ModelShape | None = None, teacher: ModelShape | None = None
 ):
-    return find_problems(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
+    return problems_of(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
 
 
 def problem(*argv: str, **kwargs):
@@ -66,7 +65,7 @@ def test_sequence_parallel_without_tensor_parallel_is_harmless():
 
 
 def test_empty_command_line_reports_everything():
-    errors = find_problems(load_config([]).config, 1)
+    errors = problems_of(load_config([]).config, 1)
     assert ErrorList(errors).codes == [
         "train-iters-missing",
         "student-missing",
@@ -122,9 +121,9 @@ def test_a_range_error_does_not_hide_independent_problems():
 
 def test_models():
     teacherless = ["--student-hf", "s", "--data-path", "d", "--train-iters", "1"]
-    (error,) = find_problems(load_config(teacherless).config, 1)
+    (error,) = problems_of(load_config(teacherless).config, 1)
     assert error.code == "teacher-missing" and "--kd-ratio 0" in error.do
-    assert find_problems(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
+    assert problems_of(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
     assert problems("--kd-ratio", "0") == []
 
 
@@ -177,10 +176,12 @@ AUTO = ["--pipeline-layout", "auto"]
 
 def test_auto_layout_splits_what_does_not_divide():
     assert problems(*PP4, *AUTO, world_size=4, student=shape(30), teacher=shape(35)) == []
-    student, (teacher,) = layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), [shape(35)], 1)
+    auto = load_config([*BASE, *PP4, *AUTO]).config
+    student, (teacher,) = facts_of(auto, 4, shape(30), [shape(35)]).layouts
     assert (sum(student.layers), sum(teacher.layers)) == (30, 35)
-    assert layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), [], 1)[1] == ()
-    student, (teacher,) = layouts_of(load_config([*BASE, *PP4]).config, shape(8), [shape(16)], 1)
+    assert facts_of(auto, 4, shape(30)).layouts.teachers == ()
+    even = load_config([*BASE, *PP4]).config
+    student, (teacher,) = facts_of(even, 4, shape(8), [shape(16)]).layouts
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
 
 
@@ -195,14 +196,14 @@ def three_models(tmp_path, second: str = "", *argv: str):
 
 def test_every_teacher_has_its_own_layout(tmp_path):
     config = three_models(tmp_path, ", pipeline_layout: '2,1'")
-    assert find_problems(config, 2, shape(4), [shape(8), shape(3)]) == []
-    student, teachers = layouts_of(config, shape(4), [shape(8), shape(3)], 1)
+    assert problems_of(config, 2, shape(4), [shape(8), shape(3)]) == []
+    student, teachers = facts_of(config, 2, shape(4), [shape(8), shape(3)]).layouts
     assert [layout.layers for layout in (student, *teachers)] == [(2, 2), (3, 5), (2, 1)]
-    (error,) = find_problems(three_models(tmp_path), 2, shape(4), [shape(8), shape(3)])
+    (error,) = problems_of(three_models(tmp_path), 2, shape(4), [shape(8), shape(3)])
     assert error.code == "layers-not-divisible" and "teachers[1].pipeline_layout 2,1" in error.do
-    (error,) = find_problems(three_models(tmp_path), 2, shape(4), [None, shape(3)])
+    (error,) = problems_of(three_models(tmp_path), 2, shape(4), [None, shape(3)])
     assert "teachers[1].pipeline_layout" in error.do, "a shape that could not be read keeps its place"
-    (error,) = find_problems(
+    (error,) = problems_of(
         three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)]
     )
     assert error.code == "auto-layout-with-layout"
@@ -214,13 +215,13 @@ def test_auto_layout_balances_all_teachers(tmp_path):
     path.write_text("teachers: [{hf: a}, {hf: b}]\n", encoding="utf-8")
     words = [word for word in BASE if word not in ("--teacher-hf", "t")]
     config = load_config([*words, *PP4, *AUTO, "--config", str(path)]).config
-    assert find_problems(config, 4, shape(30), [shape(35), shape(9)]) == []
-    student, teachers = layouts_of(config, shape(30), [shape(35), shape(9)], 1)
+    assert problems_of(config, 4, shape(30), [shape(35), shape(9)]) == []
+    student, teachers = facts_of(config, 4, shape(30), [shape(35), shape(9)]).layouts
     assert [sum(layout.layers) for layout in (student, *teachers)] == [30, 35, 9]
-    assert find_problems(config, 4, shape(30), [None, shape(9)]) == [], (
+    assert problems_of(config, 4, shape(30), [None, shape(9)]) == [], (
         "whoever could not read the shape has reported it"
     )
-    (error,) = find_problems(config, 4, shape(30), [shape(35), shape(1)])
+    (error,) = problems_of(config, 4, shape(30), [shape(35), shape(1)])
     assert error.code == "layers-fewer-than-stages" and "35 and 1" in error.what
 
 
@@ -228,7 +229,7 @@ def test_problems_of_a_shape_name_the_teacher(tmp_path):
     config = three_models(
         tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4"
     )
-    (error,) = find_problems(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
+    (error,) = problems_of(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
     assert error.code == "ffn-not-divisible" and error.what.startswith("the teacher small's")
 
 
@@ -257,9 +258,9 @@ def test_auto_layout_needs_a_layer_for_every_stage_between():
 def test_layers_per_virtual_stage_is_the_student_s():
     flags = [*PP2, BY_LAYERS, "2", "--global-batch-size", "2"]
     config = load_config([*BASE, *flags]).config
-    assert find_problems(config, 2, shape(8), [shape(16)]) == []
-    assert virtual_stages(config, shape(8)) == 2
-    assert layouts_of(config, shape(8), [shape(16)], 2)[1][0].layers == (4, 4, 4, 4)
+    assert problems_of(config, 2, shape(8), [shape(16)]) == []
+    facts = facts_of(config, 2, shape(8), [shape(16)])
+    assert facts.virtual_stages == 2 and facts.layouts.teachers[0].layers == (4, 4, 4, 4)
     error = problem(
         *PP2, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8), teacher=shape(16)
     )

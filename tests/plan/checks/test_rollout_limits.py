@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.problems import find_problems
 from tests.plan.checks.test_problems import BASE, codes, shape
+from tests.run_facts import problems_of
 from tests.tiny_models import config_of
 
 ON = (
@@ -25,8 +25,8 @@ ON = (
 
 def test_a_sound_run_needs_no_stored_text():
     assert codes(*ON, student=shape(), teacher=shape()) == []
-    assert find_problems(load_config([*BASE[:4], *BASE[6:], *ON]).config, 1) == []
-    assert [one.code for one in find_problems(load_config([*BASE[:4], *BASE[6:]]).config, 1)] == [
+    assert problems_of(load_config([*BASE[:4], *BASE[6:], *ON]).config, 1) == []
+    assert [one.code for one in problems_of(load_config([*BASE[:4], *BASE[6:]]).config, 1)] == [
         "data-path-missing"
     ]
 

@@ -6,12 +6,10 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import planned_models
-from mkd.plan.checks.model_alone import find_model_problems
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision, require_deepstack_layers
-from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as TEXT
+from tests.run_facts import facts_of, problems_of_one
 from tests.tiny_vision_models import vision_config
 
 DEEP = ModelShape.from_hf_config(vision_config("qwen3_vl", text=dict(num_hidden_layers=4)).to_dict())
@@ -37,9 +35,8 @@ def settings(*argv):
     ],
 )
 def test_settings_of_models_with_images(argv, student, expected):
-    config = settings(*argv)
-    models = tuple(planned_models(config, (student, TEXT)))
-    found = [*check_train_parts(config), *check_vision(config, 4, models)]
+    facts = facts_of(settings(*argv), 4, student, [TEXT])
+    found = [*check_train_parts(facts), *check_vision(facts)]
     assert [problem.code for problem in found] == expected
     if expected == ["deepstack-beyond-first-stage"]:
         assert LAYOUT in found[0].report()
@@ -48,15 +45,16 @@ def test_settings_of_models_with_images(argv, student, expected):
 @pytest.mark.parametrize("teacher", [None, 0])
 def test_a_model_alone_is_checked_too(teacher):
     """As `mkd evaluate` and `mkd topk` run one."""
-    assert find_model_problems(settings(PP, 2), 4, DEEP, teacher) == []
-    (problem,) = find_model_problems(settings(PP, 4), 4, DEEP, teacher)
+    assert problems_of_one(settings(PP, 2), 4, DEEP, teacher) == []
+    (problem,) = problems_of_one(settings(PP, 4), 4, DEEP, teacher)
     assert problem.code == "deepstack-beyond-first-stage"
 
 
 def test_a_teachers_first_stage_is_checked_too():
-    config, layouts = settings(PP, 2), (PipelineLayout((2, 2), 2), PipelineLayout((1, 3), 2))
-    require_deepstack_layers(config, (DEEP, DEEP), layouts[:1] * 2)
+    layouts = (), ("--teacher-pipeline-layout", "1,3")
+    even, uneven = (facts_of(settings(PP, 2, *layout), 2, DEEP, [DEEP]) for layout in layouts)
+    require_deepstack_layers(even)
     with pytest.raises(UsageError) as error:
-        require_deepstack_layers(config, (DEEP, DEEP), layouts)
+        require_deepstack_layers(uneven)
     assert error.value.code == "deepstack-beyond-first-stage"
     assert "--teacher-pipeline-layout" in error.value.report()

@@ -1,0 +1,126 @@
+"""The facts of a run: all that follows from its configuration and the shapes of its models, resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mkd.config.models import teacher_names, teacher_roles
+from mkd.config.schema import Config, TeacherConfig
+from mkd.plan.auto_layout import auto_layouts
+from mkd.plan.batch import BatchPlan
+from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
+from mkd.plan.layout import Layouts, PipelineLayout, count_virtual_stages
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.planned_models import PlannedModel, one_layout, planned_models
+from mkd.plan.planned_teachers import Pair, Teacher, plan_teachers
+from mkd.plan.work import Work, no_work
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A configuration on a number of processes, with the shapes of its models as far as they are known.
+
+    Each property is resolved when it is first read. If that fails, every read raises the UsageError again.
+    `dataclasses.replace` makes the facts of another configuration.
+    """
+
+    config: Config
+    world_size: int  # processes
+    student: ModelShape | None = None  # None: not known, which is reported elsewhere
+    teachers: tuple[ModelShape | None, ...] = ()  # the ones that run, in the order of the configuration
+    document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
+    work_of: Callable[[Config], Work] = no_work  # what features add to times and memory
+
+    @cached_property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Name of each configured teacher in metrics."""
+        return teacher_names(self.config.teachers)
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """Name of each configured teacher in messages."""
+        return teacher_roles(self.teacher_names)
+
+    @cached_property
+    def running(self) -> Mapping[int, TeacherConfig]:
+        """Teachers that run, by their numbers."""
+        teachers = enumerate(self.config.teachers if self.config.needs_models else ())
+        return {index: teacher for index, teacher in teachers if not teacher.topk}
+
+    @property
+    def read_teachers(self) -> range:
+        """Numbers of the teachers whose shapes belong in `teachers`: none if the first one does not run.
+
+        A stored teacher is the only one: `check_models` reports others.
+        """
+        return range(len(self.config.teachers) if 0 in self.running else 0)
+
+    @property
+    def has_stored_teacher(self) -> bool:
+        """True if the predictions of a teacher are read from files."""
+        return any(teacher.topk for teacher in self.config.teachers)
+
+    @property
+    def is_known(self) -> bool:
+        """True if the shapes of all models are known."""
+        return None not in (self.student, *self.teachers)
+
+    @cached_property
+    def models(self) -> tuple[PlannedModel, ...]:
+        """The student and the teachers of known shape."""
+        return tuple(planned_models(self.config, self.roles, (self.student, *self.teachers)))
+
+    @cached_property
+    def virtual_stages(self) -> int:
+        """Virtual stages of each pipeline rank; as set if the student's shape is not known."""
+        parallel = self.config.parallel
+        by_stages = parallel.num_virtual_stages_per_pipeline_rank
+        if self.student is None:
+            return by_stages or 1
+        by_layers = parallel.num_layers_per_virtual_pipeline_stage
+        pipeline = parallel.pipeline_model_parallel_size
+        return count_virtual_stages(self.student.num_layers, pipeline, by_layers, by_stages)
+
+    @cached_property
+    def batch(self) -> BatchPlan:
+        """Sizes of one optimizer step."""
+        return BatchPlan.from_config(self.config, self.world_size)
+
+    @cached_property
+    def work(self) -> Work:
+        """Additions of features to times and memory."""
+        return self.work_of(self.config)
+
+    @cached_property
+    def planned_teachers(self) -> tuple[Teacher, ...]:
+        """Teachers that run, with their settings. All of their shapes must be known."""
+        shapes = [shape for shape in self.teachers if shape is not None]
+        assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
+        return plan_teachers(self.config, self.roles, shapes)
+
+    @cached_property
+    def pair(self) -> Pair:
+        """All models, whose shapes must be known, with what decides the cost of a micro-batch."""
+        assert self.student is not None, "the student's shape is known"
+        return Pair(self.config, self.student, self.planned_teachers, self.document_length, self.work)
+
+    def layout_of(self, model: PlannedModel) -> PipelineLayout:
+        """Return the layout of one model, as given or even. Raises UsageError, which names the model."""
+        return one_layout(self.config, model, self.virtual_stages)
+
+    @cached_property
+    def cost(self) -> PairCost:
+        """Cost of a micro-batch if the layers of teachers need no copies."""
+        return pair_cost(self.pair, self.config.parallel.pipeline_model_parallel_size * self.virtual_stages)
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """Layouts of all models, whose shapes must be known: as given, even or automatic."""
+        assert self.is_known, "the shapes of all models are known"
+        parallel = self.config.parallel
+        if parallel.pipeline_layout == "auto":
+            return auto_layouts(self.cost, parallel.pipeline_model_parallel_size, self.virtual_stages)
+        student, *teachers = map(self.layout_of, self.models)
+        return Layouts(student, tuple(teachers))
