@@ -19,11 +19,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "teacher_share", "peak_memory_gib")
+MEASURED = (
+    *("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "teacher_share", "peak_memory_gib"),
+    "rollout/time_ms",
+)
 """Keys of metrics.jsonl whose values differ in every run."""
 
 STUDENT = dict(family="qwen3", seed=1, num_hidden_layers=4, tie_word_embeddings=True)
 TEACHER = dict(family="llama", seed=2, num_hidden_layers=8, hidden_size=72)
+TWIN = dict(STUDENT, seed=5)  # ends its texts as the student does
 OTHER = dict(family="mistral", seed=3, num_hidden_layers=4)
 FOREIGN = dict(family="llama", seed=4, num_hidden_layers=4, vocab_size=420)
 COMMON = (
@@ -31,6 +35,7 @@ COMMON = (
     "--split 90,10,0 --seed 7"
 )
 
+OWN_TEXT = "--on-policy-fraction 1 --prompt-data-path {prompts} --max-new-tokens 12 --rollout-prompts 4"
 KINDS: dict[str, tuple[int, str]] = {  # name -> (processes, flags)
     "same_tokens_tp2_pp2_vpp2": (
         4,
@@ -50,6 +55,16 @@ KINDS: dict[str, tuple[int, str]] = {  # name -> (processes, flags)
         1,
         "--teacher-hf {teacher} --kd-divergence reverse_kl --save {save} --load {save} --save-interval 2",
     ),
+    "preferences_pp2": (
+        2,
+        "--dpo-beta 0.2 --kd-ratio 0 --data-path {pairs} --pipeline-model-parallel-size 2",
+    ),
+    "own_text": (1, f"--teacher-hf {{twin}} --kd-ratio 1 {OWN_TEXT}"),
+    "rewards_dp2": (
+        2,
+        "--reward tests.kinds.sampled.reward_functions:of_length --kd-ratio 0.1 --kd-divergence reverse_kl "
+        f"--samples-per-prompt 3 --rollout-updates 2 {OWN_TEXT}",
+    ),
 }
 
 
@@ -57,9 +72,17 @@ def make_files(work: Path) -> None:
     """Make models, tokenizers and text below `work` that are missing."""
     from tests.tiny_models import add_tokenizer, make_model
 
+    pairs = [
+        {"prompt": f"{i}: the quick", "chosen": " brown fox" * (i % 3 + 1), "rejected": f" dog{i}"}
+        for i in range(60)
+    ]
+    write_records(work / "pairs.jsonl", pairs)
+    write_records(
+        work / "prompts.jsonl", [{"prompt": f"{i}: the quick brown", "answer": i} for i in range(40)]
+    )
     if (work / "text.jsonl").exists():
         return
-    for name, model in (("student", STUDENT), ("teacher", TEACHER), ("other", OTHER)):
+    for name, model in (("student", STUDENT), ("teacher", TEACHER), ("other", OTHER), ("twin", TWIN)):
         add_tokenizer(make_model(work / name, **model))
     add_tokenizer(
         make_model(work / "foreign", **FOREIGN),
@@ -68,8 +91,11 @@ def make_files(work: Path) -> None:
     )
     write_two_teachers(work)
     texts = [f"{i}: " + "the quick brown fox meets a slow green turtle. " * (i % 7 + 1) for i in range(120)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (work / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_records(work / "text.jsonl", [{"text": text} for text in texts])
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
 
 
 def write_two_teachers(work: Path) -> None:
@@ -86,7 +112,8 @@ def run_kind(kind: str, work: Path) -> str:
     log, processes = work / "runs" / kind, KINDS[kind][0]
     shutil.rmtree(log, ignore_errors=True)
     save = log / "save"
-    paths = {name: work / name for name in ("teacher", "foreign")} | {"save": save}
+    paths = {name: work / name for name in ("teacher", "foreign")} | {"save": save, "twin": work / "twin"}
+    paths |= {name: work / f"{name}.jsonl" for name in ("pairs", "prompts")}
     paths |= {"two": work / "two.yaml", "topk": log / "topk"}
     flags = (
         f"--student-hf {work}/student --data-path {work}/text.jsonl --data-cache-path {work}/cache {COMMON} "

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkd.config.options import all_options
-from mkd.log.metrics import METRICS, PER_TEACHER
+from mkd.kinds.known_kinds import METRICS
+from mkd.log.metrics import PER_TEACHER
 
 ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("mkd", "tools", "launch", "tests", "pretrain_kd.py")
@@ -59,7 +60,7 @@ def _registered_texts() -> Iterator[tuple[str, str]]:
     """Yield (place, help) of the options and metrics, whose texts are positional arguments."""
     for option in all_options():
         yield f"mkd/config/{option.path}", option.help
-    for metric in METRICS + PER_TEACHER:
+    for metric in METRICS.metrics + PER_TEACHER:
         yield f"mkd/log/{metric.name}", metric.help
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
+from mkd.kinds.known_kinds import KINDS
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.work import work_of
 
 
 def facts_of(
@@ -22,7 +22,7 @@ def facts_of(
     **more,
 ) -> RunFacts:
     """Return the facts of a run, with the work of its features."""
-    return RunFacts(config, world_size, student, tuple(teachers), work_of=work_of, **more)
+    return RunFacts(config, world_size, student, tuple(teachers), kinds=KINDS, **more)
 
 
 def forecast_of(
@@ -46,4 +46,4 @@ def problems_of_one(
     config: Config, world_size: int, shape: ModelShape | None, teacher: int | None = None
 ) -> list[MkdError]:
     """Return every problem of the student, or of the teacher of that number, that runs alone."""
-    return find_model_problems(ModelAlone(config, world_size, shape, teacher, work_of))
+    return find_model_problems(ModelAlone(config, world_size, shape, teacher, KINDS))

@@ -17,6 +17,7 @@ from tests.headless import headless_texts
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MOST_CONTEXT_PARALLEL = 38
 TORCH_FREE_PACKAGES = ("config", "plan", "families")
 HEAVY_MODULES = ("torch", "megatron", "transformers")
 KNOWN_TWINS = {  # names of two product files: may only shrink
@@ -119,9 +120,17 @@ def test_config_and_plan_start_without_torch():
         for path in sorted((ROOT / "mkd" / package).rglob("*.py"))
     ]
     assert modules
+    modules += ["mkd.kinds.known_kinds", "mkd.kinds.loss_card"]
     code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
     result = run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
+
+
+def test_few_files_know_context_parallelism():
+    """A parallel axis costs every file that names it. Lower the number when one of them needs it no more."""
+    known = re.compile(r"cp_size|context_parallel")
+    named = [path for path in (ROOT / "mkd").rglob("*.py") if known.search(read(path))]
+    assert len(named) <= MOST_CONTEXT_PARALLEL, sorted(map(name, named))
 
 
 def test_one_communicator_sends_all_messages_of_a_schedule():

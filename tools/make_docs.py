@@ -18,8 +18,9 @@ sys.path.insert(0, str(ROOT))
 from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.flags import FIRST_FLAGS  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
-from mkd.log.compact import COLUMNS, ONLY_HELD_OUT, CompactLines  # noqa: E402
-from mkd.log.metrics import AUXILIARY, METRICS, PER_TEACHER, Metric  # noqa: E402
+from mkd.kinds.known_kinds import METRICS  # noqa: E402
+from mkd.log.compact import ONLY_HELD_OUT, CompactLines  # noqa: E402
+from mkd.log.metrics import AUXILIARY, PER_TEACHER, Metric  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
 
@@ -147,7 +148,8 @@ def _example_lines() -> str:
 
 def metrics_page() -> str:
     """Return the page of all keys of metrics.jsonl, with their labels in the progress line."""
-    labels = {key: f"`{label}`" for label, (key, _) in (COLUMNS | ONLY_HELD_OUT).items()} | OTHER_LABELS
+    columns = CompactLines(1, METRICS.metrics).columns | ONLY_HELD_OUT
+    labels = {key: f"`{label}`" for key, (label, _) in columns.items()} | OTHER_LABELS
     head = ("key", "unit", "type", "meaning", "over a log interval", "in the progress line")
 
     def row(metric: Metric, name: str) -> tuple[str, ...]:
@@ -173,7 +175,7 @@ def metrics_page() -> str:
                 "```\n" + _example_lines() + "\n```\n",
                 "`--log-format megatron` prints Megatron-LM's long line with mkd's fields instead, for "
                 "scripts that grep it. Its `lm loss` is `ce_loss`.\n",
-                *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
+                *_table([head, *(row(metric, metric.name) for metric in METRICS.metrics)]),
                 "With several teachers, or a cross-tokenizer teacher, each teacher also has its own values: "
                 "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
                 "`top1_agreement/<teacher>`, and:\n",

@@ -20,14 +20,15 @@ from typing import Any
 from mkd.config.flags import FlagParser
 from mkd.errors import EXIT_DONE, DataError, UsageError, returns_exit_code
 from mkd.human import counted
-from mkd.log.metrics import METRICS, Reduction
+from mkd.kinds.known_kinds import METRICS
+from mkd.log.metrics import Reduction
 from mkd.log.records import read_records, split_of
 
 COUNTERS = ("iteration", "split")
 OF_THE_MACHINE = {
     "step_time_ms",
     "peak_memory_gib",
-    *(metric.name for metric in METRICS if metric.reduction is Reduction.TIME_MEAN),
+    *(metric.name for metric in METRICS.metrics if metric.reduction is Reduction.TIME_MEAN),
 }
 HIGHER_IS_BETTER = ("top1_agreement", "tokens_per_s_per_gpu", "tflops_per_gpu", "accuracy", "accuracy_norm")
 HAS_BEST = (

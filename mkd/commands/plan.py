@@ -18,6 +18,7 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
+from mkd.kinds.known_kinds import KINDS
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.facts import RunFacts
@@ -26,7 +27,6 @@ from mkd.plan.forecast_text import describe_totals
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe
-from mkd.plan.work import work_of
 from mkd.run.early_checks import model_of, model_shape
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
@@ -81,7 +81,7 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
     problems: list[MkdError] = []
-    facts = RunFacts(config, world_size, document_length=document_length, work_of=work_of)
+    facts = RunFacts(config, world_size, document_length=document_length, kinds=KINDS)
     student = find_shape(problems, config, None)
     teachers = tuple(find_shape(problems, config, teacher) for teacher in facts.read_teachers)
     facts = replace(facts, student=student, teachers=teachers)

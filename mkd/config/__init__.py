@@ -6,8 +6,6 @@ In reading order:
     schema.py            all settings of a run, a dataclass per section
     models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
     divergence.py        the divergences: names, parameters, formulas
-    on_policy.py         completions that the student samples
-    feedback.py          losses of judged answers
     run_files.py         data, checkpoints, reports
     data_files.py        paths of the data flags: blends, and suffixes of files of records
     split.py             the format of the setting `split`

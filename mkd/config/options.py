@@ -10,6 +10,7 @@ from functools import cache
 from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
+from mkd.config.field import Range
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
 
@@ -36,6 +37,7 @@ class Option:
     help: str
     choices: tuple[str, ...] | None
     has_flag: bool
+    valid: Range | None = None  # the values that a number may have, if the field says so
 
     @property
     def section(self) -> str:
@@ -113,6 +115,7 @@ def _option(field: Any, hint: Any, section: str) -> Option:
         help=field.metadata["help"],
         choices=field.metadata["choices"],
         has_flag=field.metadata["flag"] and section == of_first,
+        valid=field.metadata["valid"],
     )
 
 

@@ -9,26 +9,28 @@ is None, it ends with what applies then: `(default: ...)`.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from mkd.config.divergence import KDDivergence
-from mkd.config.feedback import FeedbackConfig
 from mkd.config.field import option
 from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
-from mkd.config.on_policy import RolloutConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 from mkd.config.split import parse_split
 from mkd.errors import UsageError
+from mkd.kinds.judged.pair_losses.dpo import DPO
+from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
+from mkd.kinds.judged.reward_settings import RewardConfig
+from mkd.kinds.sampled.rollout_settings import RolloutConfig
 
 __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
-    "FeedbackConfig",
     "KDConfig",
     "LogConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RewardConfig",
     "RolloutConfig",
     "StudentConfig",
     "TeacherConfig",
@@ -315,7 +317,8 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
-    feedback: FeedbackConfig = FeedbackConfig()
+    dpo: DPO = DPO()
+    grpo: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -334,7 +337,18 @@ class Config:
     @property
     def needs_models(self) -> bool:
         """True if the loss compares the student with other models."""
-        return self.kd.kd_ratio > 0 or self.feedback.has_pairs
+        return self.kd.kd_ratio > 0 or (self.pair_loss is not None and self.pair_loss.needs_reference)
+
+    @property
+    def pair_losses(self) -> tuple[PairLoss, ...]:
+        """Losses of preference pairs that are on: one in a run without problems, or none."""
+        sections = (getattr(self, one.name) for one in fields(self))
+        return tuple(one for one in sections if isinstance(one, PairLoss) and one.beta is not None)
+
+    @property
+    def pair_loss(self) -> PairLoss | None:
+        """Loss of preference pairs; None if the run has none."""
+        return next(iter(self.pair_losses), None)
 
     def with_evaluation(self) -> Config:
         """Return the configuration; if it holds data out without an interval, with one as long as the run."""
@@ -351,9 +365,14 @@ class Config:
         A single teacher that names no model says where this reference is, and in which precision.
         """
         initial = self.student.hf or self.student.load
-        needs_reference = self.feedback.has_pairs or (self.feedback.has_rewards and self.kd.kd_ratio > 0)
+        pair_loss = self.pair_loss
+        needs_reference = pair_loss.needs_reference if pair_loss else self.grpo.is_on and self.needs_models
         given = self.teachers or (TeacherConfig(),)
         is_named = len(given) > 1 or given[0].hf or given[0].load or given[0].topk
         if is_named or not (needs_reference and initial):
             return self
         return replace(self, teachers=(replace(given[0], hf=self.student.hf, load=self.student.load),))
+
+
+PAIR_LOSSES = tuple(type(one.default) for one in fields(Config) if isinstance(one.default, PairLoss))
+"""Classes of all losses of preference pairs."""

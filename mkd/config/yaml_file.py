@@ -21,6 +21,7 @@ from mkd.errors import MkdError, UsageError
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
+FORMER_SECTIONS = ("feedback",)  # of earlier versions: their keys are now in other sections
 _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as a YAML list
 
 
@@ -71,7 +72,7 @@ def _read_section(file: YamlFile, node: yaml.Node, section: str) -> None:
             _read_teachers(file, value)
         elif section.startswith("teachers") and f".{key}" == XTOKEN:
             _read_xtoken(file, value, section + XTOKEN)
-        elif not section and key in section_types():
+        elif not section and key in (*section_types(), *FORMER_SECTIONS):
             if not _is_null(value):
                 _read_section(file, value, key)
         else:
@@ -180,7 +181,8 @@ def _find(key: str, section: str) -> Option | None:
 
 
 def _own_options(section: str) -> tuple[Option, ...]:
-    return section_options(section_type(section), section) if section else ()
+    cls = section_type(section)  # None for the top level and for former sections
+    return section_options(cls, section) if cls else ()
 
 
 def _unknown(place: str, key: str, section: str) -> UsageError:

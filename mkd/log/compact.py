@@ -7,28 +7,25 @@ up to 9,999 steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mkd.human import count, duration, fixed, scientific
+from mkd.log.metrics import Metric
 
 Record = Mapping[str, float]
 
-COLUMNS = {  # label: (key, columns); those that a run does not have are left out
+COLUMNS = {  # key: (label, columns); those that a run does not have are left out
     "loss": ("loss", 5),
-    "kd": ("kd_loss", 6),
-    "ce": ("ce_loss", 5),
-    "top1": ("top1_agreement", 5),
-    "margin": ("dpo/margin", 6),
-    "acc": ("dpo/accuracy", 4),
-    "reward": ("reward/mean", 5),
-    "length": ("rollout/length", 4),
+    "kd_loss": ("kd", 6),
+    "ce_loss": ("ce", 5),
+    "top1_agreement": ("top1", 5),
 }
-ONLY_HELD_OUT = {"teacher ce": ("teacher_ce", 5), "gap closed": ("gap_closed", 6)}
+ONLY_HELD_OUT = {"teacher_ce": ("teacher ce", 5), "gap_closed": ("gap closed", 6)}
 SAMPLED = ("reward/mean", "rollout/length")
 """Keys of runs that sample. Their lines have no other room for these than that of `LEFT_OUT`."""
 
-LEFT_OUT = ("ce", "top1")
+LEFT_OUT = ("ce_loss", "top1_agreement")
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,19 @@ class CompactLines:
     """The lines of `--log-format compact`."""
 
     train_iters: int
+    more: Sequence[Metric] = ()  # metrics of features, which may have columns
+
+    @property
+    def columns(self) -> dict[str, tuple[str, int]]:
+        """Key -> (label, columns)."""
+        more = {one.name: one.compact for one in self.more if one.compact}
+        return COLUMNS | more
 
     def train(self, record: Record) -> str:
         """Format a training record. Time left counts training steps only."""
         is_sampled = any(key in record for key in SAMPLED)
-        shown = {label: of for label, of in COLUMNS.items() if not (is_sampled and label in LEFT_OUT)}
+        left_out = LEFT_OUT if is_sampled else ()
+        shown = {key: of for key, of in self.columns.items() if key not in left_out}
         step_ms = record["step_time_ms"]
         left_s = (self.train_iters - record["iteration"]) * step_ms / 1000
         fields = [
@@ -60,7 +65,7 @@ class CompactLines:
 
     def valid(self, record: Record) -> str:
         """Format an evaluation of held-out text. Only cross entropy has a perplexity."""
-        fields = [self._place(record), *_columns(record, COLUMNS | ONLY_HELD_OUT)]
+        fields = [self._place(record), *_columns(record, self.columns | ONLY_HELD_OUT)]
         if "ce_loss" in record:
             fields.append(f"ppl {fixed(perplexity(record['ce_loss']), 5).strip()}")
         return "  ".join([*fields, "held-out"])
@@ -70,7 +75,7 @@ class CompactLines:
 
 
 def _columns(record: Record, columns: Mapping[str, tuple[str, int]]) -> Iterator[str]:
-    for label, (key, width) in columns.items():
+    for key, (label, width) in columns.items():
         if key in record:
             yield f"{label} {fixed(record[key], width)}"
 

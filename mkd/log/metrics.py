@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,11 +28,13 @@ class Metric:
     reduction: Reduction
     help: str
     number: type = float
+    compact: tuple[str, int] | None = None  # label and columns in the short lines for people
+    line: tuple[str, str] | None = None  # label and format in Megatron's long lines
 
 
 TOKEN_MEAN, ROW_MEAN, STEP_MEAN, TIME_MEAN, SUM, LAST = Reduction
 
-METRICS = (
+CORE_METRICS = (
     Metric("iteration", "steps", LAST, "optimizer steps since the start of training", int),
     Metric("consumed_samples", "packs", LAST, "packs trained on so far", int),
     Metric("consumed_tokens", "tokens", LAST, "tokens in these packs, padding included", int),
@@ -117,94 +119,11 @@ METRICS = (
     ),
     Metric("consumed_prompts", "prompts", LAST, "prompts that the student has completed so far", int),
     Metric(
-        "rollout/length",
-        "tokens",
-        STEP_MEAN,
-        "mean length of a completion. All rollout metrics are absent without rollouts",
-    ),
-    Metric("rollout/truncated", "proportion", STEP_MEAN, "fraction of completions without a stop token"),
-    Metric(
-        "rollout/repetition",
-        "proportion",
-        STEP_MEAN,
-        "fraction of the sequences of 4 tokens that occurred before in their completion, averaged over "
-        "completions of any length",
-    ),
-    Metric("rollout/entropy", "nats/token", STEP_MEAN, "entropy of the student where it sampled, at T = 1"),
-    Metric(
-        "rollout/teacher_nll",
-        "nats/token",
-        STEP_MEAN,
-        "cross entropy of the teacher with the completions that have a loss; weighted mean of several "
-        "teachers. Absent without such tokens",
-    ),
-    *(
-        Metric(
-            f"rollout/kl_quarter_{number}",
-            "nats/token",
-            STEP_MEAN,
-            f"ln p - ln q of the sampled tokens in quarter {number} of completions with a loss, student p "
-            "and teacher q: an estimate of the reverse KL at T = 1, if sampled at T = 1. Token j of n, "
-            "counted from 0, is in quarter 1 + 4 j // n. Absent without such tokens",
-        )
-        for number in (1, 2, 3, 4)
-    ),
-    Metric(
-        "rollout/coverage",
-        "proportion",
-        STEP_MEAN,
-        "fraction of the sampled tokens on which a cross-tokenizer teacher is compared; the smallest of "
-        "several teachers. Absent without one",
-    ),
-    Metric(
-        "rollout/logp_gap",
-        "nats/token",
-        STEP_MEAN,
-        "mean absolute difference of ln p of the sampled tokens between training and sampling: rounding. A "
-        "larger one means that both do not run the same model. Absent without such tokens",
-    ),
-    Metric(
-        "rollout/version_lag",
-        "updates",
-        STEP_MEAN,
-        "mean number of updates since the weights that sampled a completion, 0 or 1",
-    ),
-    Metric("rollout/time_ms", "ms", STEP_MEAN, "wall-clock time of sampling, which step_time_ms leaves out"),
-    Metric(
         "feedback_loss",
         "nats",
         ROW_MEAN,
         "loss of judged answers, a mean over pairs or over sampled tokens, without auxiliary losses. Absent "
         "without judged answers",
-    ),
-    Metric(
-        "dpo/margin",
-        "nats",
-        ROW_MEAN,
-        "mean over pairs of z = beta x (log-ratio of the chosen - log-ratio of the rejected answer), each of "
-        "student to reference. DPO's metrics are absent without --dpo-beta",
-    ),
-    Metric("dpo/accuracy", "proportion", ROW_MEAN, "fraction of pairs whose margin is above 0"),
-    Metric(
-        "reward/mean",
-        "1",
-        STEP_MEAN,
-        "mean reward of the completions; steps without any reward do not count. Metrics of rewards are "
-        "absent without --reward",
-    ),
-    Metric(
-        "reward/std0_groups",
-        "proportion",
-        STEP_MEAN,
-        "fraction of prompts whose rewards are all the same, so that they teach nothing; prompts and steps "
-        "without any reward do not count",
-    ),
-    Metric("reward/failed", "completions", STEP_MEAN, "completions of a step whose reward failed"),
-    Metric(
-        "reward/clipped",
-        "proportion",
-        ROW_MEAN,
-        "fraction of sampled tokens whose ratio is clipped, in the last update of each iteration",
     ),
     Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )
@@ -232,14 +151,24 @@ AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "of the global batch except padding. The record weighs steps by their loss tokens",
 )
 
-_BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}
 _SUMMED = (TOKEN_MEAN, ROW_MEAN)
-_ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
-def find_metric(key: str) -> Metric:
-    """Return the registry entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
-    return _BY_NAME.get(key) or _BY_NAME[key.partition("/")[0]]
+class Registry:
+    """All metrics of a run, in the order of its records."""
+
+    def __init__(self, metrics: Sequence[Metric]):
+        self.metrics = tuple(metrics)  # those with a key of their own
+        self._by_name = {metric.name: metric for metric in (*metrics, *PER_TEACHER, AUXILIARY)}
+        self._order = {name: place for place, name in enumerate(self._by_name)}
+
+    def find(self, key: str) -> Metric:
+        """Return the entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
+        return self._by_name.get(key) or self._by_name[key.partition("/")[0]]
+
+    def in_order(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys in the order of records."""
+        return sorted(keys, key=lambda key: (self._order[self.find(key).name], key))
 
 
 class IntervalAverager:
@@ -251,7 +180,8 @@ class IntervalAverager:
     non-finite values stay. A metric that no step reported is absent from the record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._totals: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
@@ -269,13 +199,13 @@ class IntervalAverager:
         """
         for key, total in token_sums.items():
             if key != "num_loss_tokens":
-                assert find_metric(key).reduction in _SUMMED, f"{key} is not a token mean"
+                assert self._registry.find(key).reduction in _SUMMED, f"{key} is not a token mean"
                 self._accumulate(key, total, token_sums["num_loss_tokens"])
         self._sum("num_loss_tokens", token_sums["num_loss_tokens"])
         for key, (total, rows) in (row_sums or {}).items():
             self._accumulate(key, total, rows)
         for key, value in values.items():
-            match find_metric(key).reduction:
+            match self._registry.find(key).reduction:
                 case Reduction.STEP_MEAN:
                     self._accumulate(key, value, 1)
                 case Reduction.TIME_MEAN:
@@ -299,8 +229,8 @@ class IntervalAverager:
 
     def flush(self) -> dict[str, int | float]:
         """Return the interval's record in registry order, and start afresh. Means over 0 tokens are NaN."""
-        keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
-        record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
+        keys = self._registry.in_order(self._totals)
+        record = {key: _typed(self._registry.find(key), self._mean(key)) for key in keys}
         self._totals, self._weights = {}, {}
         return record
 

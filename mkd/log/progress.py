@@ -5,12 +5,13 @@ Scripts grep them, so they stay as they are. `compact.py` has the lines for peop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from mkd.log.compact import CompactLines, perplexity
+from mkd.log.metrics import Metric
 
 LONGEST_S = timedelta.max.days * 86400
 LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, for scripts that grep it
@@ -38,23 +39,35 @@ class MegatronLines:
 
     train_iters: int
     global_batch_size: int  # packs
+    more: Sequence[Metric] = ()  # metrics of features, which may have a field
 
     def train(self, record: Mapping[str, float]) -> str:
-        return progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
+        sizes = dict[str, Any](train_iters=self.train_iters, global_batch_size=self.global_batch_size)
+        return progress_line(record, more=self.more, **sizes)
 
     def valid(self, record: Mapping[str, float]) -> str:
-        return evaluation_line(record)
+        return evaluation_line(record, self.more)
 
 
-def build_lines(log_format: str, train_iters: int, global_batch_size: int) -> Lines:
+def build_lines(
+    log_format: str,
+    train_iters: int,
+    global_batch_size: int,
+    more: Sequence[Metric] = (),  # metrics of features
+) -> Lines:
     """Return the lines of --log-format."""
     if log_format == "compact":
-        return CompactLines(train_iters)
-    return MegatronLines(train_iters, global_batch_size)
+        return CompactLines(train_iters, more)
+    return MegatronLines(train_iters, global_batch_size, more)
 
 
 def progress_line(
-    record: Mapping[str, float], *, train_iters: int, global_batch_size: int, now: datetime | None = None
+    record: Mapping[str, float],
+    *,
+    train_iters: int,
+    global_batch_size: int,
+    now: datetime | None = None,
+    more: Sequence[Metric] = (),  # metrics of features
 ) -> str:
     """Format a training record (`IntervalAverager.flush`) as one line, in Megatron's spelling.
 
@@ -74,13 +87,7 @@ def progress_line(
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # the only reason to skip one
-        *_optional(record, "dpo margin", "dpo/margin", ".4f"),
-        *_optional(record, "dpo accuracy", "dpo/accuracy", ".4f"),
-        *_optional(record, "reward", "reward/mean", ".4f"),
-        *_optional(record, "rollout length", "rollout/length", ".1f"),
-        *_optional(record, "rollouts truncated", "rollout/truncated", ".3f"),
-        *_optional(record, "rollout teacher nll", "rollout/teacher_nll", ".4f"),
-        *_optional(record, "rollout time (ms)", "rollout/time_ms", ".1f"),
+        *_of_features(record, more),
         *_optional(record, "loss spikes", "loss_spikes", "d"),
         *_optional(record, "teacher share", "teacher_share", ".3f"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
@@ -90,7 +97,7 @@ def progress_line(
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 
 
-def evaluation_line(record: Mapping[str, float]) -> str:
+def evaluation_line(record: Mapping[str, float], more: Sequence[Metric] = ()) -> str:
     """Format an evaluation record as Megatron does. Only cross entropy has a perplexity."""
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
@@ -99,8 +106,7 @@ def evaluation_line(record: Mapping[str, float]) -> str:
             fields.append(f"{label} PPL: {perplexity(value):.6E}")
     fields += _optional(record, "top-1 agreement value", "top1_agreement", ".4f")
     fields += _optional(record, "gap closed value", "gap_closed", ".4f")
-    fields += _optional(record, "dpo margin value", "dpo/margin", ".4f")
-    fields += _optional(record, "dpo accuracy value", "dpo/accuracy", ".4f")
+    fields += _of_features(record, more, " value")
     return " " + " | ".join(fields) + " |"
 
 
@@ -109,6 +115,12 @@ def _losses(record: Mapping[str, float]) -> dict[str, float]:
     losses = {label: record[key] for label, key in LOSS_FIELDS.items() if key in record}
     teachers = (key for key in record if key.startswith("kd_loss/"))
     return losses | {key.replace("_", " ", 1): record[key] for key in teachers}
+
+
+def _of_features(record: Mapping[str, float], more: Sequence[Metric], after: str = "") -> list[str]:
+    """Return the fields of features; each label is followed by `after`."""
+    shown = [(one.line[0] + after, one.name, one.line[1]) for one in more if one.line]
+    return [field for label, key, form in shown for field in _optional(record, label, key, form)]
 
 
 def _optional(record: Mapping[str, float], label: str, key: str, form: str) -> list[str]:

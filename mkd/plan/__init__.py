@@ -7,7 +7,7 @@ It starts without torch. In reading order:
     layout.py            the pipeline layout of one model
     expert_parallel.py   expert parallelism of each model
     planned_models.py    student and teachers with their layouts
-    rollout_plan.py      a step with completions of the student, and the memory of their keys and values
+    sampling_memory.py   the memory of keys and values while the student samples
     work.py              what features add to times and memory
     planned_teachers.py  the teachers of a run with their settings, and the student beside them
     peer_groups.py       which processes split a teacher
@@ -35,6 +35,4 @@ It starts without torch. In reading order:
     verdict.py           whether the run fits its GPUs, and what to change if not
     host_time.py         how long a CPU starts the kernels of a step
     notes.py             settings without effect, teachers ahead that cost time, a CPU that is the limit
-    loss_card.py         the objective of a run as text
-    feedback_card.py     its rows about judged answers
 """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from mkd.config.models import teacher_names, teacher_roles
 from mkd.config.schema import Config, TeacherConfig
+from mkd.errors import MkdError
 from mkd.plan.auto_layout import auto_layouts
 from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
@@ -15,7 +17,19 @@ from mkd.plan.layout import Layouts, PipelineLayout, count_virtual_stages
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_models import PlannedModel, one_layout, planned_models
 from mkd.plan.planned_teachers import Pair, Teacher, plan_teachers
-from mkd.plan.work import Work, no_work
+from mkd.plan.work import Work
+
+
+class RunKind(Protocol):
+    """The hooks of a kind of run that a plan calls; `mkd.kinds.kind.Kind` has more."""
+
+    calculates_with: tuple[str, ...]  # options without which it cannot tell its problems
+
+    def problems(self, facts: RunFacts) -> Iterable[MkdError]:
+        """Yield what is wrong with its settings."""
+
+    def work(self, config: Config) -> Work:
+        """Return what it adds to times and memory."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class RunFacts:
     student: ModelShape | None = None  # None: not known, which is reported elsewhere
     teachers: tuple[ModelShape | None, ...] = ()  # the ones that run, in the order of the configuration
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
-    work_of: Callable[[Config], Work] = no_work  # what features add to times and memory
+    kinds: tuple[RunKind, ...] = ()  # what else a run can be: see mkd/kinds
 
     @cached_property
     def teacher_names(self) -> tuple[str, ...]:
@@ -90,8 +104,8 @@ class RunFacts:
 
     @cached_property
     def work(self) -> Work:
-        """Additions of features to times and memory."""
-        return self.work_of(self.config)
+        """Additions of the kinds to times and memory."""
+        return sum((kind.work(self.config) for kind in self.kinds), start=Work())
 
     @cached_property
     def planned_teachers(self) -> tuple[Teacher, ...]:

@@ -22,7 +22,7 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import Parameters, stage_parameters
 from mkd.plan.peer_groups import weight_shards
 from mkd.plan.planned_teachers import Teacher, layer_bytes
-from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
+from mkd.plan.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.towers import tower_activation_bytes, tower_parameters
 
 GIB = 2**30

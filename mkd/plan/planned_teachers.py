@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
@@ -78,6 +78,13 @@ def plan_teachers(config: Config, roles: Sequence[str], shapes: Sequence[ModelSh
         )
         for index, (shape, role, teacher) in enumerate(zip(shapes, roles, config.teachers, strict=False))
     )
+
+
+def rounding(teacher: TeacherConfig, scores: str = "p_t") -> str:
+    """Return what FP8 changes in the `scores` of a teacher that runs, for the loss card."""
+    if teacher.precision != "fp8" or teacher.topk:
+        return ""
+    return f"; {scores} of layers in FP8 (E4M3, {teacher.fp8_recipe} scales)"
 
 
 def layer_bytes(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> int:

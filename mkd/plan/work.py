@@ -1,16 +1,9 @@
-"""The additions of features to the times and the memory of a step.
-
-Plans read `Work`, not the settings of features. `work_of` is the only place that knows these.
-"""
+"""The additions of the kinds of a run (mkd/kinds) to the times and the memory of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-
-from mkd.config.schema import Config
-from mkd.plan.rollout_plan import describe_rollouts
 
 
 @dataclass(frozen=True)
@@ -33,30 +26,3 @@ class Work:
             slots=self.slots + other.slots,
             lines=self.lines + other.lines,
         )
-
-
-def no_work(config: Config) -> Work:
-    """Return the work of a run without features."""
-    return Work()
-
-
-def work_of(config: Config) -> Work:
-    """Return what all features of a run add."""
-    return judged_work(config) + rollout_work(config)
-
-
-def judged_work(config: Config) -> Work:
-    """Return what losses of judged answers add."""
-    judged = config.feedback
-    return Work(
-        own_head_pass=judged.has_rewards, scores_tokens=judged.scores_tokens, updates=judged.rollout_updates
-    )
-
-
-def rollout_work(config: Config) -> Work:
-    """Return what completions of the student add. Sampling is not timed."""
-    rollout = config.rollout
-    if not rollout.is_on:
-        return Work()
-    slots = rollout.rollout_slots if rollout.samples_here else 0
-    return Work(scores_for_metrics=True, slots=slots, lines=(partial(describe_rollouts, config),))

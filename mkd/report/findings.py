@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from mkd.config.load import DEFAULT
-from mkd.log.metrics import find_metric
+from mkd.kinds.known_kinds import METRICS
 from mkd.log.records import TRAIN
 from mkd.report.columns import NOT_DRAWN, Split
 from mkd.report.run_folder import RunFolder
@@ -97,7 +97,7 @@ def direction_of(key: str) -> int:
 def unit_of(key: str) -> str:
     """Return the unit of a registered metric, '' for others and for pure numbers."""
     try:
-        unit = find_metric(key).unit
+        unit = METRICS.find(key).unit
     except KeyError:
         return ""
     return "" if unit == "1" else unit
@@ -106,7 +106,7 @@ def unit_of(key: str) -> str:
 def help_of(key: str) -> str:
     """Return what a registered metric means, '' for others."""
     try:
-        return find_metric(key).help
+        return METRICS.find(key).help
     except KeyError:
         return ""
 

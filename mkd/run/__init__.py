@@ -13,10 +13,11 @@ Read in this order:
     start_text.py             what a run shows before its first step
     dry_run.py                the verdict at the end of a dry run
     setup.py                  from a plan to a run: who gets which part
+    texts.py                  data, prompts and tasks, and how each teacher reads them
     build_data.py             the data sets
     cross_tokenizer_setup.py  what teachers with another tokenizer need
     stored_teacher.py         whether a stored teacher fits the run
-    rollouts_setup.py         prompts, and the stream of batches with completions
+    rollouts_setup.py         the stream of batches with completions
     build_engine.py           models with weights, schedule and optimizer
     fingerprints.py           what identifies a run, compared when it resumes
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves

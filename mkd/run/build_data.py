@@ -114,7 +114,7 @@ def open_data(
         teachers=teachers,
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,
-        pairs=config.feedback.has_pairs,
+        pairs=config.pair_loss is not None,
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

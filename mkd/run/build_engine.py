@@ -15,6 +15,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_laye
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, collect_error
+from mkd.kinds.known_kinds import data_term
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
 from mkd.models.fp8_weights import Fp8Weights, LayerMemory, fp8_recipe
 from mkd.models.language_model import LanguageModel
@@ -31,8 +32,6 @@ from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeac
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
-from mkd.train.feedback.policy_gradient import PolicyGradient
-from mkd.train.feedback.preference import Preference
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
@@ -67,21 +66,24 @@ def build_engine(
         balance_coeff=config.training.moe_aux_loss_coeff,
         z_coeff=config.training.moe_z_loss_coeff,
     )
+    # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
     layouts = plan.facts.layouts
     students = build_model_parts(plan.student.shape, layouts.student, options, context, vocab)
     load_weights(students, plan.student, context)
-    train_parts(students, config.student.train_parts)
+    train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
     models, vocabularies = [], {}
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
         own = cross_tokenizer.get(index)
         rows, settings = vocab if own is None else None, config.teachers[index]
         parts = build_teacher_parts(source, settings, layout, options, contexts[index], rows)
+        # After its weights are read: this selects and sorts rows of its head.
         if own is not None and parts[-1].post_process:
             vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
         models.append(parts)
     joined = join_stages(students, models)
+    # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
@@ -90,8 +92,8 @@ def build_engine(
     context.seed(config.training.seed)
     teachers = build_teachers(plan, vocabularies)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
-    feedback = build_feedback(plan)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, feedback)
+    judged = data_term(config, plan.scored_ids)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, judged)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
@@ -131,16 +133,6 @@ def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> t
             )
             teachers.append(CrossTokenizer(name, share, index, chunk_settings, vocabularies.get(index)))
     return tuple(teachers)
-
-
-def build_feedback(plan: Plan) -> Preference | PolicyGradient | None:
-    """Return the loss of judged answers; None if the run has the cross entropy."""
-    feedback = plan.config.feedback
-    if feedback.dpo_beta is not None:
-        return Preference(feedback.dpo_beta)
-    if feedback.has_rewards:
-        return PolicyGradient(feedback.clip_range, feedback.rollout_updates > 1, plan.scored_ids)
-    return None
 
 
 def place_beside(

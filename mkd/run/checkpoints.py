@@ -30,7 +30,6 @@ from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
 from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
-from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError
 from mkd.human import duration
 from mkd.operations.console import LOG
@@ -41,7 +40,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.run.fingerprints import describe_changes, identify_run, require_same
 from mkd.run.run_plan import Plan
-from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.run.texts import Texts
 
 
 def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
@@ -49,18 +48,13 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
     return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
 
 
-def take_identity(
-    plan: Plan,
-    tokenizer: Tokenizer,
-    train_set,
-    valid_set,
-    context: ParallelContext,
-    prompts: PromptSet | None = None,
-) -> dict[str, object]:
+def take_identity(plan: Plan, texts: Texts, context: ParallelContext) -> dict[str, object]:
     """Return what `identify_run` does, {} for a run that neither saves nor loads. Collective."""
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
-    identify = partial(identify_run, plan, tokenizer, train_set, valid_set, prompts)
+    assert plan.tokenizers is not None, "a run reads text"
+    text = texts.train_set, texts.valid_set, texts.prompts
+    identify = partial(identify_run, plan, plan.tokenizers.student, *text)
     return context.broadcast_object(on_rank_0(identify, _unreadable))
 
 

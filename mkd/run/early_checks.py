@@ -17,19 +17,19 @@ from mkd.config.data_files import data_paths, is_raw, require_file
 from mkd.config.models import hf_flag
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError, collect_error
+from mkd.kinds.known_kinds import KINDS
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.work import work_of
 
 
 def early_problems(config: Config, world_size: int) -> list[MkdError]:
     """Return the problems of a training run whose --save folder is chosen."""
     problems: list[MkdError] = []
-    facts = RunFacts(config, world_size, work_of=work_of)
+    facts = RunFacts(config, world_size, kinds=KINDS)
     numbers = (None, *facts.read_teachers)
     student, *teachers = _models(problems, config, facts.roles, numbers)
     problems += find_problems(replace(facts, student=student, teachers=tuple(teachers)))
@@ -50,7 +50,7 @@ def early_model_problems(
 ) -> list[MkdError]:
     """Return the problems of a command that runs one model of `config` alone."""
     problems: list[MkdError] = []
-    model = ModelAlone(config, world_size, teacher=teacher, work_of=work_of)
+    model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS)
     (shape,) = _models(problems, config, model.facts.roles, (teacher,))
     problems += find_model_problems(replace(model, shape=shape))
     if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone

@@ -11,13 +11,11 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
-from mkd.config.feedback import FeedbackConfig
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.dataset import later_orders
@@ -25,6 +23,7 @@ from mkd.data.known_files import KnownFiles
 from mkd.data.prompts import PromptSet
 from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
+from mkd.kinds.known_kinds import identity
 from mkd.operations.run_folders import cache_folder
 from mkd.run.chat_setup import CHAT_DATE, date_of
 from mkd.run.cross_tokenizer_setup import teacher_images
@@ -46,15 +45,10 @@ LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
     }
 )
 # Options of how the loss is computed, or whether it may be.
-NOT_LOSS = frozenset({"kd_fp32_logits", "reward_timeout_s", "max_failed_rewards"})
+NOT_LOSS = frozenset({"kd_fp32_logits"})
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
     {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
-)
-# The prompts have a fingerprint; the others decide where and how fast completions are sampled.
-NOT_OF_ROLLOUT = frozenset(
-    {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
-    | {"rollout_server_timeout_s"}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
 NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")
@@ -101,9 +95,9 @@ def fingerprints(
     if prompts is not None:
         found["rollout.prompts"] = prompts.fingerprint
     # The values as a checkpoint returns them.
-    return json.loads(
-        json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)) | dict(_rollout(plan.config)))
-    )
+    config = plan.config
+    found |= dict(_data(config)) | dict(_loss(config)) | identity(config)
+    return json.loads(json.dumps(found))
 
 
 def _chat(
@@ -281,8 +275,7 @@ def _option_path(name: str) -> str:
     of_first = re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field)
     if field.startswith("teachers["):
         return of_first
-    is_judged = field in {one.name for one in fields(FeedbackConfig)}
-    return f"feedback.{field}" if is_judged else f"kd.{field}"
+    return next((one.path for one in all_options() if one.name == field), field)
 
 
 def _corpus(store: TokenStore) -> dict[str, object]:
@@ -306,19 +299,10 @@ def _data(config: Config) -> Iterator[tuple[str, object]]:
         yield f"data.{name}", value
 
 
-def _rollout(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield the settings that decide the completions, and which of them have loss."""
-    for option, value in settings(config):
-        is_read = config.rollout.is_on and option.field not in NOT_OF_ROLLOUT
-        if is_read and option.path.startswith("rollout."):
-            yield option.path, value
-
-
 def _loss(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the loss."""
     for option, value in settings(config):
-        is_judged = option.path.startswith("feedback.") and value != option.default
-        if option.field not in NOT_LOSS and (is_judged or option.path.startswith("kd.")):
+        if option.field not in NOT_LOSS and option.path.startswith("kd."):
             yield f"loss.{option.field}", value
         elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value

@@ -16,15 +16,15 @@ from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError, ServerLost
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
+from mkd.kinds.sampled.rollout_meter import RolloutMeter
+from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.operations.console import LOG
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
-from mkd.rollout.rollout_stream import RolloutStream
 from mkd.run.checkpoints import Saver
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
-from mkd.train.rollout_meter import RolloutMeter
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine, StepResult, train_step
 
@@ -96,13 +96,14 @@ def train(run: Run) -> Stop | None:
     at once. When it resumes, it completes any evaluation that was still due.
     """
     training = run.config.training
+    # A signal during the start stops the run before its first evaluation.
     stop = run.guards.stopper.agreed() or evaluate_and_report(run)
     while run.position.iteration < training.train_iters and not stop:
         before = run.position.iteration
         stop = one_step(run)
         iteration = run.position.iteration
         ends = is_last(iteration, training)
-        if iteration > before:
+        if iteration > before:  # false if the sampling server was lost
             run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
         if ends:  # the line of these steps comes before that of the evaluation
             run.reporter.flush()
@@ -110,6 +111,7 @@ def train(run: Run) -> Stop | None:
         if stop and not run.saver:  # else the checkpoint keeps the interval, and the resumed run prints it
             run.reporter.flush()
         cause = save_cause(run, ends, stop)
+        # After the evaluation, so that a checkpoint knows which parts are done.
         if run.saver and cause and (iteration > before or iteration > run.progress.kept_iteration):
             save(run, cause, wait=ends or bool(stop))
         elif run.saver and run.saver.pending:
@@ -117,7 +119,7 @@ def train(run: Run) -> Stop | None:
                 run.guards.stopper.took(save_s=run.saver.poll())
         if ends:
             break
-    finish_save(run)
+    finish_save(run)  # the run ends only when its checkpoint is on the disk
     run.phase.enter(END, run.position.iteration)
     return stop
 
@@ -137,6 +139,7 @@ def one_step(run: Run) -> Stop | None:
     if run.meter is not None:
         run.meter.start()
     result = updates(run, iteration, batches, on_device, following)
+    # Before the report, whose record has the new position.
     run.progress.position = advance(run, is_applied=result.is_applied)
     is_spike = run.guards.spikes.is_spike(iteration, result, run.data.train.last_samples)
     figures = run.meter.finish() if run.meter is not None else {}
@@ -155,7 +158,7 @@ def updates(
 
     Return the result of the last, with the time of all. A skipped update makes it a step without an update.
     """
-    phase, count = partial(run.phase, iteration=iteration), run.config.feedback.rollout_updates
+    phase, count = partial(run.phase, iteration=iteration), run.config.grpo.rollout_updates
     results: list[StepResult] = []
     for update in range(count):
         observe = run.meter if update == 0 else None  # it compares with the weights that sampled

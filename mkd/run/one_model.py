@@ -16,6 +16,7 @@ from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
+from mkd.kinds.known_kinds import KINDS
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
@@ -25,7 +26,6 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
-from mkd.plan.work import work_of
 from mkd.platform import Platform, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.build_engine import build_teacher_parts, load_weights
@@ -70,7 +70,7 @@ def plan_model(
     problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
 ) -> ModelPlan | None:
     """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
-    model = ModelAlone(config, world_size, teacher=teacher, work_of=work_of)
+    model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS)
     source = locate_model(problems, model.role, model.settings)
     model = replace(model, shape=source.shape if source else None)
     problems += find_model_problems(model)

@@ -200,7 +200,7 @@ def data_problems(
         found = collect_error(problems, partial(_kinds_in, flag, path, tokenizers, max_bad_records))
         kinds |= found or set()
         if found:
-            wanted = config.feedback.has_pairs
+            wanted = config.pair_loss is not None
             plain = {PAIR if one == CONVERSATION_PAIR else one for one in found}
             collect_error(problems, partial(require_pairs, plain, wanted, f"{flag} {path}"))
         if found and found & CONVERSATIONS and tokenizers is not None and not max_bad_records:

@@ -9,8 +9,8 @@ from mkd.config.data_files import require_file
 from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.kinds.sampled.stop_ids import named, require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
-from mkd.rollout.stop_ids import named, require_tokens, stop_ids, unlisted_eos
 from mkd.run.model_source import ModelSource
 from mkd.run.preflight import LOOKED_AT, Tokenizers
 

@@ -18,12 +18,12 @@ from mkd.checkpoint.folders import saved_iterations
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import UsageError
+from mkd.kinds.sampled.sampler.rollouts import Sampling
+from mkd.kinds.sampled.server.rollout_record import RolloutRecord
+from mkd.kinds.sampled.server.server_client import Refused, ServerClient, ServerModel, find_model
+from mkd.kinds.sampled.server.server_source import ServerSource
 from mkd.operations.run_folders import log_folder
 from mkd.parallel.context import ParallelContext
-from mkd.rollout.rollout_record import RolloutRecord
-from mkd.rollout.rollouts import Sampling
-from mkd.rollout.server_client import Refused, ServerClient, ServerModel, find_model
-from mkd.rollout.server_source import ServerSource
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.step import Engine

@@ -14,6 +14,8 @@ from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
+from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.loss_card import loss_card
 from mkd.log.writers import missing_packages
 from mkd.operations.console import LOG
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
@@ -34,10 +36,8 @@ from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.forecast_text import summarise_forecast
-from mkd.plan.loss_card import loss_card
 from mkd.plan.notes import plan_notes, precision_note
 from mkd.plan.verdict import describe, verdict
-from mkd.plan.work import work_of
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.run.chat_setup import date_of
@@ -175,7 +175,7 @@ class Plan:
 def plan_run(config: Config, world_size: int) -> Plan:
     """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList."""
     problems: list[MkdError] = []
-    facts = RunFacts(config, world_size, work_of=work_of)
+    facts = RunFacts(config, world_size, kinds=KINDS)
     student = locate_model(problems, "student", config.student)
     teachers = zip(facts.roles, config.teachers, strict=True)
     sources: list[ModelSource | None] = []

@@ -16,7 +16,8 @@ from mkd.data.images.pack_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
-from mkd.evaluation.task_evaluator import build_tasks
+from mkd.kinds.known_kinds import METRICS
+from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.log.progress import build_lines
 from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
@@ -35,22 +36,13 @@ from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.plan.parameters import checkpoint_bytes
 from mkd.platform import Platform
-from mkd.rollout.rollout_stream import RolloutStream
-from mkd.run.build_data import build_data, quarantine_file
 from mkd.run.build_engine import build_engine
-from mkd.run.chat_setup import describe_chat
 from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_save, take_identity
-from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
-from mkd.run.rollouts_setup import (
-    build_prompts,
-    build_rewards,
-    build_rollouts,
-    teacher_seq_lengths,
-    with_room,
-)
-from mkd.run.run_plan import Plan, with_ends_of
+from mkd.run.rollouts_setup import build_rollouts
+from mkd.run.run_plan import Plan
+from mkd.run.texts import Texts, describe_texts, read_texts
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
@@ -68,45 +60,38 @@ def build_run(
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
     context = join(config.parallel, plan.facts.virtual_stages, platform, plan.facts.pair.expert_parallel)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
-    watchdog.meet_peers()
+    watchdog.meet_peers()  # as early as ranks can talk: from here on a killed rank is noticed
     phases = Phases(watchdog)
+    # Before anything is written: another run may be using the folder.
     notice = begin(plan, context, phases, cleanup, signals)
-    tokenizer = plan.tokenizers.student
-    prompts = build_prompts(plan)
-    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
-    cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
-    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases, prompts)
-    plan = with_ends_of(train_set, plan)
-    tasks = build_tasks(config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
-    rewards = build_rewards(plan, prompts, context, phases, cleanup)
-    run_identity = take_identity(plan, tokenizer, train_set, valid_set, context, prompts)
+    # Text before models: bad records end the run before weights are read.
+    plan, texts = read_texts(plan, context, phases, cleanup, signals)
+    # The identity covers the data, and is compared with the checkpoint's before weights are read.
+    run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    seq_lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
-    engine, state = build_engine(plan, context, cross_tokenizer, seq_lengths)
+    engine, state = build_engine(plan, context, texts.cross_tokenizer, texts.teacher_seq_lengths)
     position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}
-    # The fingerprint of the evaluation before the first step.
+    # `gap_closed` compares with the evaluation before the first step, if it was of the same thing.
     first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}
     has_baseline = first["evaluation"] == run_identity.get("evaluation")
+    # After the checkpoint, whose position says which records of metrics.jsonl are still valid.
     reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
-    lines = describe_data(train_set, valid_set, tasks, prompts, str(quarantine_file(config)))
-    for line in lines + describe_chat(plan.tokenizers.opened, (train_set, valid_set), prompts):
+    for line in describe_texts(plan, texts):
         LOG.info(line)
-    rollouts = meter = None
-    if prompts is not None:
-        text = prompts, train_set, position, phases, cross_tokenizer, seq_lengths
-        known: Any = run_identity.get("fingerprints", {})
-        rollouts, meter = build_rollouts(plan, engine, state, *text, known, rewards)
-    streams = build_streams(plan, context, train_set, valid_set, position.consumed_samples, rollouts)
-    guards = build_guards(plan, engine, rollouts or train_set, signals)
-    phases.follow(guards.stopper)
+    # After the engine, whose models sample, and from the checkpoint's position on.
+    known: Any = run_identity.get("fingerprints", {})
+    rollouts, meter = build_rollouts(plan, engine, state, texts, position, phases, known)
+    streams = build_streams(plan, context, texts, position.consumed_samples, rollouts)
+    guards = build_guards(plan, engine, rollouts or texts.train_set, signals)
+    phases.follow(guards.stopper)  # it learns from every step how long the next may take
     run = Run(
         plan=plan,
         engine=engine,
         state=state,
-        data=DataStreams(*streams, tasks),
+        data=streams,
         progress=Progress(position, kept_iteration=position.iteration, kept_in=start_folder),
         guards=guards,
         reporter=reporter,
@@ -114,7 +99,7 @@ def build_run(
         meter=meter,
         phase=phases,
     )
-    run.progress.due = still_due(run)
+    run.progress.due = still_due(run)  # reads the records that the reporter has kept
     return run
 
 
@@ -125,13 +110,13 @@ def begin(
 
     Return what keeps the texts of `signals` up to date. Raises UsageError if ranks mean different folders.
     """
-    require_same_choices(plan.choices)
+    require_same_choices(plan.choices)  # before the lock, which is in a folder that ranks may have chosen
     config, notice = plan.config, StopNotice(signals, plan.config.checkpoint.save)
     phases.follow(notice)
     lock = lock_save(config.checkpoint, context)
     if lock is not None:
         cleanup.add(lambda error: lock.release())
-    crashes = count_crashes(config, context)
+    crashes = count_crashes(config, context)  # under the lock: another run's steps are no crash
     cleanup.add(crashes.end)
     signals.when_forced.append(crashes.forgive)
     profiler = Profiler.from_config(config.log, log_folder(config) / "profile", context.rank)
@@ -157,11 +142,10 @@ def load_start(
 def build_streams(
     plan: Plan,
     context: ParallelContext,
-    train_set,
-    valid_set,
+    texts: Texts,
     consumed_samples: int,
     rollouts: RolloutStream | None = None,
-) -> tuple[TrainStream | RolloutStream, EvalStream | None]:
+) -> DataStreams:
     """Build this rank's batches for training, after `consumed_samples`, and of the held-out set.
 
     `rollouts` take the place of the former.
@@ -180,9 +164,10 @@ def build_streams(
     )
     order = dict(seed=training.seed, shuffle=data.shuffle, consumed_samples=consumed_samples)
     held_out = None
-    if valid_set is not None and training.eval_iters:
-        held_out = EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
-    return rollouts or TrainStream(train_set, **order, **sizes), held_out
+    if texts.valid_set is not None and training.eval_iters:
+        held_out = EvalStream(texts.valid_set, eval_iters=training.eval_iters, **sizes)
+    stream = rollouts or TrainStream(texts.train_set, **order, **sizes)
+    return DataStreams(stream, held_out, texts.tasks)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:
@@ -219,19 +204,6 @@ def still_due(run: Run) -> frozenset[str]:
     return run.data.parts - run.engine.context.broadcast_object(recorded)
 
 
-def describe_data(train_set, valid_set, tasks, prompts, quarantine: str) -> list[str]:
-    """Return the sizes of the data sets, and how much of them cross-tokenizer teachers cover.
-
-    `quarantine` is the file that lists bad records.
-    """
-    lines = []
-    for name, part in (("training", train_set), ("held-out", valid_set)):
-        described = part.describe(quarantine) if part is not None else []
-        lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
-    lines += tasks.describe() if tasks else []
-    return lines + ([prompts.describe(quarantine)] if prompts else [])
-
-
 def build_reporter(
     plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
 ) -> Reporter:
@@ -264,11 +236,14 @@ def build_reporter(
         teachers=tuple(source.shape for source in plan.teachers),
         kd_ratio=config.kd.kd_ratio,
         log_interval=config.log.log_interval,
-        lines=build_lines(config.log.log_format, config.training.train_iters, plan.batch.global_batch_size),
+        lines=build_lines(
+            config.log.log_format, config.training.train_iters, plan.batch.global_batch_size, METRICS.metrics
+        ),
+        metrics=METRICS,
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         is_cross_tokenizer=any(one.xtoken for one in config.teachers),
         initial_kd=of_valid.get(0),
-        updates=config.feedback.rollout_updates,
+        updates=config.grpo.rollout_updates,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
     )

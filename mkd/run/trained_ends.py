@@ -12,7 +12,7 @@ from mkd.config.schema import Config
 from mkd.data.sources import find_prefix
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import ENDS, ends_with_loss
-from mkd.rollout.stop_ids import named
+from mkd.kinds.sampled.stop_ids import named
 from mkd.run.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
 
 

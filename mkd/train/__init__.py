@@ -5,9 +5,7 @@ schedule.py                      Megatron's pipeline schedule runs all micro-bat
 stage_inputs.py                  the inputs of the stages, made from a micro-batch
 teacher_prefetch.py              teacher forwards ahead of the student, in the gaps of its pipeline
 objective.py, teachers/          the loss of one micro-batch: the cross entropy and the teachers
-feedback/                        losses of judged answers, in the place of the cross entropy
 sums.py                          the sums that micro-batches report, and the means made of them
-rollout_meter.py                 scores of the teachers for the text that the student sampled
 expert_monitor.py                counts, balance losses and load of the student's experts
 optimizer.py                     Megatron's DDP and optimizer around the student
 optimizer_residency.py           the optimizer's state in host memory between updates

@@ -13,16 +13,13 @@ from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import OF_NO_TEACHER, LossSums, ReportLayout
-from mkd.train.teachers.base import FeedbackTerm, LossInput, Teacher, Term
+from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
 from mkd.train.teachers.same_tokens import CrossEntropy, SameTokens
 from mkd.train.teachers.weights import pack_weights
 
 
 def loss_terms(
-    kd: KDConfig,
-    teachers: Sequence[Teacher],
-    with_ce_metric: bool = False,
-    feedback: FeedbackTerm | None = None,
+    kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False, feedback: DataTerm | None = None
 ) -> tuple[Term, ...]:
     """Return the terms of the loss: the cross entropy, or judged answers (`feedback`), and every teacher's.
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.batch import PackedBatch
-from mkd.log.metrics import IntervalAverager
+from mkd.log.metrics import IntervalAverager, Registry
 from mkd.log.progress import Lines
 from mkd.log.writers import MetricLogger
 from mkd.parallel.context import ParallelContext
@@ -43,16 +43,20 @@ class Reporter:
     kd_ratio: float
     log_interval: int
     lines: Lines  # of the terminal
+    metrics: Registry
     global_batch_size: int
     seq_length: int
     is_cross_tokenizer: bool = False  # some teacher has another tokenizer
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
-    interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
+    interval: IntervalAverager = field(init=False)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
     _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers' time is unknown
+
+    def __post_init__(self) -> None:
+        self.interval = IntervalAverager(self.metrics)
 
     def train(
         self,
@@ -126,7 +130,7 @@ class Reporter:
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:
         """Write and print one evaluation of the held-out set."""
-        averager = IntervalAverager()
+        averager = IntervalAverager(self.metrics)
         averager.add(
             self._computed(sums, with_ce=True),
             self._per_teacher(sums),

@@ -2,9 +2,9 @@
 
 The global batch is cut into micro-batches, and each of them passes through all stages of the pipeline
 (schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
-stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, or a
-loss of judged answers (feedback/), and the divergence from each teacher (teachers/). Then the optimizer
-makes one update (optimizer.py).
+stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, or
+the loss that a kind of run puts in its place (mkd/kinds), and the divergence from each teacher (teachers/).
+Then the optimizer makes one update (optimizer.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
-from mkd.train.teachers.base import FeedbackTerm, LossInput, Teacher, Term
+from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Engine:
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
     experts: ExpertMonitor | None = None  # None: the student is dense
-    feedback: FeedbackTerm | None = None  # takes the place of the cross entropy; None: nothing is judged
+    feedback: DataTerm | None = None  # takes the place of the cross entropy; None: nothing is judged
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ Number = Tensor | float | None
 """A sum of one micro-batch: a 0-dim tensor, a Python number, or None if not computed (counts as 0)."""
 
 CROSS_ENTROPY = "cross entropy"
-PREFERENCE, POLICY = "preference loss", "policy loss"
-OF_NO_TEACHER = (CROSS_ENTROPY, PREFERENCE, POLICY)
+JUDGED = "judged answers"
+OF_NO_TEACHER = (CROSS_ENTROPY, JUDGED)
 """Names of the terms that belong to no teacher; the blank keeps them apart from the names of teachers."""
 
 
@@ -36,7 +36,7 @@ class TermSums:
     tokens: Number = 0.0  # ... both over this number of tokens
     top1_agreement: Number = 0.0
     compared: Number = 0.0  # rows that count for `top1_agreement`
-    feedback: Any = 0.0  # loss of judged answers; see mkd/train/feedback
+    feedback: Any = 0.0  # loss of judged answers; see mkd/kinds/judged
     measures: Mapping[str, Any] = field(default_factory=dict)  # sums over rows by metric key
 
     def __add__(self, other: TermSums) -> TermSums:
@@ -80,7 +80,7 @@ class ReportLayout:
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
             teachers={name: one for name, one in terms.items() if name not in OF_NO_TEACHER},
-            feedback=next((terms[name] for name in (PREFERENCE, POLICY) if name in terms), None),
+            feedback=terms.get(JUDGED),
         )
 
 

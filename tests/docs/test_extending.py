@@ -70,6 +70,13 @@ def test_the_page_has_a_recipe_for_every_plug():
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 
+def test_the_page_counts_the_product_files_of_every_recipe():
+    table = re.findall(r"^\| (an? [^|]+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert {title: int(number) for title, number in table} == {
+        title: len(recipe.product_files) for title, recipe in RECIPES.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """Return a copy of the tree, to which recipes are added one after the other."""

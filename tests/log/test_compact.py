@@ -7,11 +7,12 @@ import math
 import pytest
 
 from mkd.human import count, duration, fixed, gpu_hours, milliseconds, number, scientific
+from mkd.kinds.known_kinds import METRICS
 from mkd.log.compact import CompactLines
 from mkd.log.progress import MegatronLines, build_lines
 from tests.log.test_progress import RECORD
 
-LINES = CompactLines(train_iters=30)
+LINES = CompactLines(train_iters=30, more=METRICS.metrics)
 LOSSES = ("loss", "ce_loss", "kd_loss")
 
 
@@ -64,7 +65,7 @@ def test_features_add_what_a_person_needs():
 
 
 def test_the_flag_chooses_the_lines():
-    assert build_lines("compact", 30, 8) == LINES
+    assert build_lines("compact", 30, 8, METRICS.metrics) == LINES
     assert build_lines("megatron", 30, 8) == MegatronLines(30, 8)
     assert "| lm loss: 2.123456E+00 |" in MegatronLines(30, 8).train(RECORD)
 

@@ -3,7 +3,9 @@ import random
 
 import pytest
 
-from mkd.log.metrics import METRICS, IntervalAverager, find_metric
+from mkd.config.schema import PAIR_LOSSES
+from mkd.kinds.known_kinds import METRICS
+from mkd.log.metrics import IntervalAverager
 
 CONTRACT_KEYS = [
     "iteration",
@@ -37,25 +39,24 @@ def test_registry_holds_the_contract_keys_once_in_order():
     own_text = ["length", "truncated", "repetition", "entropy", "teacher_nll"]
     own_text += [f"kl_quarter_{number}" for number in (1, 2, 3, 4)]
     more += [
-        *(f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")),
         "feedback_loss",
-        "dpo/margin",
-        "dpo/accuracy",
+        "peak_memory_gib",
+        *(f"{loss.prefix}/{name}" for loss in PAIR_LOSSES for name in ("margin", "accuracy")),
     ]
     more += [f"reward/{name}" for name in ("mean", "std0_groups", "failed", "clipped")]
-    more += ["peak_memory_gib"]
-    assert [metric.name for metric in METRICS] == CONTRACT_KEYS + more
-    assert all(metric.unit and metric.help for metric in METRICS)
+    more += [f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")]
+    assert [metric.name for metric in METRICS.metrics] == CONTRACT_KEYS + more
+    assert all(metric.unit and metric.help for metric in METRICS.metrics)
 
 
 def test_key_of_one_teacher_is_a_kd_loss():
-    assert find_metric("kd_loss/qwen-7b").name == "kd_loss"
+    assert METRICS.find("kd_loss/qwen-7b").name == "kd_loss"
     with pytest.raises(KeyError):
-        find_metric("kl_loss")
+        METRICS.find("kl_loss")
 
 
 def test_one_step_is_reported_as_it_is():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add(
         {"loss": 30.0, "ce_loss": 20.0, "kd_loss": 40.0, "num_loss_tokens": 10.0},
         iteration=5,
@@ -87,7 +88,7 @@ def test_one_step_is_reported_as_it_is():
 
 
 def test_interval_is_sums_over_sums_not_a_mean_of_means():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add({"loss": 10.0, "num_loss_tokens": 10})  # mean 1
     averager.add({"loss": 900.0, "num_loss_tokens": 300})  # mean 3
     assert averager.flush() == {"loss": 910 / 310, "num_loss_tokens": 310}
@@ -98,7 +99,7 @@ def test_lines_weighted_by_their_tokens_give_the_mean_of_the_run():
     steps = [(generator.uniform(-5, 5), generator.randrange(0, 50)) for _ in range(12)]
     lines = []
     for start in range(0, 12, 4):
-        averager = IntervalAverager()
+        averager = IntervalAverager(METRICS)
         for loss, tokens in steps[start : start + 4]:
             averager.add({"loss": loss * tokens, "num_loss_tokens": tokens})
         lines.append(averager.flush())
@@ -108,7 +109,7 @@ def test_lines_weighted_by_their_tokens_give_the_mean_of_the_run():
 
 
 def test_loss_identity_survives_the_interval():
-    averager, ratio = IntervalAverager(), 0.3
+    averager, ratio = IntervalAverager(METRICS), 0.3
     for ce, kd, tokens in ((20.0, 5.0, 7), (3.0, 90.0, 31), (0.0, 0.0, 0)):
         sums = {
             "loss": (1 - ratio) * ce + ratio * kd,
@@ -124,7 +125,7 @@ def test_loss_identity_survives_the_interval():
 
 
 def test_other_reductions_over_two_steps():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add(
         {"num_loss_tokens": 1},
         iteration=1,
@@ -148,7 +149,7 @@ def test_other_reductions_over_two_steps():
 
 
 def test_flush_starts_afresh_and_absent_metrics_stay_absent():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add({"loss": 4.0, "kd_loss/small": 2.0, "num_loss_tokens": 2})
     assert list(averager.flush()) == ["loss", "kd_loss/small", "num_loss_tokens"]
     averager.add({"ce_loss": 6.0, "num_loss_tokens": 2})
@@ -157,7 +158,7 @@ def test_flush_starts_afresh_and_absent_metrics_stay_absent():
 
 
 def test_nothing_is_clamped_or_hidden():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add(
         {"kd_loss": -4.0, "ce_loss": math.inf, "loss": 0.0, "num_loss_tokens": 2}, grad_norm=math.nan
     )
@@ -167,7 +168,7 @@ def test_nothing_is_clamped_or_hidden():
 
 
 def test_mean_over_no_loss_tokens_does_not_exist():
-    averager = IntervalAverager()
+    averager = IntervalAverager(METRICS)
     averager.add({"loss": 0.0, "num_loss_tokens": 0})
     record = averager.flush()
     assert math.isnan(record["loss"]) and record["num_loss_tokens"] == 0
@@ -175,6 +176,6 @@ def test_mean_over_no_loss_tokens_does_not_exist():
 
 def test_sums_and_values_are_not_mixed_up():
     with pytest.raises(AssertionError):
-        IntervalAverager().add({"num_loss_tokens": 1}, loss=1.0)
+        IntervalAverager(METRICS).add({"num_loss_tokens": 1}, loss=1.0)
     with pytest.raises(AssertionError):
-        IntervalAverager().add({"grad_norm": 1.0, "num_loss_tokens": 1})
+        IntervalAverager(METRICS).add({"grad_norm": 1.0, "num_loss_tokens": 1})

@@ -12,10 +12,10 @@ import pytest
 
 from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
 from mkd.errors import Preempted
+from mkd.kinds.loss_card import Term
 from mkd.losses import build_divergence
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 from mkd.operations.profiling import Profiler, profile_problems
-from mkd.plan.loss_card import Term
 from mkd.train.teachers.base import divergence_settings
 from tests.train.command import flags, make_files, run_main
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mkd.human import milliseconds
 from mkd.plan.collectives import gather_ms, split_blocks
 from mkd.plan.layer_time import WorkTime
 from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, cost_of, qwen3, several
@@ -123,9 +124,8 @@ def test_a_plan_names_the_time_and_counts_it():
     sums = 2 * 28 + 2 * (2 * 36) + 3 + 1  # layers, embeddings, and the gradient of the head's input
     assert two.collectives_ms() == pytest.approx(4 * sums * 2 * gather)
     assert two.step().step_ms == pytest.approx(replicas.step().step_ms / 2 + two.collectives_ms())
-    text = (
-        f"parallel collectives that nothing hides: {two.collectives_ms():.4g} ms of a rank's step, share 0.1"
-    )
+    spent = milliseconds(two.collectives_ms())
+    text = f"parallel collectives that nothing hides: {spent} of a rank's step, share 0.1"
     assert text in two.describe() and two.figures()["collectives_ms"] == two.collectives_ms()
     assert "collectives" not in replicas.describe() and replicas.collectives_ms() == 0
 

@@ -13,13 +13,11 @@ from mkd.errors import UsageError
 from mkd.plan import facts as module
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
-from mkd.plan.work import Work, work_of
+from mkd.plan.work import Work
 from tests.plan.shapes import STUDENT, TEACHER, config, several
 from tests.run_facts import facts_of
 
 PLAN = Path(module.__file__).parent
-FEATURES = {"work.py", "rollout_plan.py", "loss_card.py", "feedback_card.py"}
-"""Files of features in mkd/plan. Checks are also of features."""
 REMEDIES = "verdict.py"  # may lower --rollout-slots
 
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--global-batch-size", 8)
@@ -87,9 +85,9 @@ def test_models_that_read_the_students_tokens():
 
 
 def test_features_add_their_work():
-    assert work_of(config()) == Work() == RunFacts(config(), 1).work
+    assert facts_of(config()).work == Work() == RunFacts(config(), 1).work
     dpo, one, several_updates = (
-        work_of(config(*flags))
+        facts_of(config(*flags)).work
         for flags in (("--dpo-beta", 0.1), (*GRPO,), (*GRPO, "--rollout-updates", 3, "--rollout-slots", 9))
     )
     assert dpo == Work(scores_tokens=True)
@@ -97,7 +95,7 @@ def test_features_add_their_work():
     assert (several_updates.updates, several_updates.scores_tokens, several_updates.slots) == (3, True, 9)
     (line,) = one.lines
     assert line(8).startswith("a step trains on 1 prompt x 8 = 8 completions of at most 64 tokens")
-    assert work_of(config(*ROLLOUTS, "--rollout-source", "server")).slots == 0
+    assert facts_of(config(*ROLLOUTS, "--rollout-source", "server")).work.slots == 0
 
 
 def test_other_settings_have_other_work():
@@ -107,6 +105,6 @@ def test_other_settings_have_other_work():
 
 
 def test_plans_read_no_settings_of_features():
-    reads = re.compile(r"config\.(feedback|rollout)\b")
+    reads = re.compile(r"config\.(dpo|simpo|grpo|pair_loss|rollout)\b")
     found = {path.name for path in PLAN.glob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
-    assert found - FEATURES == {REMEDIES}
+    assert found == {REMEDIES}

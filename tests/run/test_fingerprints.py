@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.data.store import StoreFiles
+from mkd.kinds.known_kinds import identity
 from mkd.run.fingerprints import (
     END_BYTES,
     SAMPLE_BYTES,
     SAMPLES,
-    _loss,
     corpus_sample,
     ends_fingerprint,
     require_same,
@@ -175,7 +175,7 @@ def test_a_renamed_teacher_is_the_same(tmp_path):
 
 def test_what_rewards_may_cost_is_not_the_loss(tmp_path):
     judged = load_config(["--reward", "r:f", "--reward-timeout-s", "30", "--max-failed-rewards", "3"]).config
-    assert {name for name, _ in _loss(judged)} == {name for name, _ in _loss(Config())} | {"loss.reward"}
+    assert set(identity(judged)) == {"loss.reward"} and identity(Config()) == {}
     with refused("run-differs") as caught:
         require_same(tmp_path, SAVED, SAVED | {"loss.clip_range": 0.1}, [])
     assert "loss.clip_range (0.2 then, 0.1 now)" in caught.value.what

@@ -6,7 +6,7 @@ import re
 
 from mkd.config.options import all_options
 from mkd.config.schema import Config
-from mkd.log.metrics import METRICS
+from mkd.kinds.known_kinds import METRICS
 from tools import make_docs
 
 
@@ -23,7 +23,7 @@ def test_every_option_and_metric_is_in_a_table():
             "|", "\\|"
         )
     assert f"| `{Config().optimizer.lr}` |" in flags
-    assert all(f"| `{metric.name}` | {metric.unit} |" in metrics for metric in METRICS)
+    assert all(f"| `{metric.name}` | {metric.unit} |" in metrics for metric in METRICS.metrics)
 
 
 def test_ten_flags_come_before_the_table_of_all():

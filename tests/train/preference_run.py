@@ -1,4 +1,4 @@
-"""Run a step of DPO on the ranks of a layout, and compute the same loss with plain transformers."""
+"""Run a step of a loss of pairs on the ranks of a layout, and compute the same loss with transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import write_records
 from tests.train.rollout_run import EOS, documents_of
 
-SEQ_LENGTH, BETA = 88, 0.3
+SEQ_LENGTH, BETA, SIMPO_BETA, GAMMA = 88, 0.3, 2.0, 0.05
+DPO, SIMPO = ("--dpo-beta", BETA), ("--simpo-beta", SIMPO_BETA, "--simpo-gamma", GAMMA)
 WORDS = ("quick brown", "fox jumps over", "lazy", "the dog is not")
 NUM_PAIRS, NUM_PACKS = 12, 4  # of an epoch
 
@@ -30,11 +31,13 @@ def pair_of(i: int) -> dict[str, str]:
     return {"prompt": f"{i}: {WORDS[i % 4]}", "chosen": f" {chosen}.", "rejected": f" {rejected}!"}
 
 
-def argv(files: Path, run: str, *more: object, reference: str | None = "reference") -> list[str]:
+def argv(
+    files: Path, run: str, *more: object, reference: str | None = "reference", loss: tuple = DPO
+) -> list[str]:
     """Return the command line of a run whose steps have all pairs."""
     words: list[object] = ["--student-hf", files / "student", "--data-path", files / "pairs.jsonl"]
     words += [] if reference is None else ["--teacher-hf", files / reference]
-    words += ["--dpo-beta", BETA, "--kd-ratio", 0, "--seq-length", SEQ_LENGTH, "--no-shuffle"]
+    words += [*loss, "--kd-ratio", 0, "--seq-length", SEQ_LENGTH, "--no-shuffle"]
     words += ["--global-batch-size", NUM_PACKS, "--train-iters", 4, "--lr", 1e-3]
     words += ["--log-dir", files / run, "--data-cache-path", files / "cache"]
     return [str(word) for word in (*words, *more)]
@@ -58,7 +61,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     return {"sums": sums, "documents": documents}
 
 
-def reference_loss(folder: Path, documents: list, out_dir: Path) -> dict[str, float]:
+def reference_loss(folder: Path, documents: list, out_dir: Path, loss: tuple = DPO) -> dict[str, float]:
     """Write float64 gradients as a folder; return the mean loss, margin and accuracy.
 
     Every document runs alone. The loss is autograd's, of its definition.
@@ -69,11 +72,15 @@ def reference_loss(folder: Path, documents: list, out_dir: Path) -> dict[str, fl
     pairs = list(zip(documents[::2], documents[1::2], strict=True))
     found = dict(loss=0.0, margin=0.0, accuracy=0.0)
     for pair in pairs:
-        chosen, rejected = (log_ratio(student, frozen, *document) for document in pair)
-        margin = BETA * (chosen - rejected)
-        loss = -torch.nn.functional.logsigmoid(margin)
-        (loss / len(pairs)).backward()
-        for name, value in (("loss", loss), ("margin", margin), ("accuracy", margin > 0)):
+        if loss == DPO:
+            scores = [sum_logp(student, *document) - sum_logp(frozen, *document) for document in pair]
+            margin = BETA * (scores[0] - scores[1])
+        else:
+            scores = [sum_logp(student, *document) / document[2].sum() for document in pair]
+            margin = SIMPO_BETA * (scores[0] - scores[1]) - GAMMA
+        of_pair = -torch.nn.functional.logsigmoid(margin)
+        (of_pair / len(pairs)).backward()
+        for name, value in (("loss", of_pair), ("margin", margin), ("accuracy", margin > 0)):
             found[name] += torch.as_tensor(value).item() / len(pairs)
     for parameter in student.parameters():
         parameter.data = parameter.grad
@@ -81,10 +88,7 @@ def reference_loss(folder: Path, documents: list, out_dir: Path) -> dict[str, fl
     return found
 
 
-def log_ratio(student, frozen, tokens, labels, mask) -> torch.Tensor:
-    """Return the sum of ln p_s - ln p_r over the labels that count."""
-    logp = [
-        model(tokens[None]).logits[0].log_softmax(1).gather(1, labels[:, None])[:, 0]
-        for model in (student, frozen)
-    ]
-    return ((logp[0] - logp[1]) * mask).sum()
+def sum_logp(model, tokens, labels, mask) -> torch.Tensor:
+    """Return the sum of ln p over the labels that count."""
+    logp = model(tokens[None]).logits[0].log_softmax(1).gather(1, labels[:, None])[:, 0]
+    return (logp * mask).sum()

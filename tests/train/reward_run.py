@@ -10,7 +10,7 @@ import torch
 from tests.train.rollout_run import argv as rollout_argv
 
 CLIP, UPDATES = 0.2, 3
-REWARD = "tests.rollout.reward_functions"
+REWARD = "tests.kinds.sampled.reward_functions"
 
 
 def argv(files: Path, run: str, *more: object, ratio: float = 0.25, reward: str = "of_length") -> list[str]:

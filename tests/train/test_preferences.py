@@ -1,4 +1,4 @@
-"""Check DPO: loss and gradients against transformers, at every layout and packing, and resumed runs."""
+"""Check losses of pairs: loss and gradients against transformers, at every layout, and resumed runs."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def single(files, ranks):
     return found
 
 
-def means(sums: dict[str, float]) -> dict[str, float]:
+def means(sums: dict[str, float], prefix: str = "dpo") -> dict[str, float]:
     """Return loss, margin and accuracy from the sums of a step."""
-    names = dict(loss="loss", margin="dpo/margin", accuracy="dpo/accuracy")
+    names = dict(loss="loss", margin=f"{prefix}/margin", accuracy=f"{prefix}/accuracy")
     return {name: sums[key] / sums["num_loss_tokens"] for name, key in names.items()}
 
 

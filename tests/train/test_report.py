@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.checkpoint.folders import TrainingPosition
+from mkd.kinds.known_kinds import METRICS
 from mkd.log.progress import MegatronLines
 from mkd.train.report import Reporter
 from mkd.train.step import StepResult
@@ -37,7 +38,9 @@ def reporter(monkeypatch):
         records = []
         logger = SimpleNamespace(write=records.append)
         sizes = dict(log_interval=2, lines=MegatronLines(4, 4), global_batch_size=4, seq_length=32)
-        return Reporter(CPU, logger, student=None, teachers=(), kd_ratio=0.5, **sizes), records
+        return Reporter(
+            CPU, logger, metrics=METRICS, student=None, teachers=(), kd_ratio=0.5, **sizes
+        ), records
 
     return make
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mkd.config.feedback import FeedbackConfig
+from mkd.config.schema import RewardConfig
 from mkd.operations.phases import Phases
 from mkd.run import loop
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
+from tests.kinds.sampled.reward_functions import of_length
 from tests.reported import reported_codes
-from tests.rollout.reward_functions import of_length
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, run_main
 from tests.train.invariance import worst_relative_error
@@ -201,7 +201,7 @@ def test_a_step_with_a_skipped_update_counts_as_skipped(monkeypatch):
     guards = SimpleNamespace(
         stopper=SimpleNamespace(exchange=None), non_finite=SimpleNamespace(judge=lambda *given: None)
     )
-    settings = SimpleNamespace(feedback=FeedbackConfig(reward="r:f", rollout_updates=2))
+    settings = SimpleNamespace(grpo=RewardConfig(reward="r:f", rollout_updates=2))
     run = SimpleNamespace(phase=Phases(), config=settings, meter=None, engine=None, guards=guards)
     found = loop.updates(run, 1, [], [], ())
     assert not found.is_applied and found.step_time_ms == 1000

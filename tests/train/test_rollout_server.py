@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from tests.kinds.sampled.small_server import small_server
 from tests.reported import reported_codes
-from tests.rollout.small_server import small_server
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, read_weights, run_main
 from tests.train.rollout_run import EOS, argv, make_files

@@ -40,7 +40,7 @@ def build(layout: Layout, argv: list[str]):
     from mkd.run.run_plan import plan_run
 
     plan = plan_run(load_config(argv).config, layout.ranks)
-    context = join(plan.config.parallel, plan.virtual_stages, detect(), 1)
+    context = join(plan.config.parallel, plan.facts.virtual_stages, detect(), 1)
     engine, state = build_engine(plan, context)
     return engine, state.models, microbatches(layout, context, len(engine.teachers))
 

@@ -52,7 +52,7 @@ LAYOUTS = (
 )
 TEXT = ("--kd-ratio", 0, "--data-path", "text.jsonl")
 PROMPTS = ("--prompt-data-path", "prompts.jsonl", "--rollout-prompts", 4, "--samples-per-prompt", 2)
-REWARDS = ("--reward", "tests.rollout.reward_functions:of_length", "--kd-ratio", 0, *PROMPTS)
+REWARDS = ("--reward", "tests.kinds.sampled.reward_functions:of_length", "--kd-ratio", 0, *PROMPTS)
 SAMPLING = ("--max-new-tokens", 6, "--rollout-slots", 8, "--on-policy-fraction", 1)
 HELD_OUT = ("--eval-interval", 1, "--valid-data-path", "valid.jsonl")
 TASKS = ("--eval-completions", "task.jsonl")

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 from torch import nn
 
 from mkd.config.load import load_config
+from mkd.kinds.sampled.sampler.decoding import sample_completions
+from mkd.kinds.sampled.sampler.rollouts import Request, Sampling
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 from mkd.platform import Platform
-from mkd.rollout.decoding import sample_completions
-from mkd.rollout.rollouts import Request, Sampling
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine

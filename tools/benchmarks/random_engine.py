@@ -16,11 +16,11 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.config.load import load_config
 from mkd.errors import UsageError
+from mkd.kinds.known_kinds import KINDS
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.work import work_of
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
 from mkd.run.model_source import ModelSource
@@ -133,7 +133,7 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
     student = source(settings.student)
     teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
     shapes = tuple(teacher.shape for teacher in teachers)
-    facts = RunFacts(config, context.world_size, student.shape, shapes, work_of=work_of)
+    facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
     return Plan(facts, student, teachers)
 
 

@@ -8,7 +8,6 @@ teachers.py      student and teachers, and settings of the loss
 teacher_peers.py processes that split a teacher among them
 teacher_precision.py  teachers in FP8
 prefetch_limits.py  teacher forwards ahead of the student
-rollout_limits.py settings of rollouts, and students that can sample
 parallel.py      parallel layout, batch, packs, and the models' shapes
 vision_limits.py models with images: parts that learn, layers that take features
 expert_limits.py expert parallelism and settings of experts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,11 +15,10 @@ from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.vision_limits import first_part_problems
 from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.facts import RunFacts
+from mkd.plan.facts import RunFacts, RunKind
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_models import PlannedModel, one_layout
-from mkd.plan.work import Work, no_work
 
 READ_BY_A_MODEL = (
     *SHARDS,
@@ -50,7 +48,7 @@ class ModelAlone:
     world_size: int  # processes
     shape: ModelShape | None = None  # None: it could not be read, which has been reported
     teacher: int | None = None  # number of the teacher that runs; None: the student runs
-    work_of: Callable[[Config], Work] = no_work
+    kinds: tuple[RunKind, ...] = ()
 
     @cached_property
     def facts(self) -> RunFacts:
@@ -73,7 +71,7 @@ class ModelAlone:
     def _facts(
         self, config: Config, student: ModelShape | None, teachers: tuple[ModelShape | None, ...] = ()
     ) -> RunFacts:
-        return RunFacts(config, self.world_size, student, teachers, work_of=self.work_of)
+        return RunFacts(config, self.world_size, student, teachers, kinds=self.kinds)
 
     @property
     def settings(self) -> StudentConfig | TeacherConfig:

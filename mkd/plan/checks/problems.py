@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mkd.errors import MkdError
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
-from mkd.plan.checks.feedback_limits import check_preferences, check_rewards
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
@@ -24,7 +23,6 @@ from mkd.plan.checks.parallel import (
 )
 from mkd.plan.checks.prefetch_limits import check_prefetch
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
-from mkd.plan.checks.rollout_limits import check_rollout_model, check_rollouts
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.teachers import check_models, check_objective
@@ -44,9 +42,6 @@ CHECKS: Mapping[Check, Sequence[str]] = {
     check_precision: (*PACKS, *SHARDS),
     check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
-    check_rollouts: ("on_policy_fraction", "max_new_tokens", "seq_length"),
-    check_preferences: (),
-    check_rewards: (),
     check_folders: (),
     check_tasks: (),
     check_schedule: (),
@@ -61,7 +56,6 @@ CHECKS: Mapping[Check, Sequence[str]] = {
     check_ffn: ("tensor_model_parallel_size",),
     check_heads: SHARDS,
     check_layouts: STAGES,
-    check_rollout_model: ("on_policy_fraction", "seq_length"),
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
     check_vision: STAGES,
     check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
@@ -77,6 +71,9 @@ def find_problems(facts: RunFacts) -> list[MkdError]:
     for check, options in CHECKS.items():
         if wrong.isdisjoint(options):
             problems += check(facts)
+    for kind in facts.kinds:
+        if wrong.isdisjoint(kind.calculates_with):
+            problems += kind.problems(facts)
     if not problems and facts.is_known:
         problems += check_auto_layout(facts)
     return problems

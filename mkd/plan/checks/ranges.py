@@ -33,12 +33,7 @@ _GROUPS = (
     ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
     ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
     ("from 0 to below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
-    ("above 0 and below 1", lambda x: 0 < x < 1, "clip_range"),
-    (
-        "above 0",
-        lambda x: x > 0,
-        "device_memory_gib exit_duration_in_mins adam_eps dpo_beta reward_timeout_s rollout_server_timeout_s",
-    ),
+    ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps rollout_server_timeout_s"),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
     ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),
     ("at most a trillion", lambda x: x <= 10**12, "train_iters"),
@@ -47,7 +42,7 @@ _GROUPS = (
         "0 or more",
         lambda x: x >= 0,
         "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed "
-        "eval_num_fewshot max_bad_records max_failed_rewards "
+        "eval_num_fewshot max_bad_records "
         "save_interval_in_mins moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
     ),
     (
@@ -57,7 +52,7 @@ _GROUPS = (
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips "
         "xtoken_top_k rollout_prompts samples_per_prompt max_new_tokens rollout_slots "
-        "max_image_side max_patches_per_pack rollout_updates",
+        "max_image_side max_patches_per_pack",
     ),
     ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
     (f"1 to {PILLOW_PIXELS}, Pillow's own limit", lambda x: 1 <= x <= PILLOW_PIXELS, "max_image_pixels"),
@@ -86,6 +81,8 @@ def _out_of_range(config: Config) -> Iterator[tuple[Option, int | float, str]]:
     """Yield (option, value, what it must be). Settings that are not given (None) are fine."""
     for option, value in settings(config):
         wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
+        if option.valid is not None:
+            wanted, is_fine = option.valid.text, option.valid.holds
         if isinstance(value, int) and value > _LARGEST:
             wanted, is_fine = "at most 2^62", lambda x: False
         if value is not None and not is_fine(value):

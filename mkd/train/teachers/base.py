@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,9 +51,17 @@ class LossInput:
 class Term(Protocol):
     """One addend of the loss: `factor` times the mean of a loss over its rows."""
 
-    name: str
-    factor: float  # in the loss
-    measures: ClassVar[tuple[str, ...]]  # keys of its own metrics, which `TermSums.measures` fills
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+
+    @property
+    def factor(self) -> float:
+        """Factor in the loss."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Keys of its own metrics, which `TermSums.measures` fills."""
 
     def num_rows(self, batch: PackedBatch) -> int:
         """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together."""
@@ -65,10 +73,12 @@ class Term(Protocol):
         """
 
 
-class FeedbackTerm(Term, Protocol):
-    """A term that learns from judged answers, in the place of the cross entropy; see mkd/train/feedback."""
+class DataTerm(Term, Protocol):
+    """A term that takes the place of the cross entropy; see mkd/kinds."""
 
-    has_held_out_loss: ClassVar[bool]  # it can judge held-out data. Otherwise this has the cross entropy
+    @property
+    def has_held_out_loss(self) -> bool:
+        """True if it can judge held-out data. Otherwise this has the cross entropy."""
 
 
 class Teacher(Term, Protocol):

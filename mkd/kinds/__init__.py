@@ -1,0 +1,11 @@
+"""The kinds of runs: each feature that changes what a run learns from has a folder.
+
+kind.py          the hooks of a kind; each adds nothing by default
+known_kinds.py   all kinds, and their additions together
+loss_card.py     the objective of a run as text
+sampled/         the student's own text: completions of prompts, sampled here or by a server
+judged/          losses of judged answers: preference pairs, and rewards of sampled answers
+
+Modules that `mkd/config/schema.py` imports hold settings and formulas alone. A plan asks the kinds without
+torch: only `Kind.data_term` loads it.
+"""

@@ -1,0 +1,69 @@
+"""The hooks of a kind of run. Each adds nothing unless a kind has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mkd.config.schema import Config
+from mkd.errors import MkdError
+from mkd.log.metrics import Metric
+from mkd.plan.facts import RunFacts
+from mkd.plan.work import Work
+
+if TYPE_CHECKING:  # it loads torch
+    from mkd.train.teachers.base import DataTerm
+
+Row = tuple[str, str]  # of the loss card: label, text
+NOTHING: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True)
+class CardTerm:
+    """A loss that takes the place of the cross entropy, as the loss card shows it."""
+
+    name: str  # in the formula
+    rows: tuple[Row, ...]  # the formula
+    unit: str = "token"  # the loss is a mean over these
+    mask: str | None = None  # tokens that count; None: those of the text
+    normaliser: str | None = None  # None: the loss tokens of the global batch
+    elsewhere: tuple[Row, ...] = ()  # the same loss in other engines
+    without_counterpart: str | None = None  # why no other engine has it together with a divergence
+
+
+class Kind:
+    """A feature that changes what a run learns from.
+
+    A plan asks all hooks but `data_term`, without torch.
+    """
+
+    metrics: tuple[Metric, ...] = ()  # of its records, with their places in the lines of the terminal
+    calculates_with: tuple[str, ...] = ()  # options without which it cannot tell its problems
+
+    def problems(self, facts: RunFacts) -> Iterable[MkdError]:
+        """Yield what is wrong with its settings; also those that nothing reads because the kind is off."""
+        return ()
+
+    def work(self, config: Config) -> Work:
+        """Return what the kind adds to times and memory."""
+        return Work()
+
+    def card(self, config: Config) -> CardTerm | None:
+        """Return the loss that takes the place of the cross entropy; None if the kind has none."""
+        return None
+
+    def text_rows(self, config: Config) -> Iterable[Row]:
+        """Yield rows of the loss card about the text that has a loss."""
+        return ()
+
+    def identity(self, config: Config) -> Mapping[str, object]:
+        """Return the settings, by name, that must not change when a run resumes."""
+        return NOTHING
+
+    def data_term(self, config: Config, scored_ids: int) -> DataTerm | None:
+        """Return the loss that takes the place of the cross entropy; None if the kind has none.
+
+        `scored_ids`: number of ids that the sampler's probabilities are over.
+        """
+        return None

@@ -1,0 +1,34 @@
+"""All kinds of runs, and their additions together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkd.config.schema import Config
+from mkd.kinds.judged.grpo import GRPO
+from mkd.kinds.judged.preferences import Pairs
+from mkd.kinds.kind import CardTerm, Kind
+from mkd.kinds.sampled.own_text import OwnText
+from mkd.log.metrics import CORE_METRICS, Registry
+
+if TYPE_CHECKING:  # it loads torch
+    from mkd.train.teachers.base import DataTerm
+
+KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), OwnText())
+METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
+
+
+def identity(config: Config) -> dict[str, object]:
+    """Return the settings of all kinds that must not change when a run resumes."""
+    return {name: value for kind in KINDS for name, value in kind.identity(config).items()}
+
+
+def card_term(config: Config) -> CardTerm | None:
+    """Return the loss that takes the place of the cross entropy, as the loss card shows it."""
+    return next((term for kind in KINDS if (term := kind.card(config)) is not None), None)
+
+
+def data_term(config: Config, scored_ids: int) -> DataTerm | None:
+    """Return the loss that takes the place of the cross entropy; None if the run has that. See `Kind`."""
+    found = (kind.data_term(config, scored_ids) for kind in KINDS)
+    return next((term for term in found if term is not None), None)

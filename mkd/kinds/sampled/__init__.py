@@ -1,0 +1,17 @@
+"""Completions that the student samples itself.
+
+rollout_settings.py   settings
+rollout_limits.py     what they refuse
+rollout_batch.py      the composition of a step
+rollout_metrics.py    metrics
+own_text.py           all of these as a kind of run
+stop_ids.py           the tokens that end a completion
+sampler/              completions from the training model
+server/               completions from a vLLM server that gets the student's weights
+reward/               a function that judges completions
+rollout_teachers.py   completions as each teacher reads them, aligned with other tokenizers
+rollout_packs.py      completions as packs for training
+rollout_figures.py    length, truncation, repetition and entropy of a step's completions
+rollout_stream.py     the batches of a run: stored packs and fresh completions
+rollout_meter.py      scores of the teachers for them, on the last stage
+"""

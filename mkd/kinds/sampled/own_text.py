@@ -1,0 +1,63 @@
+"""The student's own text: it completes prompts, and the teachers judge its completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from mkd.config.options import settings
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.kinds.kind import Kind, Row
+from mkd.kinds.sampled.rollout_batch import describe_rollouts
+from mkd.kinds.sampled.rollout_limits import check_rollout_model, check_rollouts
+from mkd.kinds.sampled.rollout_metrics import ROLLOUT_METRICS
+from mkd.plan.facts import RunFacts
+from mkd.plan.work import Work
+
+HOW_SAMPLED = frozenset(
+    {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
+    | {"rollout_server_timeout_s"}
+)
+"""The prompts have a fingerprint; the others decide where and how fast completions are sampled."""
+
+
+class OwnText(Kind):
+    """Runs that train on completions of the student."""
+
+    metrics = ROLLOUT_METRICS
+    calculates_with = ("on_policy_fraction", "max_new_tokens", "seq_length")
+
+    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+        yield from check_rollouts(facts)
+        yield from check_rollout_model(facts)
+
+    def work(self, config: Config) -> Work:
+        """Return what completions add. Sampling is not timed."""
+        rollout = config.rollout
+        if not rollout.is_on:
+            return Work()
+        slots = rollout.rollout_slots if rollout.samples_here else 0
+        return Work(scores_for_metrics=True, slots=slots, lines=(partial(describe_rollouts, config),))
+
+    def text_rows(self, config: Config) -> Iterator[Row]:
+        rollout = config.rollout
+        if rollout.is_on:
+            temperature = rollout.rollout_temperature
+            sampled = "p_s" if temperature == 1 else f"p_s at T = {temperature:g}"
+            dropped = "; truncated ones have no loss" if rollout.rollout_truncated == "drop" else ""
+            yield (
+                "rollouts",
+                f"completions sampled from {sampled} in every step, up to {rollout.max_new_tokens} tokens"
+                f"{dropped}; loss on their sampled tokens, stop token included, no gradient through the "
+                "sampling",
+            )
+
+    def identity(self, config: Config) -> Mapping[str, object]:
+        if not config.rollout.is_on:
+            return {}
+        return {
+            option.path: value
+            for option, value in settings(config)
+            if option.section == "rollout" and option.field not in HOW_SAMPLED
+        }

@@ -1,0 +1,65 @@
+"""Figures of the completions of a step, which show how sampling does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mkd.kinds.sampled.sampler.rollouts import Rollout
+
+LOG = logging.getLogger("mkd")
+GRAM = 4  # tokens of a sequence that counts as repeated
+TRUNCATED_LIMIT = 0.5
+
+
+def repetition(ids: np.ndarray) -> float:
+    """Return the fraction of the sequences of 4 tokens that occurred before, 0 for a shorter completion."""
+    grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def figures(rollouts: Sequence[Rollout], time_ms: float) -> dict[str, float]:
+    """Return the metrics of all completions of a step, those that are dropped from training included."""
+    tokens = sum(len(one.ids) for one in rollouts)
+    return {
+        "rollout/length": tokens / len(rollouts),
+        "rollout/truncated": sum(one.is_truncated for one in rollouts) / len(rollouts),
+        "rollout/repetition": sum(repetition(one.ids) for one in rollouts) / len(rollouts),
+        "rollout/entropy": float(sum(one.entropy.sum(dtype=np.float64) for one in rollouts)) / tokens,
+        "rollout/version_lag": sum(one.lag for one in rollouts) / len(rollouts),
+        "rollout/time_ms": time_ms,
+    }
+
+
+def warn_if_empty(iteration: int, sampled: int, judged: int, kept: int) -> None:
+    """Warn of a step that trains on nothing.
+
+    Of its `sampled` completions `judged` have a reward, if they need one; `kept` of these are in the loss.
+    """
+    if kept == 0:
+        LOG.warning(
+            "iteration %d: no completion is left for the loss: %d of %d have no reward, %d are cut off and "
+            "dropped. The gradient is 0: only weight decay and the optimizer's momentum move weights",
+            *(iteration, sampled - judged, sampled, judged),
+        )
+
+
+@dataclass
+class TruncationWatch:
+    """Warns when most completions are cut off, once until fewer are."""
+
+    is_high: bool = False
+
+    def judge(self, iteration: int, truncated: float, max_new_tokens: int) -> None:
+        """Look at the truncated fraction of a step."""
+        if truncated > TRUNCATED_LIMIT and not self.is_high:
+            LOG.warning(
+                "iteration %d: %.2f of the completions reach --max-new-tokens %d without a stop token; texts "
+                "that grow without end are the usual failure of on-policy training. Start from a student "
+                "that stops (off-policy steps first), lower --on-policy-fraction, or raise --max-new-tokens",
+                *(iteration, truncated, max_new_tokens),
+            )
+        self.is_high = truncated > TRUNCATED_LIMIT

@@ -1,0 +1,141 @@
+"""Check the settings of rollouts, and that the student can sample in this layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from mkd.config.schema import Config, RolloutConfig
+from mkd.errors import UsageError
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
+
+SERVER_SETTINGS = "rollout_server_url", "rollout_server_remote", "rollout_server_timeout_s", "max_staleness"
+OFF = "or train on stored text: --on-policy-fraction 0"
+
+
+def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
+    """Check that rollouts have what they need, and that nothing else has their settings."""
+    config, rollout, default = facts.config, facts.config.rollout, RolloutConfig()
+    if not rollout.is_on:
+        for one in fields(rollout):
+            if getattr(rollout, one.name) != getattr(default, one.name):
+                setting = one.name.replace("_", "-")
+                yield no_effect(setting, "on-policy-fraction is 0", "add --on-policy-fraction 1")
+        return
+    if not rollout.prompt_data_path:
+        what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
+        do = "give --prompt-data-path FILE"
+        yield UsageError(what, "the student completes prompts", do, code="prompt-data-path-missing")
+    if config.kd.kd_ratio != 1 and not config.grpo.is_on:
+        yield UsageError(
+            f"on-policy-fraction is {rollout.on_policy_fraction}, but kd-ratio is {config.kd.kd_ratio}",
+            "the cross entropy with the student's own samples has a mean gradient of 0: it is only noise",
+            f"use --kd-ratio 1, {OFF}",
+            code="rollout-with-cross-entropy",
+        )
+    if rollout.max_new_tokens >= config.training.seq_length:
+        yield UsageError(
+            f"max-new-tokens {rollout.max_new_tokens} leaves no room for a prompt in seq-length "
+            f"{config.training.seq_length}",
+            "a prompt and its completion are one document of a pack",
+            "lower --max-new-tokens, or raise --seq-length",
+            code="max-new-tokens-too-many",
+        )
+    yield from _server(rollout)
+    yield from _staleness(config)
+    yield from _teachers(facts)
+    yield from _layout(config)
+
+
+def _server(rollout: RolloutConfig) -> Iterator[UsageError]:
+    default, add = RolloutConfig(), "add --rollout-source server"
+    if rollout.rollout_source == "in-process":
+        for name in SERVER_SETTINGS:
+            if getattr(rollout, name) != getattr(default, name):
+                yield no_effect(name.replace("_", "-"), "rollout-source is in-process", add)
+        return
+    url = rollout.rollout_server_url
+    if url is None:
+        what, do = "rollout-source is server, but there is no address", "give --rollout-server-url URL"
+        yield UsageError(what, "mkd does not start servers", do, code="rollout-server-url-missing")
+    elif (host := _host(url)) is None:
+        what, why = f"rollout-server-url {url} is not an address", "a scheme, a host and a port are needed"
+        yield UsageError(what, why, "write it as http://127.0.0.1:8000", code="rollout-server-url-invalid")
+    elif not (rollout.rollout_server_remote or _is_loopback(host)):
+        what = f"rollout-server-url {url} is not on this machine"
+        why = "whoever reaches such a server can run code on it, and its answers become training data"
+        do = "use http://127.0.0.1:PORT, or add --rollout-server-remote"
+        yield UsageError(what, why, do, code="rollout-server-not-loopback")
+
+
+def _staleness(config: Config) -> Iterator[UsageError]:
+    if config.rollout.max_staleness and config.grpo.is_on and not config.grpo.has_ratio:
+        what = "max-staleness is 1 with a reward"
+        why = "the gradient of one update leaves out the ratio to the older weights that sampled"
+        do = "use --max-staleness 0, or --rollout-updates 2, whose loss has this ratio"
+        yield UsageError(what, why, do, code="staleness-without-ratio")
+
+
+def _host(url: str) -> str | None:
+    """Return the host of an address without path and user; None if it is none."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and parts.port != 0
+    except ValueError:
+        return None
+    more = parts.path.strip("/"), parts.query, parts.fragment, parts.username
+    return parts.hostname if is_whole and not any(more) else None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _teachers(facts: RunFacts) -> Iterator[UsageError]:
+    if facts.has_stored_teacher:
+        what = "rollouts cannot have a stored teacher"
+        why = "its predictions are of stored text, and the student's own text is new in every step"
+        yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollout-with-stored-teacher")
+
+
+def _layout(config: Config) -> Iterator[UsageError]:
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1:
+        what = f"rollouts cannot have context-parallel-size {parallel.context_parallel_size}"
+        why = "the keys and values of a sequence must be on one process while it grows"
+        yield UsageError(
+            what, why, f"use --context-parallel-size 1, {OFF}", code="rollout-with-context-parallel"
+        )
+
+
+def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
+    """Check that the student's attention can sample with a cache."""
+    config, student = facts.config, facts.student
+    if not config.rollout.is_on or student is None:
+        return
+    length, reason = config.training.seq_length, None
+    if student.vision is not None:
+        reason = "images"
+    elif any(layer.mla for layer in student.layers):
+        reason = "latent attention"
+    elif any(layer.attention_sinks for layer in student.layers):
+        reason = "attention sinks"
+    elif any(
+        rope.kind == "longrope" and length > rope.original_max_position_embeddings for rope in student.ropes
+    ):
+        reason = "positions that depend on the length of the text (LongRoPE beyond its original length)"
+    if reason is not None:
+        what = f"the student has {reason}, with which mkd cannot sample yet"
+        why = "keys and values of earlier tokens are cached as they are"
+        yield UsageError(what, why, f"use another student, {OFF}", code="rollout-architecture")
+    if any(one is not None and one.vision for one in facts.teachers):
+        what, why = "rollouts cannot have a teacher that reads images yet", "completions are packed as text"
+        yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollout-with-images")

@@ -1,0 +1,156 @@
+"""Measure the teachers on the student's completions, on the last stage while a step trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
+from mkd.kinds.sampled.rollout_stream import RolloutStream
+from mkd.losses.scores import token_scores
+from mkd.models.language_model import LanguageModel
+from mkd.parallel.context import ParallelContext
+from mkd.train.teachers.base import LossInput
+from mkd.train.teachers.cross_tokenizer import CrossTokenizer
+from mkd.train.teachers.same_tokens import SameTokens
+from mkd.xtoken.segments import sum_segments
+
+OF_TEACHER = 2 * QUARTERS + 1  # ln p - ln q and tokens of each quarter, -ln q
+KL_QUARTERS = tuple(f"rollout/kl_quarter_{i + 1}" for i in range(QUARTERS))
+TEACHER_NLL = "rollout/teacher_nll"
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """The sampled tokens of a micro-batch."""
+
+    rows: Tensor  # [n] int64, ascending: their loss rows
+    quarter: Tensor  # [n] int64
+    logp: Tensor  # [n] fp64, ln p of the student
+
+
+@dataclass
+class RolloutMeter:
+    """Adds up scores of the sampled tokens over the micro-batches of one step.
+
+    ln p(y) - ln q(y), averaged over tokens y that the student sampled at T = 1, estimates KL(p || q) without
+    bias. Its gradient is another matter: the loss never uses it. A cross-tokenizer teacher is compared on the
+    text of whole chunks: the sums of ln p and of ln q over their tokens.
+    """
+
+    context: ParallelContext
+    stream: RolloutStream
+    teachers: Sequence[SameTokens | CrossTokenizer]
+    vocab_size: int  # ids that can be sampled
+    _rows: list[RolloutRows] = field(default_factory=list)  # of the micro-batches to come
+    _sums: Tensor | None = None  # [teachers * OF_TEACHER + 2] fp64; the last: |ln p - sampler's|, tokens
+
+    def start(self) -> None:
+        """Prepare for the step of the stream's last micro-batches."""
+        self._rows = list(self.stream.rows)
+        size = len(self.teachers) * OF_TEACHER + 2
+        self._sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
+
+    def __call__(self, given: LossInput) -> None:
+        """Add the next micro-batch. Passes over the heads without gradients; see `token_scores`."""
+        assert self._sums is not None
+        rows, device = self._rows.pop(0), self.context.device
+        mine = np.flatnonzero(rows.quarter >= 0)  # on the CPU, which then need not wait for the device
+        of_row, quarter, sampler = (
+            torch.from_numpy(one).to(device) for one in (mine, rows.quarter[mine], rows.logp[mine])
+        )
+        places, sampler = given.batch.loss_rows[of_row], sampler.double()
+        student = self._logp(given, given.output.hidden, given.stage.student, places)
+        sampled = _Sampled(places, quarter, student)
+        parts = [
+            self._of_chunks(given, one, sampled)
+            if isinstance(one, CrossTokenizer)
+            else self._of_tokens(given, one, sampled)
+            for one in self.teachers
+        ]
+        gap = torch.stack([(student - sampler).abs().sum(), student.new_tensor(len(student))])
+        self._sums += torch.cat([*parts, gap])
+
+    def finish(self) -> dict[str, float]:
+        """Return the metrics of the step, the stream's included. What no token measures is absent.
+
+        Communication: all-reduce SUM over data, context and pipeline parallelism.
+        """
+        assert self._sums is not None
+        dist.all_reduce(self._sums, group=self.context.dp_cp_group)
+        dist.all_reduce(self._sums, group=self.context.pp_group)
+        *values, gap, count = self._sums.tolist()
+        of_teachers: dict[str, list[tuple[float, float]]] = {}  # (share of the teacher, its mean)
+        covered = []
+        for place, one in enumerate(self.teachers):
+            *part, nll = values[place * OF_TEACHER : (place + 1) * OF_TEACHER]
+            kl, counts = part[:QUARTERS], part[QUARTERS:]
+            sums = [*zip(KL_QUARTERS, kl, counts, strict=True), (TEACHER_NLL, nll, sum(counts))]
+            for name, total, tokens in sums:
+                if tokens:
+                    of_teachers.setdefault(name, []).append((one.share, total / tokens))
+            if isinstance(one, CrossTokenizer) and count:
+                covered.append(sum(counts) / count)
+        found = {
+            name: sum(share * value for share, value in parts) / sum(share for share, _ in parts)
+            for name, parts in of_teachers.items()
+        }
+        if count:
+            found["rollout/logp_gap"] = gap / count
+        if covered:
+            found["rollout/coverage"] = min(covered)
+        return self.stream.figures | found
+
+    def _of_tokens(self, given: LossInput, teacher: SameTokens, sampled: _Sampled) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher that reads the student's tokens."""
+        (index,) = teacher.indices
+        model, hidden = given.stage.teachers[index], given.output.teacher_hiddens[index]
+        logp = self._logp(given, hidden, model, sampled.rows)
+        return _sums(sampled.logp, logp, torch.ones_like(logp), sampled.quarter)
+
+    def _of_chunks(self, given: LossInput, teacher: CrossTokenizer, sampled: _Sampled) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher with other tokens, over the chunks of completions."""
+        part: Any = given.batch.teacher_inputs[teacher.index]
+        chunks = part.chunks
+        ours, theirs, count = chunks.student, chunks.teacher, len(chunks.kinds)
+        scores = teacher.pack_scores(given).scores.label.double()
+        if not count or not len(sampled.rows):  # the heads of all tensor-parallel ranks have run
+            return sampled.logp.new_zeros(OF_TEACHER)
+        numbers = torch.arange(count, device=scores.device)
+        of_student, of_teacher = (
+            numbers.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
+            for side in (ours, theirs)
+        )
+        places = torch.searchsorted(sampled.rows, ours.rows).clamp(max=len(sampled.rows) - 1)
+        first = ours.offsets[:-1]
+        is_sampled = sampled.rows[places[first]] == ours.rows[first]  # a chunk of stored text is left out
+        student = sum_segments(of_student, sampled.logp[places], count)
+        logp = sum_segments(of_teacher, scores, count)
+        tokens, quarter = ours.offsets.diff().double(), sampled.quarter[places[first]]
+        return _sums(*(one[is_sampled] for one in (student, logp, tokens, quarter)))
+
+    def _logp(self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor) -> Tensor:
+        """Return ln p of the labels of `rows`, fp64 [n]."""
+        scores = token_scores(
+            hidden.squeeze(1).detach(),
+            model.head_weight(),
+            rows,
+            given.batch.labels[0, rows],
+            tp_group=self.context.tp_group,
+            vocab_size=self.vocab_size,
+            sequence_parallel=model.config.sequence_parallel,
+        )
+        return scores.label.double()
+
+
+def _sums(student: Tensor, teacher: Tensor, tokens: Tensor, quarter: Tensor) -> Tensor:
+    """Return ln p - ln q and tokens of each quarter, then -ln q, [OF_TEACHER], of rows [n] each."""
+    values = torch.stack([student - teacher, tokens]) @ F.one_hot(quarter, QUARTERS).double()
+    return torch.cat([values.flatten(), -teacher.sum()[None]])

@@ -1,0 +1,104 @@
+"""Completions as each teacher reads them: the student's tokens, or aligned tokens of another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from mkd.data.aligned.aligned_ids import Pair, align_sampled
+from mkd.data.aligned.chunk_selection import ChunkSelection
+from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
+from mkd.data.aligned.teacher_side import TeacherText
+from mkd.data.batch import Pack
+from mkd.data.prompts import PromptSet
+from mkd.data.teacher_input import SharedTokens
+from mkd.kinds.sampled.sampler.rollouts import Rollout
+from mkd.xtoken.align.align_text import AlignedText
+
+NO_CHUNK = np.zeros((0, 4), dtype=np.int64)
+
+
+class RolloutTeacher(Protocol):
+    """A teacher's side of the completions."""
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of its packs."""
+
+    def align(self, rollout: Rollout) -> AlignedText:
+        """Return prompt and completion in the tokens of both models, chunks in the completion alone."""
+
+    def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> Any:
+        """Return the teacher's `PackPart` of a student's `pack`, whose `documents` begin at `starts`."""
+
+
+@dataclass(frozen=True)
+class SharedRollouts:
+    """The side of a teacher that reads the student's tokens: nothing is added."""
+
+    seq_length: int
+
+    def align(self, rollout: Rollout) -> AlignedText:
+        none = np.zeros(0, dtype=np.int64)
+        return AlignedText(none, none, NO_CHUNK)
+
+    def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> SharedTokens:
+        return SharedTokens()
+
+
+@dataclass(frozen=True)
+class AlignedRollouts:
+    """The side of a cross-tokenizer teacher.
+
+    It reads the prompt in its own chat template, and then the text that was sampled. The student's ids stay
+    as they are; only their bytes become the teacher's tokens.
+    """
+
+    text: TeacherText
+    pair: Pair
+    prompts: PromptSet
+    seq_length: int
+
+    def align(self, rollout: Rollout) -> AlignedText:
+        prompt = self.prompts.prompts[rollout.request.prompt]
+        own, theirs = rollout.request.ids, prompt.of_teachers[self.text.name]
+        found = align_sampled(
+            rollout.ids, self.pair, is_stopped=not rollout.is_truncated, is_chat=prompt.is_chat
+        )
+        offset = [len(own), len(own), len(theirs), len(theirs)]
+        ids = np.concatenate([own, found.student_ids]), np.concatenate([theirs, found.teacher_ids])
+        return AlignedText(*ids, found.chunks + offset)
+
+    def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> TeacherPack:
+        """Return the teacher's part.
+
+        A document without room is cut after its last chunk that fits, or left out with its prompt.
+        """
+        pad_id = self.text.tokenizer.padding_id(self.text.vocab_size)
+        part = empty_teacher_pack(self.seq_length, pad_id)
+        lengths, chunks, place = [], [NO_CHUNK], 0
+        for document, start in zip(documents, starts, strict=True):
+            fits = document.chunks[:, 3] <= self.seq_length - place
+            found = document.chunks[fits & (document.chunks[:, 2] > 0)]  # a first token has no predictor
+            if not len(found):
+                continue
+            ids = document.teacher_ids[: int(found[-1, 3])]
+            part.tokens[place : place + len(ids)] = ids
+            part.labels[place : place + len(ids) - 1] = ids[1:]
+            chunks.append(found + [start, start, place, place])
+            lengths.append(len(ids))
+            place += len(ids)
+        if not lengths:
+            return part
+        spans = np.array(lengths)
+        spans[-1] += self.seq_length - place
+        kept = self._selection(np.concatenate(chunks), pack.labels, pack.loss_mask, part.labels)
+        return TeacherPack(part.tokens, part.labels, np.array(lengths), spans, kept)
+
+    @cached_property
+    def _selection(self) -> ChunkSelection:
+        return self.text.selection()

@@ -1,0 +1,156 @@
+"""The text of a run: stored data, prompts, tasks, and how each teacher reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
+from mkd.data.dataset import BlendedDataset
+from mkd.data.prompts import PromptSet, read_prompts
+from mkd.data.teacher_input import SharedTokens
+from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
+from mkd.kinds.sampled.reward.reward_calls import RewardCalls
+from mkd.kinds.sampled.reward.rewards import Rewards
+from mkd.operations.cleanup import Cleanup
+from mkd.operations.phases import ROLLOUT, Phases
+from mkd.operations.run_folders import log_folder
+from mkd.operations.signals import Signals
+from mkd.parallel.context import ParallelContext
+from mkd.run.build_data import build_data, quarantine_file
+from mkd.run.chat_setup import describe_chat
+from mkd.run.cross_tokenizer_setup import CrossTokenizerTeacher, find_cross_tokenizer, teacher_texts
+from mkd.run.run_plan import Plan, with_ends_of
+
+SPARE_ROOM = 1.25  # in the packs of cross-tokenizer teachers: texts vary
+FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The text of a run on this rank, before any model is built."""
+
+    train_set: BlendedDataset | None  # None: the student's own text takes its place
+    valid_set: BlendedDataset | None
+    tasks: TaskEvaluator | None  # held-out tasks
+    prompts: PromptSet | None  # that the student completes
+    rewards: Rewards | None  # judges of these completions
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher]  # by number of the teacher
+    teacher_seq_lengths: tuple[int, ...]  # tokens of every teacher's packs
+
+
+def read_texts(
+    plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup, signals: Signals
+) -> tuple[Plan, Texts]:
+    """Return the plan with what the text decides, and the text. Collective."""
+    assert plan.tokenizers is not None, "a run reads text"
+    tokenizer = plan.tokenizers.student
+    # Prompts come first, because packs of cross-tokenizer teachers need room for their completions.
+    prompts = build_prompts(plan)
+    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
+    cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
+    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases, prompts)
+    plan = with_ends_of(train_set, plan)
+    tasks = build_tasks(plan.config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
+    rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
+    # The data decide the length of the teachers' packs, which the pipeline's messages have.
+    lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
+    return plan, Texts(train_set, valid_set, tasks, prompts, rewards, cross_tokenizer, lengths)
+
+
+def describe_texts(plan: Plan, texts: Texts) -> list[str]:
+    """Return the sizes of the data sets, how much of them teachers cover, and how conversations are read."""
+    assert plan.tokenizers is not None, "a run reads text"
+    quarantine, lines = str(quarantine_file(plan.config)), []
+    for name, part in (("training", texts.train_set), ("held-out", texts.valid_set)):
+        described = part.describe(quarantine) if part is not None else []
+        lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
+    lines += texts.tasks.describe() if texts.tasks else []
+    lines += [texts.prompts.describe(quarantine)] if texts.prompts else []
+    stored = (texts.train_set, texts.valid_set)
+    return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)
+
+
+def build_prompts(plan: Plan) -> PromptSet | None:
+    """Read the prompts; None for a run without rollouts. Raises DataError for records that are none."""
+    config = plan.config
+    if not config.rollout.is_on:
+        return None
+    assert plan.tokenizers is not None, "a run reads text"
+    longest = config.training.seq_length - config.rollout.max_new_tokens
+    tokenizer, bad = plan.tokenizers.student, config.data.max_bad_records
+    teachers = {
+        name: own
+        for name, own in zip(plan.teacher_names, plan.tokenizers.teachers, strict=False)
+        if own is not None
+    }
+    paths, has_rewards = config.rollout.prompt_data_path, config.grpo.is_on
+    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards)
+
+
+def with_room(
+    plan: Plan,
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
+    prompts: PromptSet | None,
+    document_multiple: int,
+) -> dict[int, CrossTokenizerTeacher]:
+    """Return the teachers with packs that have room for completions.
+
+    By default their number of tokens is that of the student's, times the proportion of both in the prompts,
+    times SPARE_ROOM.
+    """
+    found = dict(cross_tokenizer)
+    if prompts is None:
+        return found
+    seq_length = plan.config.training.seq_length
+    for index, one in cross_tokenizer.items():
+        ours = sum(len(prompt.ids) for prompt in prompts.prompts)
+        theirs = sum(len(prompt.of_teachers[one.text.name]) for prompt in prompts.prompts)
+        unit, needed = document_multiple * LENGTH_UNIT, seq_length * max(1.0, SPARE_ROOM * theirs / ours)
+        text = replace(one.text, least_seq_length=math.ceil(needed / unit) * unit)
+        found[index] = replace(one, text=text)
+    return found
+
+
+def teacher_seq_lengths(
+    plan: Plan,
+    train_set: BlendedDataset | None,
+    valid_set: BlendedDataset | None,
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
+) -> tuple[int, ...]:
+    """Return the tokens of every teacher's packs, which all data sets and the completions share."""
+    dataset = train_set if train_set is not None else valid_set
+    if dataset is not None:
+        return dataset.teacher_seq_lengths
+    texts = teacher_texts(plan, cross_tokenizer)
+    ours = plan.config.training.seq_length
+    return tuple(
+        ours if isinstance(text, SharedTokens) else text.seq_length or text.least_seq_length for text in texts
+    )
+
+
+def build_rewards(
+    plan: Plan, prompts: PromptSet | None, context: ParallelContext, phases: Phases, cleanup: Cleanup
+) -> Rewards | None:
+    """Start the reward function, which `cleanup` ends; None for a run without one. Collective.
+
+    Raises UsageError if it is none.
+    """
+    settings = plan.config.grpo
+    if prompts is None or settings.reward is None:
+        return None
+    assert plan.tokenizers is not None, "a run reads text"
+    rewards = Rewards(
+        calls=RewardCalls(settings.reward, settings.reward_timeout_s),
+        prompts=prompts,
+        tokenizer=plan.tokenizers.student,
+        context=context,
+        group_size=plan.config.rollout.samples_per_prompt,
+        max_failed=settings.max_failed_rewards,
+        file=log_folder(plan.config) / FAILED_REWARDS_FILE,
+        announce=lambda iteration: phases.enter(ROLLOUT, iteration),
+    )
+    rewards.start()
+    cleanup.add(lambda error: rewards.calls.close())
+    return rewards

@@ -1,0 +1,68 @@
+"""Check sampling on GPUs: Transformer Engine's layers with a cache against their packed forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kinds.sampled.decoded import Place, packed_scores, requests, sample
+from tests.kinds.sampled.test_decoding import by_completion, sample_refilled
+from tests.ranks import skip_unless_gpus_take
+from tests.tiny_models import make_model
+
+pytestmark = pytest.mark.gpu
+SIZES = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-windows"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_log_probabilities_are_those_of_the_packed_forward(family, dtype, tolerance, tmp_path, gpu_ranks):
+    folder, place = make_model(tmp_path / family, family, **SIZES), Place("one GPU", dtype=dtype)
+    asked = requests(8)
+    (found,) = gpu_ranks.run(sample_refilled, 1, folder, place, asked)
+    pairs = [(one.ids, ids) for one, (_, _, ids, _, _) in zip(asked, found, strict=True)]
+    (expected,) = gpu_ranks.run(packed_scores, 1, folder, pairs, place)
+    gaps = [np.abs(logp - scores) for (_, _, _, logp, _), scores in zip(found, expected, strict=True)]
+    assert np.concatenate(gaps).mean() < tolerance
+
+
+def sample_fixed(folder, place, asked, fixed_rows, temperature):
+    """Sample with fewer slots than completions, beyond the first length of keys."""
+    settings = dict(max_new_tokens=300, slots=6, temperature=temperature)
+    return sample(folder, place, asked, fixed_rows=fixed_rows, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_sample_what_their_kernels_do(dtype, temperature, tmp_path, gpu_ranks):
+    """The same rows without graphs: equal ids, and equal ln p to the bit."""
+    folder, place = make_model(tmp_path / "qwen3", "qwen3", **SIZES), Place("one GPU", dtype=dtype)
+    asked = requests(10)
+    results = [
+        by_completion(gpu_ranks.run(sample_fixed, 1, folder, place, asked, rows, temperature))
+        for rows in ("graphs", "plain")
+    ]
+    for key, (ids, logp, finish) in results[0].items():
+        assert results[1][key][0] == ids and results[1][key][2] == finish
+        assert np.array_equal(results[1][key][1], logp)
+
+
+def test_graphs_sample_what_rows_of_free_shapes_do(tmp_path, gpu_ranks):
+    folder, place, asked = make_model(tmp_path / "qwen3", "qwen3", **SIZES), Place("one GPU"), requests(10)
+    graphs, free = (
+        by_completion(gpu_ranks.run(sample_fixed, 1, folder, place, asked, rows, 1.0))
+        for rows in ("graphs", "off")
+    )
+    assert {key: ids for key, (ids, *_) in graphs.items()} == {key: ids for key, (ids, *_) in free.items()}
+
+
+@pytest.mark.parametrize(
+    "place", [Place("TP2", 2, tp=2, sequence_parallel=True), Place("PP2", 2, pp=2)], ids=["TP2", "PP2"]
+)
+def test_layouts_sample_the_same_tokens(place, tmp_path, gpu_ranks):
+    skip_unless_gpus_take(place.ranks)
+    folder, asked = make_model(tmp_path / "qwen3", "qwen3", **SIZES), requests(12)
+    single = by_completion(gpu_ranks.run(sample_refilled, 1, folder, Place("one GPU"), asked))
+    found = by_completion(gpu_ranks.run(sample_refilled, place.ranks, folder, place, asked))
+    assert {key: ids for key, (ids, *_) in found.items()} == {key: ids for key, (ids, *_) in single.items()}
