@@ -19,6 +19,7 @@ from mkd.config.split import parse_split
 from mkd.errors import UsageError
 from mkd.kinds.judged.pair_losses.dpo import DPO
 from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
+from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.reward_settings import RewardConfig
 from mkd.kinds.sampled.rollout_settings import RolloutConfig
 
@@ -318,6 +319,7 @@ class Config:
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     dpo: DPO = DPO()
+    simpo: SimPO = SimPO()
     grpo: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

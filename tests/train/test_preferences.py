@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.reported import reported_codes
 from tests.train.command import read_metrics, run_main, write_records
 from tests.train.invariance import worst_relative_error
-from tests.train.preference_run import NUM_PAIRS, argv, make_files, one_step, pair_of, reference_loss
+from tests.train.preference_run import NUM_PAIRS, SIMPO, argv, make_files, one_step, pair_of, reference_loss
 from tests.train.rollout_run import Case
 from tests.train.test_resume import train_and_hash
 
@@ -85,6 +85,18 @@ def test_layout_packing_and_order_change_nothing(case, single, files, ranks):
     assert all(found["sums"] == results[0]["sums"] for found in results)
     assert results[0]["sums"] == pytest.approx(single["sums"], rel=1e-5)
     error, where = worst_relative_error(*(files / name / "gradients" for name in ("layout", "single")))
+    assert error <= 1e-5, where
+
+
+@pytest.mark.parametrize("case", [Case("one process", 1), *CASES[:3]], ids=lambda case: case.name)
+def test_simpo_equals_transformers_at_every_layout(case, single, files, ranks):
+    """No reference runs, though the command line names a teacher."""
+    arguments = argv(files, "simpo", *case.flags, loss=SIMPO)
+    results = ranks.run(one_step, case.ranks, arguments, files / "simpo")
+    expected = reference_loss(files, single["documents"], files / "dense simpo", SIMPO)
+    assert all(means(found["sums"], "simpo") == pytest.approx(expected, rel=1e-5) for found in results)
+    assert 0 < expected["accuracy"] < 1 and expected["margin"] != pytest.approx(0, abs=0.02)
+    error, where = worst_relative_error(files / "simpo" / "gradients", files / "dense simpo")
     assert error <= 1e-5, where
 
 

@@ -12,6 +12,7 @@ from tests.plan.checks.test_problems import BASE, codes, shape
 from tests.run_facts import problems_of
 
 DPO = ("--dpo-beta", "0.1", "--kd-ratio", "0")
+SIMPO = ("--simpo-beta", "2", "--kd-ratio", "0")
 FRESH = ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl", "--max-new-tokens", "8")
 GRPO = (*FRESH, "--reward", "rewards:exact", "--samples-per-prompt", "4", "--kd-ratio", "0")
 
@@ -40,10 +41,20 @@ def test_a_teacher_without_a_model_says_where_the_initial_student_is():
         (("--teacher-topk", "cache"), "dpo-with-stored-reference"),
         (("--xtoken-loss", "uld"), "dpo-with-cross-tokenizer-reference"),
         (("--dpo-beta", "0"), "value-out-of-range"),
+        (("--simpo-beta", "2"), "pair-losses-exclusive"),
     ],
 )
 def test_refused_beside_dpo(flags, code):
     assert code in codes(*DPO, *flags, student=shape(), teacher=shape())
+
+
+def test_simpo_runs_no_reference():
+    config = load_config([*BASE[:2], *BASE[4:], *SIMPO]).config
+    assert config.teachers == () and not config.needs_models
+    assert codes(*SIMPO, student=shape(), teacher=shape()) == []
+    assert codes(*SIMPO, "--simpo-gamma", "-1", student=shape(), teacher=shape()) == ["value-out-of-range"]
+    assert codes(*SIMPO, "--kd-ratio", "0.5", student=shape(), teacher=shape()) == ["dpo-with-distillation"]
+    assert codes("--simpo-gamma", "2", student=shape(), teacher=shape()) == ["setting-without-effect"]
 
 
 def test_one_reference_is_enough(tmp_path):
