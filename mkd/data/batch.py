@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.images.pack_images import PackImages
+from mkd.data.images.image_table import PackImages
 from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows

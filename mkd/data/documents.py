@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkd.data.images.conversation import ConversationImages, EncodedImage
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import EncodedImage
 from mkd.data.packing.cutting import whole_records
 from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
-from mkd.data.images.pack_images import ImageLayout, images_of_row
+from mkd.data.images.row_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
 from mkd.data.workers import iterating, outlive_signals, worker_deaths_explained, worker_ended
 from mkd.errors import MkdError

@@ -11,8 +11,7 @@ import numpy as np
 from mkd.data.batch import Pack
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.image_table import patches_of
-from mkd.data.images.pack_images import PackImages
+from mkd.data.images.image_table import PackImages, patches_of
 from mkd.data.records.file_notes import note_lines
 from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mkd.config.data_files import RAW_SUFFIXES, no_such_file
+from mkd.data.images.conversation import ConversationImages
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -54,4 +55,25 @@ def require_text(store: TokenStore, name: str) -> None:
             "and this teacher was trained on another one",
             "name the raw file of the conversations instead: each model then reads them in its own template",
             code="corpus-of-conversations-for-teacher",
+        )
+
+
+def require_image_processor(store: TokenStore, images: ConversationImages | None, name: str) -> None:
+    """Raise DataError if the corpus, called `name`, has images that the models would see in another form."""
+    if store.images is None:
+        return
+    if images is None:
+        raise DataError(
+            f"{name} has images, and a model of this run reads none",
+            "it would read empty places in the text",
+            "use vision-language models, or a corpus of texts",
+            code="corpus-with-images",
+        )
+    known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
+    if known != images.processor.fingerprint:
+        raise DataError(
+            f"{name} was tokenised with another image processor, or another --max-image-side",
+            f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
+            "tokenise the raw files with this run's model and flags: `mkd preprocess`",
+            code="corpus-of-another-image-processor",
         )

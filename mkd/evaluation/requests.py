@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import Pack, PackedBatch, collate, empty_pack
-from mkd.data.images.conversation import ConversationImages, EncodedImage, ReadImage
+from mkd.data.images.conversation import ConversationImages, ReadImage
 from mkd.data.images.image_files import ImageBytes
-from mkd.data.images.image_table import ImagesInMemory
-from mkd.data.images.pack_images import PackImages
+from mkd.data.images.image_table import EncodedImage, ImagesInMemory, PackImages
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import padded_lengths
 from mkd.errors import DataError

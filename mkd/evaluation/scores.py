@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.data.images.pack_images import RowImages
+from mkd.data.images.row_images import RowImages
 from mkd.data.loader import BatchLayout, read_ahead
 from mkd.errors import NonFiniteError
 from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate_requests

@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import row_images_of
+from mkd.data.images.row_images import row_images_of
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.requests import encode_pairs
 from mkd.evaluation.scores import RequestBatches, log_likelihoods

@@ -12,7 +12,7 @@ from typing import Any
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
 from mkd.config.options import flat_settings
-from mkd.data.images.pack_images import ImageLayout
+from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated

@@ -27,7 +27,7 @@ from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import ImageLayout
+from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error

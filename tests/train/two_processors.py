@@ -124,7 +124,7 @@ def build(layout: Layout, student: Path, teacher: Path):
     """Return engine, training state and this rank's micro-batches of the first step."""
     from mkd.config.load import load_config
     from mkd.data.build import open_datasets
-    from mkd.data.images.pack_images import ImageLayout
+    from mkd.data.images.row_images import ImageLayout
     from mkd.data.loader import TrainStream
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine

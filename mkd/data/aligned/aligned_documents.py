@@ -11,8 +11,7 @@ from mkd.data.aligned.aligned_ids import Pair, align_ids
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.documents import encode_record, require_eos
 from mkd.data.encoding import FileBatch, each_row
-from mkd.data.images.conversation import EncodedImage
-from mkd.data.images.image_table import image_records
+from mkd.data.images.image_table import EncodedImage, image_records
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
 from mkd.data.batch import as_row, cumulative, position_ids
-from mkd.data.images.pack_images import PackImages
+from mkd.data.images.image_table import PackImages
 from mkd.data.teacher_input import ContextParallelCut, TokenRow
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import context_parallel_rows

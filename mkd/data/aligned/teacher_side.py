@@ -13,7 +13,7 @@ from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.pack_images import PackImages
+from mkd.data.images.image_table import PackImages
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer

@@ -6,33 +6,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageBytes, ImageSource
+from mkd.data.images.image_table import EncodedImage
 from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
 from mkd.data.records.messages import joined_texts, texts_of
 from mkd.errors import DataError, UsageError
-from mkd.parallel.image_row import Grid
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from mkd.data.store import TokenStore
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """One image of a document."""
-
-    first: int  # its first token in the document
-    tokens: int  # its tokens, structure tokens included
-    grid: Grid
-    size: tuple[int, int]  # height and width in pixels, upright
-    source: ImageBytes
-    sha256: bytes  # of the file's content
 
 
 @dataclass(frozen=True)
@@ -173,24 +158,3 @@ def image_reader(
             code="image-root-not-found",
         )
     return ConversationImages(processor, ImageSource(root and str(Path(root).resolve()), max_pixels))
-
-
-def require_image_processor(store: TokenStore, images: ConversationImages | None, name: str) -> None:
-    """Raise DataError if the corpus, called `name`, has images that the models would see in another form."""
-    if store.images is None:
-        return
-    if images is None:
-        raise DataError(
-            f"{name} has images, and a model of this run reads none",
-            "it would read empty places in the text",
-            "use vision-language models, or a corpus of texts",
-            code="corpus-with-images",
-        )
-    known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
-    if known != images.processor.fingerprint:
-        raise DataError(
-            f"{name} was tokenised with another image processor, or another --max-image-side",
-            f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
-            "tokenise the raw files with this run's model and flags: `mkd preprocess`",
-            code="corpus-of-another-image-processor",
-        )

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mkd.data.images.image_table import IMAGE, patches_of
 from mkd.data.packing.cutting import Pieces
-
-if TYPE_CHECKING:
-    from mkd.data.store import TokenStore
+from mkd.data.store import TokenStore
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mkd.data.images.conversation import EncodedImage
 from mkd.data.images.image_decoding import decode_image
-from mkd.data.images.image_files import ImageSource
+from mkd.data.images.image_files import ImageBytes, ImageSource
 from mkd.errors import DataError
 from mkd.parallel.image_row import Grid
 
@@ -35,6 +35,18 @@ IMAGE = np.dtype(
         ("sha256", np.uint8, 32),  # of the image's file
     ]
 )
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One image of a document."""
+
+    first: int  # its first token in the document
+    tokens: int  # its tokens, structure tokens included
+    grid: Grid
+    size: tuple[int, int]  # height and width in pixels, upright
+    source: ImageBytes
+    sha256: bytes  # of the file's content
 
 
 def image_records(
@@ -165,6 +177,27 @@ class ImagesInMemory(ImageTable):
 
     def _held(self, start: int, length: int) -> bytes:
         return self._content[start : start + length]
+
+
+@dataclass(frozen=True)
+class PackImages:
+    """The images of a pack, in the order of its tokens."""
+
+    table: ImageTable
+    records: np.ndarray  # [images] of IMAGE
+    starts: np.ndarray  # [images] int64, first token of each in the pack
+
+    @classmethod
+    def of_parts(cls, table: ImageTable, parts: Iterable[tuple[int, int, int, int]]) -> PackImages:
+        """Return the images of parts of documents: (document, first token, tokens, start in the pack)."""
+        found, places = [np.zeros(0, IMAGE)], [np.zeros(0, dtype=np.int64)]
+        for document, first, length, start in parts:
+            records = table.between(document, document + 1)
+            ends = records["first"] + records["tokens"]
+            records = records[(records["first"] >= first) & (ends <= first + length)]
+            found.append(records)
+            places.append(records["first"].astype(np.int64) - first + start)
+        return cls(table, np.concatenate(found), np.concatenate(places))
 
 
 def with_sources_of(records: np.ndarray, others: np.ndarray) -> np.ndarray:

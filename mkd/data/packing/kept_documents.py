@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mkd.data.images.image_packing import ImageRoom
 from mkd.data.packing.cutting import whole_records
-
-if TYPE_CHECKING:
-    from mkd.data.packing.pack_index import PackSettings
-    from mkd.data.store import TokenStore
+from mkd.data.packing.pack_settings import PackSettings
+from mkd.data.store import TokenStore
 
 TRUNCATE, DROP, TRUNCATE_LEFT = "truncate", "drop", "truncate-left"
 LISTED_DOCUMENTS = 1 << 20  # looked at together

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mkd.data.encoding import in_workers
-from mkd.data.known_files import KnownFiles, sha256_of_file
+from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
 from mkd.data.packing.kept_documents import DocumentKeeper, Dropped
+from mkd.data.packing.pack_settings import WINDOW_PIECES, PackSettings
 from mkd.data.progress_lines import ProgressLines
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
@@ -28,42 +28,9 @@ from mkd.errors import DataError
 LOG = logging.getLogger("mkd")
 VERSION = 1  # raise it when the same documents become other packs
 SMALL_PIECES = 1 << 16  # a data set with no more is packed by every process: 50 ms, and no file
-WINDOW_PIECES = 1 << 21  # of a large data set, packed together: 10 s and 500 MB
 WINDOWS_PER_WORKER = 4  # so many are worth the start of another process
 WHOLE = "whole"  # fact about a file: it has the content that was written
 BLOCK_PACKS = 1 << 16  # most packs that are read at a time
-
-
-@dataclass(frozen=True)
-class PackSettings:
-    """Settings that, with the documents, decide the packs."""
-
-    seq_length: int
-    pack: str = "bfd"
-    overlong: str = "split"
-    document_multiple: int = 1  # documents are padded to a multiple of it
-    documents: tuple[int, int] | None = None  # [first, last) of the corpus; None: all
-    left_out: tuple[int, ...] = ()  # documents to skip, ascending
-    overlong_conversations: str | None = None  # of OVERLONG_CONVERSATIONS; None: as `overlong` says
-    window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
-    max_patches: int | None = None  # of images in a pack, for each model; None: no limit
-    teacher_images: tuple[str, ...] = ()  # files of the images of teachers with image processors of their own
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Settings for the key of a file of packs; without later settings it is that of earlier versions."""
-        values = asdict(self)
-        teachers = [sha256_of_file(path) for path in values.pop("teacher_images")]
-        if self.overlong_conversations is None:
-            del values["overlong_conversations"]
-        if self.max_patches is None:
-            del values["max_patches"]
-        elif teachers:
-            values["teacher_images"] = teachers
-        return values
-
-    def document_range(self, store: TokenStore) -> tuple[int, int]:
-        return self.documents or (0, len(store))
 
 
 @dataclass(frozen=True)

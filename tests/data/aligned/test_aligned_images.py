@@ -12,7 +12,7 @@ from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.data.images.conversation import image_reader
 from mkd.data.images.image_table import grids_of
-from mkd.data.images.pack_images import ImageLayout
+from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import TrainStream
 from mkd.errors import ErrorList
 from mkd.parallel.image_row import num_patches

@@ -12,7 +12,8 @@ from mkd.data.dataset import PackedDataset
 from mkd.data.images.image_packing import ImageRoom
 from mkd.data.images.image_table import patches_of
 from mkd.data.known_files import KnownFiles
-from mkd.data.packing.pack_index import PackIndex, PackSettings, pack_into_file
+from mkd.data.packing.pack_index import PackIndex, pack_into_file
+from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
 from tests.data.images.test_conversation import asked, data_uri

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from mkd.data.images.pack_images import rotary_positions
+from mkd.data.images.row_images import rotary_positions
 
 MODELS = {"qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}
 DOCUMENTS = [

@@ -16,7 +16,8 @@ from mkd.data.build import open_datasets
 from mkd.data.dataset import BlendedDataset, PackedDataset, later_orders
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing import pack_index
-from mkd.data.packing.pack_index import PackIndex, PackSettings, Windows, pack_in_memory, pack_into_file
+from mkd.data.packing.pack_index import PackIndex, Windows, pack_in_memory, pack_into_file
+from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.store import TokenStore
 from mkd.errors import CheckpointError, DataError
 from mkd.run.fingerprints import require_same
@@ -136,7 +137,8 @@ def test_a_builder_that_is_stopped_leaves_nothing(store, tmp_path):
 BUILDER = """
 import sys
 from mkd.data.known_files import KnownFiles
-from mkd.data.packing.pack_index import PackSettings, pack_into_file
+from mkd.data.packing.pack_index import pack_into_file
+from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.store import TokenStore
 store, settings = TokenStore(sys.argv[1]), PackSettings(seq_length=128, window_pieces=50)
 print("ready", flush=True)

@@ -1,49 +1,25 @@
-"""The images of a pack, and of the row of a micro-batch as one rank takes them."""
+"""The images of a micro-batch's row, as one rank takes them, and their positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
+from mkd.data.batch import Pack, PackedBatch
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.images.image_table import IMAGE, ImageTable, grids_of
+from mkd.data.images.image_table import grids_of
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image_row, num_patches
 from mkd.parallel.zigzag import context_parallel_rows
 
-if TYPE_CHECKING:
-    from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack
-    from mkd.data.batch import Pack, PackedBatch
-
 RowImages = Callable[..., ImageRow]
 """Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
-
-
-@dataclass(frozen=True)
-class PackImages:
-    """The images of a pack, in the order of its tokens."""
-
-    table: ImageTable
-    records: np.ndarray  # [images] of IMAGE
-    starts: np.ndarray  # [images] int64, first token of each in the pack
-
-    @classmethod
-    def of_parts(cls, table: ImageTable, parts: Iterable[tuple[int, int, int, int]]) -> PackImages:
-        """Return the images of parts of documents: (document, first token, tokens, start in the pack)."""
-        found, places = [np.zeros(0, IMAGE)], [np.zeros(0, dtype=np.int64)]
-        for document, first, length, start in parts:
-            records = table.between(document, document + 1)
-            ends = records["first"] + records["tokens"]
-            records = records[(records["first"] >= first) & (ends <= first + length)]
-            found.append(records)
-            places.append(records["first"].astype(np.int64) - first + start)
-        return cls(table, np.concatenate(found), np.concatenate(places))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from mkd.data.dataset import PackedDataset
 from mkd.data.images.image_table import grids_of
-from mkd.data.images.pack_images import ImageLayout, rotary_positions
+from mkd.data.images.row_images import ImageLayout, rotary_positions
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
