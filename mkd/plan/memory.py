@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
@@ -258,26 +259,32 @@ class _Models:
             yield 0, self._head_bytes(with_gradient=False)
         slots = self.facts.work.slots
         if slots:  # the cache exists while the student samples
-            cache, logits = self._cache_bytes(rank, slots), sampling_bytes(slots, self.vocab_rows)
-            yield cache, student.forward_bytes() + logits
+            logits = sampling_bytes(slots, self.vocab_rows)
+            yield self._cache_bytes(rank, slots), student.forward_bytes() + logits
         alive, pipeline = 0, layout.pipeline_parallel
+        # Every micro-batch repeats the moments of its stage.
+        teachers_peak, backward_peak = cache(self._teachers_forward_bytes), student.backward_bytes()
+
+        @cache
+        def kept_by(stage: int) -> int:
+            kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
+            return kept + tower_kept * (stage == 0)
+
         # These fill the pipeline; later micro-batches repeat the same moments.
         microbatches = min(self.facts.batch.num_microbatches, 4 * pipeline)
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
-            kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
-            kept += tower_kept * (stage == 0)
             if task.is_forward:
-                yield alive, self._teachers_forward_bytes(stage)
-                alive += kept
+                yield alive, teachers_peak(stage)
+                alive += kept_by(stage)
                 yield alive, head if stage == last else 0
                 if self.ahead and stage != last:  # in the gap before a backward
-                    yield alive, self._teachers_forward_bytes(stage)
+                    yield alive, teachers_peak(stage)
             else:
-                layer = student.backward_bytes() if layout.layers[stage] else 0
+                layer = backward_peak if layout.layers[stage] else 0
                 layer = max(layer, tower_peak * (stage == 0))
                 yield alive, layer + (table if stage == last else 0)
-                alive -= kept
+                alive -= kept_by(stage)
                 yield alive, table if stage == 0 else 0
 
     def _bytes_ahead(self) -> int:
