@@ -203,3 +203,12 @@ def test_answers_of_preference_pairs_end_exports(files, ranks, tmp_path):
     results = run_main(ranks, flags(files, "pairs", *more, **paths), 2)
     assert [one.exit_code for one in results] == [0, 0], results[0].stderr
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_own_text_alone_keeps_the_students_stop_tokens(files, tmp_path):
+    """Its completions end where the student's own files say, so exports must not stop elsewhere."""
+    prompts = ("--prompt-data-path", files / "chat.jsonl", "--max-new-tokens", 8, "--rollout-prompts", 2)
+    own_text = ("--on-policy-fraction", 1, "--kd-ratio", 1, *prompts, "--split", "1")
+    argv = flags(files, "own", *own_text, student_hf="base", teacher_hf="base", data_path=None)
+    plan = plan_run(load_config(argv).config, 1)
+    assert plan.trained_ends == () and written(plan, tmp_path / "out") == [0, 0]
