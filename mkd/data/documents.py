@@ -137,11 +137,11 @@ def require_pairs(kinds: Collection[str], wanted: bool | None, name: str) -> Non
         raise DataError(what, why, do, code="pairs-with-other-records")
     if has_pairs and wanted is False:
         what, why = f"{name} has preference pairs", "a cross entropy with rejected answers would teach them"
-        do = "add --dpo-beta 0.1, or give records of another kind"
+        do = "add --dpo-beta 0.1 or another loss of pairs, or give records of another kind"
         raise DataError(what, why, do, code="pairs-without-dpo")
     if wanted and not has_pairs:
-        what, why = f"{name} has no preference pairs", "--dpo-beta compares a chosen with a rejected answer"
-        do = 'give records {"prompt", "chosen", "rejected"}, or remove --dpo-beta'
+        what, why = f"{name} has no preference pairs", "the loss compares a chosen with a rejected answer"
+        do = 'give records {"prompt", "chosen", "rejected"}, or remove the loss, such as --dpo-beta'
         raise DataError(what, why, do, code="dpo-without-pairs")
 
 

@@ -66,7 +66,7 @@ def apply(root: Path, kind: str, file: str, text: str) -> None:
 
 
 def test_the_page_has_a_recipe_for_every_plug():
-    kinds = ("divergence", "model family", "record kind", "metric", "kind of teacher")
+    kinds = ("divergence", "preference pairs", "model family", "record kind", "metric", "kind of teacher")
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 

@@ -86,7 +86,7 @@ class Pairs(Kind):
             (reference,) = teacher_names(config.teachers)
             scores = f"s, r: sums of ln p over an answer under the student and the reference {reference}"
             rounded = "".join(rounding(one, "r") for one in config.teachers)
-        lengths = "" if loss.needs_reference else "; n its tokens"
+        lengths = "; n its tokens" if "n_c" in loss.formula() else ""
         text = f"{loss.formula()}; {scores}, T = 1{lengths}; c the chosen answer, r the rejected one{rounded}"
         return CardTerm(
             name=loss.title,

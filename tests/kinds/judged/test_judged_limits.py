@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from mkd.config.load import load_config
+from mkd.kinds.judged.pair_losses.simpo import SimPO
+from mkd.kinds.judged.preferences import Pairs
 from tests.plan.checks.test_problems import BASE, codes, shape
 from tests.run_facts import problems_of
 
@@ -55,6 +58,17 @@ def test_simpo_runs_no_reference():
     assert codes(*SIMPO, "--simpo-gamma", "-1", student=shape(), teacher=shape()) == ["value-out-of-range"]
     assert codes(*SIMPO, "--kd-ratio", "0.5", student=shape(), teacher=shape()) == ["dpo-with-distillation"]
     assert codes("--simpo-gamma", "2", student=shape(), teacher=shape()) == ["setting-without-effect"]
+
+
+def test_the_loss_card_explains_lengths_only_where_the_formula_has_them():
+    class OfSums(SimPO):
+        def formula(self) -> str:
+            return "-ln sigmoid(s_c - s_r)"
+
+    config = load_config([*BASE, *SIMPO]).config
+    for loss, explained in ((config.simpo, True), (OfSums(simpo_beta=2.0), False)):
+        ((_, text),) = Pairs().card(replace(config, simpo=loss)).rows
+        assert ("n its tokens" in text) == explained
 
 
 def test_one_reference_is_enough(tmp_path):

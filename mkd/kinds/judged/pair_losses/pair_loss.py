@@ -48,11 +48,15 @@ class PairLoss:
         return (-margin).logaddexp(margin.new_zeros(()))
 
     def formula(self) -> str:
-        """Return the loss of a pair as text, with its numbers, for the loss card."""
+        """Return the loss of a pair as text, with its numbers, for the loss card.
+
+        The card explains s_c, s_r (sums of ln p under the student), r_c, r_r (under the reference), and n_c,
+        n_r (tokens) of the chosen and the rejected answer.
+        """
         raise NotImplementedError
 
     def in_trl(self) -> str:
-        """Return the settings of the same loss in TRL."""
+        """Return the settings of the same loss in TRL. The loss card adds a condition after them."""
         raise NotImplementedError
 
     @classmethod
