@@ -54,7 +54,7 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 
 def evaluation_objective(engine: Engine) -> Objective:
     """Return the objective that also measures cross entropy. Counts are 1: there is no gradient."""
-    judged = engine.feedback if engine.feedback and engine.feedback.has_held_out_loss else None
-    terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True, feedback=judged)
+    data_term = engine.data_term if engine.data_term and engine.data_term.has_held_out_loss else None
+    terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True, data_term=data_term)
     ones = torch.ones(len(terms), device=engine.context.device)
     return Objective(engine.kd, engine.context, terms, ones)

@@ -92,8 +92,8 @@ def build_engine(
     context.seed(config.training.seed)
     teachers = build_teachers(plan, vocabularies)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
-    judged = data_term(config, plan.scored_ids)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, judged)
+    instead_of_ce = data_term(config, plan.scored_ids)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 

@@ -120,7 +120,7 @@ def blamed(sums: LossSums) -> list[str]:
     if not math.isfinite(sum((*divergences, *sums.auxiliary.values()), sums.ce)):
         found.append("the student")
     if sums.feedback is not None and not math.isfinite(sums.feedback.feedback):
-        found.append("the student or the reference")
+        found.append("the student, or the reference if there is one")
     return found
 
 

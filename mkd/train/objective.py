@@ -19,9 +19,9 @@ from mkd.train.teachers.weights import pack_weights
 
 
 def loss_terms(
-    kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False, feedback: DataTerm | None = None
+    kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False, data_term: DataTerm | None = None
 ) -> tuple[Term, ...]:
-    """Return the terms of the loss: the cross entropy, or judged answers (`feedback`), and every teacher's.
+    """Return the terms of the loss: the cross entropy, or what takes its place (`data_term`), and every teacher's.
 
     Each term runs its own pass over the heads, so that no term waits for another. If there is a single
     teacher, it computes the cross entropy in its pass, if it can. `with_ce_metric` measures the cross entropy
@@ -29,9 +29,9 @@ def loss_terms(
     """
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
-    if feedback is not None:
+    if data_term is not None:
         of_teachers = (replace(one, factor=kd.kd_ratio) for one in teachers if kd.kd_ratio)
-        return (replace(feedback, factor=1 - kd.kd_ratio), *of_teachers)
+        return (replace(data_term, factor=1 - kd.kd_ratio), *of_teachers)
     if len(teachers) == 1 and teachers[0].can_take_cross_entropy:
         return (teachers[0].with_cross_entropy(kd.kd_ratio, with_ce_metric),)
     terms = tuple(replace(one, factor=kd.kd_ratio) for one in teachers)

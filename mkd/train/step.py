@@ -43,7 +43,7 @@ class Engine:
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
     experts: ExpertMonitor | None = None  # None: the student is dense
-    feedback: DataTerm | None = None  # takes the place of the cross entropy; None: nothing is judged
+    data_term: DataTerm | None = None  # takes the place of the cross entropy; None: the run has that
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ def training_objective(
     """Return the objective of one step, with the row counts of its global batch. Collective."""
     if engine.experts is not None:
         engine.experts.start_step(microbatches)
-    terms = loss_terms(engine.kd, engine.teachers, feedback=engine.feedback)
+    terms = loss_terms(engine.kd, engine.teachers, data_term=engine.data_term)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.clamp(min=1).float()
     return Objective(engine.kd, engine.context, terms, inverse_counts, observe)

@@ -74,11 +74,11 @@ def reference_loss(folder: Path, documents: list, out_dir: Path, loss: tuple = D
     for pair in pairs:
         if loss == DPO:
             scores = [sum_logp(student, *document) - sum_logp(frozen, *document) for document in pair]
-            margin = BETA * (scores[0] - scores[1])
+            margin, wanted = BETA * (scores[0] - scores[1]), 0.0
         else:
             scores = [sum_logp(student, *document) / document[2].sum() for document in pair]
-            margin = SIMPO_BETA * (scores[0] - scores[1]) - GAMMA
-        of_pair = -torch.nn.functional.logsigmoid(margin)
+            margin, wanted = SIMPO_BETA * (scores[0] - scores[1]), GAMMA
+        of_pair = -torch.nn.functional.logsigmoid(margin - wanted)
         (of_pair / len(pairs)).backward()
         for name, value in (("loss", of_pair), ("margin", margin), ("accuracy", margin > 0)):
             found[name] += torch.as_tensor(value).item() / len(pairs)

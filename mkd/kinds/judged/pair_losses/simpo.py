@@ -11,7 +11,7 @@ from mkd.kinds.judged.pair_losses.pair_loss import Answers, PairLoss, Values
 
 @dataclass(frozen=True)
 class SimPO(PairLoss):
-    """The loss -ln sigmoid(margin); margin = beta (chosen mean - rejected mean) - gamma.
+    """The loss -ln sigmoid(margin - gamma); margin = beta (chosen mean - rejected mean).
 
     The mean of an answer is that of ln p over its tokens under the student: no reference runs. Source: Meng
     et al. 2024 (arXiv 2405.14734), section 2.
@@ -36,10 +36,13 @@ class SimPO(PairLoss):
 
     def margin(self, chosen: Answers, rejected: Answers) -> Values:
         means = [one.logp / one.length for one in (chosen, rejected)]
-        return self.beta * (means[0] - means[1]) - self.simpo_gamma
+        return self.beta * (means[0] - means[1])
+
+    def value(self, margin: Values, chosen: Answers, rejected: Answers) -> Values:
+        return super().value(margin - self.simpo_gamma, chosen, rejected)
 
     def formula(self) -> str:
-        return f"-ln sigmoid(z), z = {self.beta:g} (s_c / n_c - s_r / n_r) - {self.simpo_gamma:g}"
+        return f"-ln sigmoid(z - {self.simpo_gamma:g}), z = {self.beta:g} (s_c / n_c - s_r / n_r)"
 
     def in_trl(self) -> str:
         settings = f"beta={self.beta:g}, simpo_gamma={self.simpo_gamma:g}, cpo_alpha=0"
@@ -47,4 +50,6 @@ class SimPO(PairLoss):
 
     @classmethod
     def margin_help(cls) -> str:
-        return "mean over pairs of z = beta x (mean ln p of the chosen - of the rejected answer) - gamma"
+        return (
+            "mean over pairs of z = beta x (mean ln p of the chosen - of the rejected answer), without gamma"
+        )
