@@ -21,7 +21,7 @@ from mkd.train.teachers.weights import pack_weights
 def loss_terms(
     kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False, data_term: DataTerm | None = None
 ) -> tuple[Term, ...]:
-    """Return the terms of the loss: the cross entropy, or what takes its place (`data_term`), and every teacher's.
+    """Return the terms of the loss: every teacher's, and the cross entropy or `data_term` in its place.
 
     Each term runs its own pass over the heads, so that no term waits for another. If there is a single
     teacher, it computes the cross entropy in its pass, if it can. `with_ce_metric` measures the cross entropy
