@@ -184,6 +184,14 @@ def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | Non
         return None
 
 
+def raise_all(problems: Sequence[MkdError]) -> None:
+    """Raise one problem as itself and several as an `ErrorList`."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ErrorList(problems)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.errors import MkdError, collect_error
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel

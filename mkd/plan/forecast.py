@@ -16,7 +16,6 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import PairCost, layer_transfer_ms
 from mkd.plan.facts import RunFacts
 from mkd.plan.flops import distillation_flops
-from mkd.plan.forecast_text import MOST_PLANNED, describe_forecast
 from mkd.plan.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
@@ -28,6 +27,8 @@ from mkd.plan.prefetch import PrefetchPlan, RankWork
 from mkd.plan.prefetch_replay import plan_prefetch
 from mkd.plan.update_time import update_ms
 
+MOST_PLANNED = 4096
+"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
 
@@ -273,7 +274,3 @@ class Forecast:
     def mfu(self, step_ms: float) -> float:
         """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` reaches."""
         return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9) / step_ms
-
-    def describe(self) -> str:
-        """Return batch, layouts, times and memory as a few lines."""
-        return describe_forecast(self)

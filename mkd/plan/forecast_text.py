@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mkd.human import counted, duration, gpu_hours, milliseconds, number, size
 from mkd.plan.bubble import balanced_bubble
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
+from mkd.plan.forecast import MOST_PLANNED, Forecast
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, checkpoint_bytes, model_parameters, weight_bytes
-
-if TYPE_CHECKING:
-    from mkd.plan.forecast import Forecast
-
-MOST_PLANNED = 4096
-"""Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
 
 
 def describe_forecast(forecast: Forecast) -> str:

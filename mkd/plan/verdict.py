@@ -14,6 +14,7 @@ from mkd.errors import MkdError
 from mkd.human import milliseconds
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.hardware import MACHINE, USABLE
 from mkd.plan.memory import RankMemory
 from mkd.plan.planned_models import given_layouts
@@ -70,7 +71,7 @@ def describe(forecast: Forecast) -> str:
     It then also has a line for every place of the teachers' weights.
     """
     memory_gib = forecast.config.device_memory_gib
-    described = forecast.describe()
+    described = describe_forecast(forecast)
     if memory_gib is None:
         return described
     places = describe_places(forecast, USABLE * memory_gib)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
-from mkd.checkpoint.hf.hf_reader import load_hf_weights
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term

@@ -12,7 +12,8 @@ import torch
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_folder import OLD
-from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError
 from mkd.models.builder import build_model_parts

@@ -64,7 +64,8 @@ def our_blocks(folder, lengths, dtype, transformer_engine, smooth):
     from dataclasses import replace
 
     from mkd.checkpoint.hf.hf_names import find_map
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -29,7 +29,8 @@ def pack(lengths, padding, padding_joins_document=False, device=None):
 
 def load_model(folder, tp, sequence_parallel=False):
     """Return one mkd model over all ranks of this world, with weights from `folder`."""
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

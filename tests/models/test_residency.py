@@ -134,7 +134,8 @@ def test_two_layers_are_on_the_device_and_the_next_one_comes_early(peers, folder
 
 def virtual_stages(folder):
     """Return outputs of one rank's two model parts, in an interleaved schedule's order and out of order."""
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -34,7 +34,8 @@ def folder(tmp_path_factory):
 
 def build(folder, transformer_engine):
     """Return (context, a frozen model in bf16 with its weights)."""
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -76,7 +76,8 @@ def test_groups_are_those_of_megatron(layout, ranks):
 
 def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) -> np.ndarray:
     """Return log-likelihoods of a model under `first`, or under a `second` context created beside it."""
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.evaluation.requests import Request
     from mkd.evaluation.scores import RequestBatches, log_likelihoods
     from mkd.models.builder import build_model_parts

@@ -8,6 +8,7 @@ import pytest
 
 from mkd.human import milliseconds
 from mkd.plan.collectives import gather_ms, split_blocks
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.layer_time import WorkTime
 from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, cost_of, qwen3, several
 from tests.run_facts import forecast_of
@@ -126,8 +127,8 @@ def test_a_plan_names_the_time_and_counts_it():
     assert two.step().step_ms == pytest.approx(replicas.step().step_ms / 2 + two.collectives_ms())
     spent = milliseconds(two.collectives_ms())
     text = f"parallel collectives that nothing hides: {spent} of a rank's step, share 0.1"
-    assert text in two.describe() and two.figures()["collectives_ms"] == two.collectives_ms()
-    assert "collectives" not in replicas.describe() and replicas.collectives_ms() == 0
+    assert text in describe_forecast(two) and two.figures()["collectives_ms"] == two.collectives_ms()
+    assert "collectives" not in describe_forecast(replicas) and replicas.collectives_ms() == 0
 
 
 def test_context_parallel_processes_send_their_tokens_only():

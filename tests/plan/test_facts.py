@@ -13,6 +13,7 @@ from mkd.errors import UsageError
 from mkd.plan import facts as module
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.work import Work
 from tests.plan.shapes import STUDENT, TEACHER, config, several
 from tests.run_facts import facts_of
@@ -31,11 +32,11 @@ def test_a_forecast_derives_everything_once(monkeypatch):
     for name in ("pair_cost", "plan_teachers", "count_virtual_stages", "auto_layouts", "teacher_names"):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name), derived))
     planned = Forecast.from_facts(facts_of(config(*BASE, *PP4), 4, STUDENT, [TEACHER]))
-    planned.describe()
+    describe_forecast(planned)
     planned.figures()
     names = ["auto_layouts", "count_virtual_stages", "pair_cost", "plan_teachers", "teacher_names"]
     assert sorted(derived) == names
-    planned.with_config(config(*BASE, *PP4, "--tensor-model-parallel-size", 1)).describe()
+    describe_forecast(planned.with_config(config(*BASE, *PP4, "--tensor-model-parallel-size", 1)))
     assert sorted(derived) == sorted(2 * names), "another configuration has other facts"
 
 

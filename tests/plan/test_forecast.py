@@ -10,6 +10,7 @@ from mkd.errors import UsageError
 from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.notes import precision_note
 from mkd.plan.parameters import active_parameters
 from mkd.plan.prefetch import ideal_ms
@@ -61,7 +62,7 @@ def test_figures_agree_with_the_prediction():
 
 
 def test_description():
-    lines = forecast(*PP4, "--teacher-prefetch", 0).describe().splitlines()
+    lines = describe_forecast(forecast(*PP4, "--teacher-prefetch", 0)).splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
     assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
     assert lines[3:5] == ["student: 1.721 billion parameters", "teacher: 8.191 billion parameters"]
@@ -73,7 +74,7 @@ def test_description():
     assert [line.split(":")[0] for line in lines[10:]] == [
         f"memory of pipeline rank {rank}" for rank in range(4)
     ]
-    alone = forecast(teachers=()).describe()
+    alone = describe_forecast(forecast(teachers=()))
     assert "teacher layers" not in alone and "share of the teachers" not in alone
     assert " on 1 GPU: predicted MFU 0." in alone
 
@@ -88,10 +89,10 @@ def test_the_share_of_the_teachers_is_what_a_run_without_them_saves():
 
 
 def test_padded_attention_is_named():
-    text = forecast("--tensor-model-parallel-size", 16).describe()
+    text = describe_forecast(forecast("--tensor-model-parallel-size", 16))
     assert "student attention: 8 key/value heads padded to 16 for tensor parallel" in text
     assert "teacher attention: 8 key/value heads padded to 16 for tensor parallel" in text
-    assert "padded" not in forecast("--tensor-model-parallel-size", 8).describe()
+    assert "padded" not in describe_forecast(forecast("--tensor-model-parallel-size", 8))
 
 
 def test_two_teachers_are_told_apart():
@@ -99,7 +100,7 @@ def test_two_teachers_are_told_apart():
         teachers=(TEACHER, STUDENT),
         settings=several({"hf": "a/big"}, {"name": "small", "xtoken": XTokenConfig(seq_length=10_240)}),
     )
-    lines = two.describe().splitlines()
+    lines = describe_forecast(two).splitlines()
     assert lines[1:4] == [
         "student layers by stage: (28,)",
         "teacher big layers by stage: (36,)",
@@ -125,7 +126,7 @@ def test_a_pair_with_experts():
     attention = 2 * 256 * 4 * 1024**2 * (3 * 48 * 4096 + 94 * 8192)
     expected = 2 * tokens * (of_student + of_teacher) + attention
     assert pair.flops_per_step() == pytest.approx(expected, rel=1e-3)  # norms multiply no matrix
-    text, figures = pair.describe(), pair.figures()
+    text, figures = describe_forecast(pair), pair.figures()
     assert (
         "student: 30.53 billion parameters, 3.353 billion active: 8 of 128 experts in 48 of 48 layers" in text
     )
@@ -136,7 +137,7 @@ def test_a_pair_with_experts():
     assert figures["all_to_all_share"] == pytest.approx(figures["all_to_all_ms"] / pair.planned_step_ms())
     assert f"share {figures['all_to_all_share']:.3f}" in text
     assert figures["teacher_active_parameters"] == [active_parameters(MOE_TEACHER)]
-    assert "all-to-all" not in forecast().describe()
+    assert "all-to-all" not in describe_forecast(forecast())
 
 
 def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
@@ -159,8 +160,8 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
     auto, none, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 0, 8))
     assert (auto.states_ahead, none.states_ahead, given.states_ahead) == (8, 0, 8)
     assert auto.prefetch == given.prefetch and auto.memory() == given.memory()
-    assert "(--teacher-prefetch 8, chosen by auto)" in auto.describe()
-    assert "(--teacher-prefetch 8): " in given.describe() and "ahead" not in none.describe()
+    assert "(--teacher-prefetch 8, chosen by auto)" in describe_forecast(auto)
+    assert "(--teacher-prefetch 8): " in describe_forecast(given) and "ahead" not in describe_forecast(none)
     need_gib = max(rank.total_gib for rank in given.memory().ranks)
 
     def on_gpus(number: int | str, gpu_gib: float) -> Forecast:
@@ -172,14 +173,14 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
     large, small = (on_gpus("auto", (need_gib + more) / 0.95) for more in (0.001, -0.001))
     assert large.states_ahead == 8 and large.prefetch == given.prefetch
     assert small.states_ahead == 0 and small.prefetch is None and small.memory() == none.memory()
-    assert f"chosen by auto): 8 micro-batches ahead would need {need_gib:.1f} GiB" in small.describe()
+    assert f"chosen by auto): 8 micro-batches ahead would need {need_gib:.1f} GiB" in describe_forecast(small)
     assert on_gpus(8, 1).states_ahead == 8 and on_gpus(8, 1).memory() == given.memory()
 
 
 def test_auto_does_not_search_for_long():
     many, more = (forecast(*PP4, microbatches=number) for number in (1024, 1025))
     assert (many.states_ahead, more.states_ahead) == (8, 0)
-    assert more.prefetch is None and "chosen by auto): 4100 ranks x micro-batches" in more.describe()
+    assert more.prefetch is None and "chosen by auto): 4100 ranks x micro-batches" in describe_forecast(more)
 
 
 def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
@@ -189,7 +190,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
     auto, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 8))
     assert auto.prefetch is None and auto.pipeline_ms() == auto.step().step_ms
-    assert "chosen by auto): no order of work was found" in auto.describe()
+    assert "chosen by auto): no order of work was found" in describe_forecast(auto)
     with pytest.raises(UsageError) as caught:
         _ = given.prefetch
     assert caught.value.code == "prefetch-plan-not-possible"
@@ -211,6 +212,6 @@ def test_fp32_is_slower_and_gets_a_note():
     ]
     bf16, fp32 = forecast(*given, "--bf16"), forecast(*given, "--no-bf16")
     assert fp32.planned_step_ms() > 8 * bf16.planned_step_ms()
-    assert "predicted on H200 in fp32" in fp32.describe()
+    assert "predicted on H200 in fp32" in describe_forecast(fp32)
     (note,) = precision_note(fp32)
     assert "With --bf16, which is usual on GPUs, a step takes " in note and precision_note(bf16) == []

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.teacher_place import PlannedPlace, choose, describe_places, plan_places
 from mkd.plan.verdict import fullest_rank
 from tests.plan.shapes import MOE_TEACHER, STUDENT, TEACHER, config, several
@@ -76,7 +77,7 @@ def test_the_place_of_a_run_has_the_step_time_of_its_plan():
     argv = ["--pipeline-model-parallel-size", 2, "--optimizer-residency", "host", "--global-batch-size"]
     pair = forecast(2, *argv, 32)
     whole_ms, (first, device, *_) = pair.planned_step_ms(), describe_places(pair, 140)
-    assert f"from and to the host: {whole_ms:.4g} ms" in pair.describe()
+    assert f"from and to the host: {whole_ms:.4g} ms" in describe_forecast(pair)
     assert device.startswith(f"  device: {whole_ms:.4g} ms, ") and first.endswith("; all places:")
     (first, *_) = describe_places(forecast(2, *argv, 258), 140)
     assert first.endswith("; all places, without teachers ahead:")
@@ -135,9 +136,9 @@ def test_fp8_is_the_fastest_and_the_choice_without_it_is_named():
 
 
 def test_the_forecast_says_which_peak_its_mfu_is_of():
-    fp8 = forecast(1, "--teacher-precision", "fp8").describe()
+    fp8 = describe_forecast(forecast(1, "--teacher-precision", "fp8"))
     assert "on H200 in bf16 and FP8, " in fp8 and " of the bf16 peak; at MFU 0.5" in fp8
-    plain = forecast(1).describe()
+    plain = describe_forecast(forecast(1))
     assert "on H200 in bf16, " in plain and "peak; at" not in plain
 
 

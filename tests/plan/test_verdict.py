@@ -9,6 +9,7 @@ import pytest
 
 from mkd.errors import ErrorList
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
 from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies, verdict
@@ -27,7 +28,7 @@ def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str
     """Return the lines of the verdict, which the description of the plan contains."""
     pair = forecast(world_size, "--device-memory-gib", memory_gib, *argv)
     text = verdict(pair, memory_gib)
-    assert f"{pair.describe()}\n{text}\n" in describe(pair)
+    assert f"{describe_forecast(pair)}\n{text}\n" in describe(pair)
     return text.splitlines()
 
 
@@ -39,7 +40,7 @@ def shown(lines: list[str]) -> list[tuple[list[str], float, float]]:
 
 def test_without_a_size_there_is_no_verdict():
     plain = forecast(8)
-    assert describe(plain) == plain.describe()
+    assert describe(plain) == describe_forecast(plain)
 
 
 def test_what_fits_says_how_much_is_needed_and_where():
@@ -118,12 +119,10 @@ def test_host_copies_cost_time():
     assert teacher.step_ms() > plain.step_ms()  # 8,192 tokens do not hide the copy of a layer
     whole_ms = optimizer.planned_step_ms()
     assert whole_ms == pytest.approx(plain.planned_step_ms() + state_ms) == optimizer.step_ms()
-    assert f"from and to the host: {whole_ms:.4g} ms" in optimizer.describe()
-    assert optimizer.describe().count(f"predicted MFU {optimizer.mfu(whole_ms):.3f}") == 1
-    assert (
-        f"predicted step: {teacher.step().step_ms:.4g} ms" in teacher.describe()
-        and "to the host" not in teacher.describe()
-    )
+    assert f"from and to the host: {whole_ms:.4g} ms" in describe_forecast(optimizer)
+    assert describe_forecast(optimizer).count(f"predicted MFU {optimizer.mfu(whole_ms):.3f}") == 1
+    text = describe_forecast(teacher)
+    assert f"predicted step: {teacher.step().step_ms:.4g} ms" in text and "to the host" not in text
 
 
 def test_layers_from_peers_cost_time_only_where_computation_is_shorter():

@@ -51,7 +51,8 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     """Return logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or a checkpoint's."""
     from mkd.checkpoint.distributed import TrainingState, load_checkpoint
     from mkd.checkpoint.folders import find_checkpoint
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -34,7 +34,8 @@ def folder(tmp_path_factory):
 def build(folder, flags):
     """Return (context, DDP-wrapped model parts, optimizer, contents of a checkpoint) of a student alone."""
     from mkd.checkpoint.distributed import TrainingState
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.config.load import load_config
     from mkd.models.builder import build_model_parts, join_stages
     from mkd.models.transformer_config import ModelOptions

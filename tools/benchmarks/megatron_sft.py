@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_reader import load_hf_weights
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.data.batch import PackedBatch
 from mkd.models.packed import packed_documents
 from mkd.models.specs import block_spec

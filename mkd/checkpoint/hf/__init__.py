@@ -2,11 +2,12 @@
 
 hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
 hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
-hf_tower.py                      names of models with images, and their towers
+hf_tower.py                      names of models with images, and the parameters of their towers
 hf_check.py                      compares a folder's tensors with its config.json
 hf_causes.py                     one cause of many differences: prefixes, sizes, numbers of layers
 hf_hub.py                        finds the folder of a model, here or on the hub, without torch
-hf_reader.py                     opens a folder and reads the slices of a rank
+hf_reader.py                     opens a folder and reads slices of its tensors
+hf_weights.py                    fills a model part with the slices of its rank
 hf_assets.py                     configuration, tokenizer and templates beside the weights
 hf_changes.py                    what a run changes in them: image processor, stop ids, tokenizer's class
 hf_shards.py                     the layout of the written files

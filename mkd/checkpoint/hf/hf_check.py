@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mkd.checkpoint.hf.hf_causes import FLOAT_DTYPES, common_causes
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
-from mkd.errors import CheckpointError, ErrorList, MkdError
+from mkd.checkpoint.hf.hf_reader import DERIVED_TENSOR, HFCheckpoint
+from mkd.errors import CheckpointError, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
-if TYPE_CHECKING:
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
-
 CHECK_CONFIG = "check config.json against the weights"
 EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
-DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
 
 def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
@@ -73,11 +69,3 @@ def layer_of(tensor: str) -> int | None:
     """Return the layer index in a Hugging Face tensor name; None outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", tensor)
     return None if match is None else int(match.group(1))
-
-
-def raise_all(problems: Sequence[MkdError]) -> None:
-    """Raise one problem as itself and several as an `ErrorList`."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise ErrorList(problems)

@@ -1,4 +1,4 @@
-"""The vision tower of a Hugging Face folder: names on disk, and its tensors in and out whole.
+"""The vision tower of a Hugging Face folder: names on disk, and its parameters in a model part.
 
 A model with images has its text model under other names than a model of text alone. Everything else in this
 package calls the text tensors as a model of text alone does, and the tower's `tower.` + the module's name.
@@ -9,18 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from mkd.errors import CheckpointError, ErrorList
 from mkd.families.vision import VISION_FAMILIES
 from mkd.families.vision_shape import VisionFamily
 from mkd.plan.model_shape import ModelShape
-
-if TYPE_CHECKING:
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 
 TOWER = "tower."
 """Start of the names of the tower's parameters in a model part, and of its tensors in an open folder."""
@@ -61,32 +55,3 @@ class DiskNames:
 def tower_of(model_part: nn.Module) -> dict[str, Tensor]:
     """Return our name -> parameter of the part's tower; empty if it has none."""
     return {name: one for name, one in model_part.named_parameters() if name.startswith(TOWER)}
-
-
-@torch.no_grad()
-def load_tower(model_part: nn.Module, checkpoint: HFCheckpoint) -> None:
-    """Fill the part's tower, whole on every rank.
-
-    Raises `ErrorList` for tensors that are missing, not expected or of another shape.
-    """
-    tower = tower_of(model_part)
-    if not tower:
-        return
-    where, problems = checkpoint.directory, []
-    why = "config.json and transformers' module of this family call for it"
-    for name in sorted(tower.keys() ^ checkpoint.tower.keys()):
-        is_missing = name in tower
-        text = "is missing" if is_missing else "is not expected"
-        code = "hf-tensor-missing" if is_missing else "hf-tensor-unexpected"
-        what = f"{where}: tensor {checkpoint.names.on_disk(name)} {text}"
-        problems.append(CheckpointError(what, why, "check config.json against the weights", code=code))
-    for name in sorted(tower.keys() & checkpoint.tower.keys()):
-        found, full = checkpoint.tower[name].shape, tuple(tower[name].shape)
-        if found != full:
-            what = f"{where}: tensor {checkpoint.names.on_disk(name)} has shape {list(found)}"
-            do = "check config.json against the weights"
-            problems.append(CheckpointError(what, f"expected {list(full)}", do, code="hf-tensor-shape"))
-    if problems:
-        raise ErrorList(problems)
-    for name, parameter in tower.items():
-        parameter.copy_(checkpoint.read(name, (slice(None),) * parameter.dim()))

@@ -21,9 +21,10 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_check import EXTRA_LAYERS
 from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
 from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file, map_part, stored_tensors
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file
 from mkd.checkpoint.hf.hf_shards import ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
+from mkd.checkpoint.hf.hf_weights import map_part, stored_tensors
 from mkd.errors import CheckpointError, MkdError
 from mkd.families.config_values import PART_OBJECTS
 from mkd.parallel.context import ParallelContext

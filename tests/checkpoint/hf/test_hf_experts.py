@@ -16,7 +16,8 @@ from tests.tiny_models import VARIANTS, make_model
 def round_trip(source, out, expert_parallel, pipeline_parallel=1, tensor_parallel=1):
     """Load `source` with its experts spread over processes and export it to `out`; return the bytes read."""
     from mkd.checkpoint.hf.hf_assets import HFAssets
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, TRUSTED_FOLDERS, HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, TRUSTED_FOLDERS, HFCheckpoint
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.errors import CheckpointError, ErrorList, MkdError
 from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions

@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import export_plan
+from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError, UsageError
 from mkd.models.builder import build_model_parts

@@ -6,6 +6,7 @@ import pytest
 
 from mkd.kinds.loss_card import loss_card
 from mkd.plan.forecast import Forecast
+from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.memory import predict_memory
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, config, cost_of, trained
@@ -54,8 +55,8 @@ def test_every_update_of_a_step_takes_its_time():
     assert three.step_ms() == pytest.approx(3 * (three.step().step_ms + three.optimizer_ms()))
     whole_ms = 3 * (three.step().step_ms + three.optimizer_ms())
     assert three.planned_step_ms() == pytest.approx(whole_ms)
-    assert f"3 updates of a step's completions: {whole_ms:.4g} ms" in three.describe()
-    assert "updates of" not in one.describe()
+    assert f"3 updates of a step's completions: {whole_ms:.4g} ms" in describe_forecast(three)
+    assert "updates of" not in describe_forecast(one)
 
 
 def test_the_loss_card_says_that_a_reference_is_in_fp8():

@@ -26,7 +26,8 @@ class Place:
 
 def load_parts(folder: Path, place: Place):
     """Return (context, parts) of the model on this rank, with its weights, in training mode."""
-    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.checkpoint.hf.hf_weights import load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -1,0 +1,161 @@
+"""Fill a model part from a Hugging Face folder: each rank reads only the slices that it needs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, extra_layers, layer_of
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
+from mkd.errors import CheckpointError, ErrorList, raise_all
+from mkd.families.weight_rules import EMBEDDING, LM_HEAD
+from mkd.plan.model_shape import ModelShape
+
+LOG = logging.getLogger("mkd")
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model_part: nn.Module,  # its parameters are overwritten in place; dtype and device stay
+    shape: ModelShape,
+    checkpoint: HFCheckpoint,
+    *,
+    first_layer: int,  # index in the whole model of the part's layer 0
+    tp_rank: int,
+    tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
+    # Makes the context in which the part's layer of that index has memory; None: the part has all its memory.
+    layer_memory: Callable[[int], AbstractContextManager[None]] | None = None,
+) -> None:
+    """Fill a model part from `checkpoint`, one slice at a time.
+
+    Padded vocabulary rows and attention groups become zero. The headers are checked before any weight is
+    read. Raises `CheckpointError` for a parameter without a source, for a tensor of its layers without a
+    parameter, for a tied model whose stored head differs from its embedding, and for values that are NaN or
+    infinite.
+    """
+    check_hf_checkpoint(shape, checkpoint)
+    stored = {layer_of(name) for name in checkpoint.headers}
+    left_out = [layer for layer in extra_layers(shape) if layer in stored]
+    if first_layer == 0 and left_out:
+        what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
+        LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
+    parameters = stored_tensors(model_part)
+    maps = map_part(parameters, shape, first_layer, tp_size, experts)
+    for name, tensor_map in maps.items() if layer_memory is None else _by_layer(maps, layer_memory):
+        parameter = parameters[name].data
+        pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
+        if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
+            parameter.zero_()
+        for piece in pieces:
+            source = _read_piece(checkpoint, piece.tensor, piece)
+            piece.in_shard(parameter).copy_(piece.of_part(source))
+            is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
+            if is_tied and LM_HEAD in checkpoint.headers:
+                _check_tied(checkpoint, source, _read_piece(checkpoint, LM_HEAD, piece))
+    load_tower(model_part, checkpoint)
+
+
+def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model part that tables describe: parameters, and biases of expert choice.
+
+    The tower has no table, see `tower_of`.
+    """
+    parameters = {name: one for name, one in model_part.named_parameters() if not name.startswith(TOWER)}
+    biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
+    return parameters | biases
+
+
+def _by_layer(
+    maps: dict[str, TensorMap], layer_memory: Callable[[int], AbstractContextManager[None]]
+) -> Iterator[tuple[str, TensorMap]]:
+    """Yield the items of `maps`, those of each layer inside its context."""
+
+    def layer_of_part(item: tuple[str, TensorMap]) -> int:
+        match = re.match(r"decoder\.layers\.(\d+)\.", item[0])
+        return -1 if match is None else int(match.group(1))
+
+    # Biases of expert choice come after all parameters, and each layer has memory only once.
+    for layer, items in groupby(sorted(maps.items(), key=layer_of_part), layer_of_part):
+        with nullcontext() if layer < 0 else layer_memory(layer):
+            yield from items
+
+
+def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
+    return checkpoint.read(tensor, piece.tensor_cut)
+
+
+def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> None:
+    if not torch.equal(embedding, head):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {LM_HEAD} differs from {EMBEDDING}",
+            "config.json ties them (tie_word_embeddings), so one of the two would be lost",
+            "set tie_word_embeddings to false in config.json, or remove the tensor that does not belong",
+            code="hf-head-not-tied",
+        )
+
+
+def map_part(
+    parameters: dict[str, Tensor],
+    shape: ModelShape,
+    first_layer: int,
+    tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
+) -> dict[str, TensorMap]:
+    """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
+    experts = range(shape.num_experts) if experts is None else experts
+    maps = {name: find_map(shape, name, first_layer, experts.start) for name in parameters}
+    problems, why = [], "model and config.json differ (biases, norms, sizes or number of layers)"
+    for name, tensor_map in maps.items():
+        own = tuple(parameters[name].shape)
+        if tensor_map is None or not tensor_map.fits(own, tp_size):
+            what = f"parameter {name} {list(own)} has no source in a {shape.family} checkpoint"
+            do = "build the model from the checkpoint's own config.json"
+            problems.append(CheckpointError(what, why, do, code="hf-parameter-without-source"))
+    raise_all(problems)
+    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
+    layers = {layer_of(tensor) for tensor in covered} - {None}
+    for tensor in hf_tensor_shapes(shape):
+        is_elsewhere = expert_of(tensor) not in (None, *experts)
+        if layer_of(tensor) in layers and tensor not in covered and not is_elsewhere:
+            what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
+            problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
+    raise_all(problems)
+    return maps
+
+
+@torch.no_grad()
+def load_tower(model_part: nn.Module, checkpoint: HFCheckpoint) -> None:
+    """Fill the part's tower, whole on every rank.
+
+    Raises `ErrorList` for tensors that are missing, not expected or of another shape.
+    """
+    tower = tower_of(model_part)
+    if not tower:
+        return
+    where, problems = checkpoint.directory, []
+    why = "config.json and transformers' module of this family call for it"
+    for name in sorted(tower.keys() ^ checkpoint.tower.keys()):
+        is_missing = name in tower
+        text = "is missing" if is_missing else "is not expected"
+        code = "hf-tensor-missing" if is_missing else "hf-tensor-unexpected"
+        what = f"{where}: tensor {checkpoint.names.on_disk(name)} {text}"
+        problems.append(CheckpointError(what, why, "check config.json against the weights", code=code))
+    for name in sorted(tower.keys() & checkpoint.tower.keys()):
+        found, full = checkpoint.tower[name].shape, tuple(tower[name].shape)
+        if found != full:
+            what = f"{where}: tensor {checkpoint.names.on_disk(name)} has shape {list(found)}"
+            do = "check config.json against the weights"
+            problems.append(CheckpointError(what, f"expected {list(full)}", do, code="hf-tensor-shape"))
+    if problems:
+        raise ErrorList(problems)
+    for name, parameter in tower.items():
+        parameter.copy_(checkpoint.read(name, (slice(None),) * parameter.dim()))
