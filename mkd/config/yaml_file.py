@@ -7,9 +7,10 @@ top level, and inside its own section also without the section's name (`ratio`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -22,6 +23,17 @@ from mkd.errors import MkdError, UsageError
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
 FORMER_SECTIONS = ("feedback",)  # of earlier versions: their keys are now in other sections
+# Keys of earlier versions and their defaults, which the config.yaml of every earlier run contains.
+FORMER_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "characters_per_sample": "null",
+        "lr_warmup_fraction": "null",
+        "profile_step_start": "10",
+        "profile_step_end": "12",
+        "use_pytorch_profiler": "false",
+        "exact_token_match_only": "false",
+    }
+)
 _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as a YAML list
 
 
@@ -131,6 +143,8 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
 
 def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, section: str) -> None:
     option = _find(key, section)
+    if option is None and isinstance(node, yaml.ScalarNode) and FORMER_DEFAULTS.get(key) == node.value:
+        return
     if option is None:
         place = file.place(key_node)
         error = unsupported("--" + key.replace("_", "-"), f"{place}: {key}")

@@ -178,3 +178,36 @@ def test_files_that_cannot_be_read(tmp_path):
     for path in (tmp_path / "absent.yaml", tmp_path / "latin.yaml", tmp_path):
         error = problem(read_yaml(str(path)))
         assert error.code == "config-file-unreadable" and str(path) in error.what and error.do
+
+
+def test_the_settings_of_an_earlier_run_are_read(read):
+    """Its config.yaml has all settings of its version, mostly with defaults."""
+    text = (
+        "teachers:\n  -\n    hf: t\n    xtoken:\n      exact_token_match_only: false  # default\n"
+        "data:\n  characters_per_sample: null  # default\n"
+        "feedback:\n  dpo_beta: 0.1\n  clip_range: 0.2  # default\n"
+        "optimizer:\n  lr_warmup_fraction: null  # default\n"
+        "log:\n  profile_step_start: 10  # default\n  profile_step_end: 12  # default\n"
+        "  use_pytorch_profiler: false  # default\n"
+    )
+    found = values(read(text))
+    assert found == {
+        "teachers[0].hf": "t",
+        "teachers[0].xtoken": {},
+        "dpo.dpo_beta": 0.1,
+        "grpo.clip_range": 0.2,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {characters_per_sample: 8}",
+        "optimizer: {lr_warmup_fraction: 0.1}",
+        "log: {profile_step_start: 3}",
+        "log: {use_pytorch_profiler: true}",
+        "teachers: [{hf: t, xtoken: {exact_token_match_only: true}}]",
+    ],
+)
+def test_other_values_of_former_settings_are_refused(read, text):
+    assert problem(read(text)).code in {"key-unknown", "flag-replaced", "flag-not-needed"}
