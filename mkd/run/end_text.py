@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkd.config.schema import PAIR_LOSSES
 from mkd.human import counted, duration, fixed
 from mkd.log.records import read_records, split_of
 from mkd.operations.run_folders import changes_to_resume
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from mkd.operations.stopping import Stop
     from mkd.run.loop import Run
 
-FIGURES = {
-    "kd": ("kd_loss", 6),
-    "ce": ("ce_loss", 5),
-    "top1": ("top1_agreement", 5),
-    "acc": ("dpo/accuracy", 4),
-}
-"""Label -> held-out metric and its columns, of the summary."""
+FIGURES = (
+    ("kd", "kd_loss", 6),
+    ("ce", "ce_loss", 5),
+    ("top1", "top1_agreement", 5),
+    *(("acc", f"{loss.prefix}/accuracy", 4) for loss in PAIR_LOSSES),
+)
+"""Label, held-out metric and its columns, of the summary."""
 
 
 def end_text(run: Run, folder: Path, seconds: float, stop: Stop | None = None) -> str:
@@ -57,7 +58,7 @@ def _held_out(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         return
     first, last = valid[0], valid[-1]
     figures = []
-    for label, (key, width) in FIGURES.items():
+    for label, key, width in FIGURES:
         values = [record.get(key) for record in (first, last)]
         if all(isinstance(value, (int, float)) for value in values):
             before, after = (fixed(value, width).strip() for value in values)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.config.load import load_config
+from mkd.config.schema import PAIR_LOSSES
 from mkd.operations.stopping import Stop
 from mkd.run.end_text import end_text
 from mkd.run_command import mkd_command
@@ -55,6 +56,14 @@ def test_a_finished_run(summary):
     assert lines[5] == "next:" and "evaluate --student-hf runs/one/hf " in commands
     assert "report runs/one " in commands and "--load runs/one " in commands and " export " not in commands
     assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+def test_a_run_on_pairs_says_how_many_it_has_right(summary, loss):
+    of_valid = [(0, 0.25), (30, 0.75)]
+    key = f"{loss.prefix}/accuracy"
+    records = [{"iteration": one, "split": "valid", "kd_loss": None, key: acc} for one, acc in of_valid]
+    assert "  held-out  acc 0.25 -> 0.75 (after step 0 and 30)" in summary("--no-save", records=records)
 
 
 def test_a_run_that_was_cut_short_and_one_that_kept_nothing(summary):
