@@ -98,8 +98,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.num_layers, args.ffn_hidden_size, args.num_query_groups, args.hidden_size, args.target_params
     )
     text = tuple(args.data_path)
-    measured = args.method, text, args.tokens, args.seq_length
-    request = StudentRequest(args.hf, args.out, sizes, *measured, overwrite=args.overwrite)
+    request = StudentRequest(
+        args.hf,
+        args.out,
+        sizes,
+        method=args.method,
+        text=text,
+        num_tokens=args.tokens,
+        seq_length=args.seq_length,
+        overwrite=args.overwrite,
+    )
     check_request(request)  # before torch is imported, which takes seconds
     from mkd.platform import detect
 

@@ -194,8 +194,9 @@ class _Preparation:
         tables = image_tables(teachers.values())
         if store.documents_per_record > 1:
             packing = self.packing
-            room = packing.seq_length, packing.document_multiple
-            require_pairs_fit(store, *room, packing.overlong, documents)
+            require_pairs_fit(
+                store, packing.seq_length, packing.document_multiple, packing.overlong, documents
+            )
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
         if not store.has_loss_mask:  # no conversation, so the rule for them changes nothing
             packing = replace(packing, overlong_conversations=None)
@@ -204,19 +205,19 @@ class _Preparation:
             return _Member(
                 store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
             )
-        place = self.cache_dir, self.known
-        packs = pack_into_file(store, packing, *place, self.workers, self.progress)
-        index, multiple = PackIndex.in_file(packs), packing.document_multiple
+        packs = pack_into_file(store, packing, self.cache_dir, self.known, self.workers, self.progress)
+        index = PackIndex.in_file(packs)
         if index.dropped is None or index.dropped.has_whole_ones:  # to find them takes as long as to pack
             self._list_left_out(store, packing)
         sides = {
-            number: (
-                prefix,
-                teacher_pieces_file(TeacherStore(prefix, store), index, multiple, *place, self.progress),
-            )
-            for number, prefix in teachers.items()
+            number: (prefix, self._side(store, prefix, index, packing)) for number, prefix in teachers.items()
         }
         return _Member(store.prefix, weight, packing, packs, sides)
+
+    def _side(self, store: TokenStore, prefix: str, index: PackIndex, packing: PackSettings) -> ArrayFile:
+        """Return the packs in the tokens of the teacher whose corpus is at `prefix`."""
+        teacher, multiple = TeacherStore(prefix, store), packing.document_multiple
+        return teacher_pieces_file(teacher, index, multiple, self.cache_dir, self.known, self.progress)
 
     def _list_left_out(self, store: TokenStore, packing: PackSettings) -> None:
         if self.quarantine is not None:

@@ -190,11 +190,19 @@ def _write_tokens(
     if not unpredicted:
         files.loss_mask.unlink()
         files.places.unlink()
-    counts = documents, tokens, loss_tokens, max_token_id, quarantine.count
     notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
     notes = {path: said for path, said in notes.items() if said}
     return StoreSummary(
-        *counts, tuple(sorted(kinds)), tuple(sorted(ends)), images.count, images.patches, notes
+        documents,
+        tokens,
+        loss_tokens,
+        max_token_id,
+        bad_records=quarantine.count,
+        kinds=tuple(sorted(kinds)),
+        trained_ends=tuple(sorted(ends)),
+        images=images.count,
+        image_patches=images.patches,
+        notes=notes,
     )
 
 

@@ -205,8 +205,12 @@ class RequestBatch(PackedBatch):
         held = context_parallel_rows(self.cu_seqlens_padded, rank, size)
         places = torch.searchsorted(held, self.score_rows).clamp(max=len(held) - 1)
         mine = held[places] == self.score_rows
-        scored = dict(score_labels=self.score_labels[mine], score_requests=self.score_requests[mine])
-        return replace(super().context_parallel_shard(rank, size), score_rows=places[mine], **scored)
+        return replace(
+            super().context_parallel_shard(rank, size),
+            score_rows=places[mine],
+            score_labels=self.score_labels[mine],
+            score_requests=self.score_requests[mine],
+        )
 
 
 class RequestPacks:

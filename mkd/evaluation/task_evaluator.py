@@ -70,8 +70,10 @@ class TaskEvaluator:
         borders = tuple(accumulate(map(len, encoded), initial=0))
         requests = [request for of_task in encoded for request in of_task]
         row_images = row_images_of(images, context, sequence_parallel)
-        sizes = micro_batch_size, seq_length, tokenizer.padding_id(vocab_size)
-        batches = RequestBatches.of(requests, context, *sizes, row_images, num_workers)
+        pad_id = tokenizer.padding_id(vocab_size)
+        batches = RequestBatches.of(
+            requests, context, micro_batch_size, seq_length, pad_id, row_images, num_workers
+        )
         return cls(tuple(tasks), borders, batches)
 
     def describe(self) -> list[str]:

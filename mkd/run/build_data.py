@@ -69,8 +69,9 @@ def build_data(
         raise DataError(what, why, do, code="held-out-documents-missing")
     if plan.stored_teacher is not None:
         held_out = valid_set if config.training.evaluates else None
-        run = tokenizers.student, context, tokenizers.images
-        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, *run)
+        train_set, valid_set = plan.stored_teacher.attach(
+            train_set, held_out, tokenizers.student, context, tokenizers.images
+        )
     return train_set, valid_set
 
 

@@ -243,11 +243,18 @@ def load_weights(
         return
     problems: list[MkdError] = []
     for part in parts:
-        place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
-        experts = context.experts(source.shape.num_experts)
-        of_layer = None if memory is None else partial(_loading, memory, part)
-        place |= dict(experts=experts, layer_memory=of_layer)
-        collect_error(problems, partial(load_hf_weights, part, source.shape, source.hf, **place))
+        load = partial(
+            load_hf_weights,
+            part,
+            source.shape,
+            source.hf,
+            first_layer=part.first_layer,
+            tp_rank=context.tp_rank,
+            tp_size=context.tp_size,
+            experts=context.experts(source.shape.num_experts),
+            layer_memory=None if memory is None else partial(_loading, memory, part),
+        )
+        collect_error(problems, load)
     agree(problems[0] if problems else None)
 
 

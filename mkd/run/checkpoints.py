@@ -53,8 +53,9 @@ def take_identity(plan: Plan, texts: Texts, context: ParallelContext) -> dict[st
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
     assert plan.tokenizers is not None, "a run reads text"
-    text = texts.train_set, texts.valid_set, texts.prompts
-    identify = partial(identify_run, plan, plan.tokenizers.student, *text)
+    identify = partial(
+        identify_run, plan, plan.tokenizers.student, texts.train_set, texts.valid_set, texts.prompts
+    )
     return context.broadcast_object(on_rank_0(identify, _unreadable))
 
 
@@ -85,8 +86,9 @@ def _resume(
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
     require_same_model(folder, student)
     saved = read_state(folder)
-    known = saved.get("fingerprints", {}), run_identity["fingerprints"]
-    require_same(folder, *known, checkpoint.accept_change)
+    require_same(
+        folder, saved.get("fingerprints", {}), run_identity["fingerprints"], checkpoint.accept_change
+    )
     left: list[Path] = []
     if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
         # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.

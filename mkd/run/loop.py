@@ -162,10 +162,18 @@ def updates(
     results: list[StepResult] = []
     for update in range(count):
         observe = run.meter if update == 0 else None  # it compares with the weights that sampled
-        calls = run.guards.stopper.exchange, phase, following, observe
-        results.append(train_step(run.engine, on_device, *calls, ends_iteration=update == count - 1))
+        result = train_step(
+            run.engine,
+            on_device,
+            exchange=run.guards.stopper.exchange,
+            phase=phase,
+            following=following,
+            observe=observe,
+            ends_iteration=update == count - 1,
+        )
+        results.append(result)
         try:
-            run.guards.non_finite.judge(iteration, results[-1], batches)
+            run.guards.non_finite.judge(iteration, result, batches)
         except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished
             finish_save(run, iteration)
             raise

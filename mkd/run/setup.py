@@ -162,23 +162,25 @@ def build_streams(
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
-    order = dict(seed=training.seed, shuffle=data.shuffle, consumed_samples=consumed_samples)
     held_out = None
     if texts.valid_set is not None and training.eval_iters:
         held_out = EvalStream(texts.valid_set, eval_iters=training.eval_iters, **sizes)
-    stream = rollouts or TrainStream(texts.train_set, **order, **sizes)
+    stream = rollouts or TrainStream(
+        texts.train_set, seed=training.seed, shuffle=data.shuffle, consumed_samples=consumed_samples, **sizes
+    )
     return DataStreams(stream, held_out, texts.tasks)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:
     """Build the checks that run after every step. `samples` has the `documents_of` a sample."""
     config, context = plan.config, engine.context
-    saves, sizes = bool(config.checkpoint.save), (config.training.bf16, config.student.train_parts)
+    saves = bool(config.checkpoint.save)
+    save_bytes = checkpoint_bytes(plan.student.shape, config.training.bf16, config.student.train_parts)
     stopper = Stopper(
         context,
         signals,
         config.training.exit_duration_in_mins,
-        first_save_bytes=checkpoint_bytes(plan.student.shape, *sizes) if saves else 0,
+        first_save_bytes=save_bytes if saves else 0,
         save_interval_in_mins=config.checkpoint.minutes_without_save if saves else 0,
         slow_saves_are_rare=config.checkpoint.save_interval_in_mins is None,
     )

@@ -105,8 +105,16 @@ def train_step(
             engine.experts.move_biases(routed)
     step_time_ms = 1000 * (time.perf_counter() - start)
     reports = () if agreed.finite else [(ids, objective.sums(one)) for ids, one in objective.reports]
-    outcome = agreed.finite, agreed.stop, reports, load
-    return StepResult(sums, grad_norm, learning_rate, step_time_ms, *outcome)
+    return StepResult(
+        sums,
+        grad_norm,
+        learning_rate,
+        step_time_ms,
+        is_applied=agreed.finite,
+        stop=agreed.stop,
+        reports=reports,
+        expert_load=load,
+    )
 
 
 def training_objective(

@@ -17,6 +17,7 @@ from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError
+from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion
 from mkd.xtoken.align.align_text import AlignedText, align
 
@@ -146,11 +147,14 @@ def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
 
     `append_eod` alone decides whether one ends a document.
     """
-    sides = []
-    for ids, tokenizer in ((aligned.student_ids, pair.student), (aligned.teacher_ids, pair.teacher)):
-        sides.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids)
-    whole = (aligned.chunks[:, 1] <= len(sides[0])) & (aligned.chunks[:, 3] <= len(sides[1]))
-    return AlignedText(*sides, aligned.chunks[whole])
+
+    def without_eos(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
+
+    student_ids = without_eos(aligned.student_ids, pair.student)
+    teacher_ids = without_eos(aligned.teacher_ids, pair.teacher)
+    whole = (aligned.chunks[:, 1] <= len(student_ids)) & (aligned.chunks[:, 3] <= len(teacher_ids))
+    return AlignedText(student_ids, teacher_ids, aligned.chunks[whole])
 
 
 def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:

@@ -26,15 +26,12 @@ def shard_chunks(
     places = _Places(student_cu_seqlens_padded, size)
     owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]
     owned = np.flatnonzero(owners == rank)
-    sides = {
-        "student": _shard_side(chunks.student, owners, rank, places),
-        "teacher": _shard_side(chunks.teacher, owners, rank, _Places(teacher_cu_seqlens_padded, size)),
-    }
     pairs, support_offsets = select_ranges(chunks.support_offsets, owned)
     pairs = torch.from_numpy(pairs)
     return replace(
         chunks,
-        **sides,
+        student=_shard_side(chunks.student, owners, rank, places),
+        teacher=_shard_side(chunks.teacher, owners, rank, _Places(teacher_cu_seqlens_padded, size)),
         kinds=chunks.kinds[owned],
         weights=chunks.weights[owned],
         packs=chunks.packs[owned],

@@ -52,15 +52,14 @@ def cached_teacher_store(
     `progress` see `build_store`.
     """
     student = TokenStore(student_prefix)
-    readers = images, text.images
-    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod, *readers)
+    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod, images, text.images)
     settings = [
         ALIGNMENT_VERSION,
         tokenizer.chat_fingerprint,
         text.tokenizer.chat_fingerprint,
         text.alignment,
         text.reasoning,
-        *(reader.settings for reader in readers if reader),
+        *(reader.settings for reader in (images, text.images) if reader),
     ]
     if is_raw(path):
         source, align = FileRows([path]), RowAligner(pair)

@@ -290,8 +290,9 @@ def _load_backend(folder: Path) -> Any:
         from transformers import AutoImageProcessor
 
         # Backends differ in pixels, and torchvision's often fails to load beside CPU torch: pin Pillow's.
-        options = dict(backend="pil", local_files_only=True, trust_remote_code=False)
-        return AutoImageProcessor.from_pretrained(folder, **options)
+        return AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises errors of many types
         raise UsageError(
             f"{folder}: the image processor cannot be loaded",

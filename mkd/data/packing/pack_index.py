@@ -138,8 +138,11 @@ class WindowPacker:
         taken = room.taken_by(pieces, spans)
         packs = pack_pieces(taken, settings.seq_length, settings.pack, together)
         kinds = self.kinds()
-        columns = np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"])
-        found = PackedWindow(*columns, kept.dropped)
+        found = PackedWindow(
+            pieces=np.empty(len(pieces), kinds["pieces"]),
+            packs=np.empty(len(packs), kinds["packs"]),
+            dropped=kept.dropped,
+        )
         for name in found.pieces.dtype.names:
             found.pieces[name] = getattr(pieces, name)[packs.piece_ids]
         if len(packs):

@@ -150,10 +150,14 @@ class ShardWriter:
         remove_left_behind(str(self._path))
         # Store high and low bytes apart: the high bytes of neighbours are alike, which saves a fifth.
         encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("ids", "logprobs")}
-        options = dict(
-            compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True
+        self._file = self._pq.ParquetWriter(
+            self._partial,
+            self._schema,
+            compression="zstd",
+            use_dictionary=False,
+            column_encoding=encoding,
+            write_page_checksum=True,
         )
-        self._file = self._pq.ParquetWriter(self._partial, self._schema, **options)
         return self
 
     def add(

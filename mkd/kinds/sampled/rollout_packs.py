@@ -90,8 +90,9 @@ class RolloutPacks:
             teacher.pack(documents[number], starts, pack)
             for teacher, documents in zip(self.teachers, self.aligned, strict=True)
         )
-        described = dict(lengths=lengths, spans=spans, sample_id=sample_id, row_values=judged)
-        pack = replace(pack, **described, teacher_inputs=inputs)
+        pack = replace(
+            pack, lengths=lengths, spans=spans, sample_id=sample_id, row_values=judged, teacher_inputs=inputs
+        )
         return pack, RolloutRows.joined(parts)
 
     def empty(self) -> Pack:

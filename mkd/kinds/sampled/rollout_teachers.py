@@ -70,8 +70,11 @@ class AlignedRollouts:
             rollout.ids, self.pair, is_stopped=not rollout.is_truncated, is_chat=prompt.is_chat
         )
         offset = [len(own), len(own), len(theirs), len(theirs)]
-        ids = np.concatenate([own, found.student_ids]), np.concatenate([theirs, found.teacher_ids])
-        return AlignedText(*ids, found.chunks + offset)
+        return AlignedText(
+            student_ids=np.concatenate([own, found.student_ids]),
+            teacher_ids=np.concatenate([theirs, found.teacher_ids]),
+            chunks=found.chunks + offset,
+        )
 
     def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> TeacherPack:
         """Return the teacher's part.

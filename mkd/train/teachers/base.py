@@ -116,9 +116,17 @@ class PackScores:
 
 def token_sums(output: KDOutput, given: LossInput, weight: Tensor) -> TermSums:
     """Return the sums of a teacher that is compared at every loss token, `weight` in all."""
-    teacher = dict(ce=output.teacher_ce, entropy=output.teacher_entropy, top1_agreement=output.top1_agreement)
-    counts = dict(weight=weight, rows=given.num_loss_tokens, tokens=weight, compared=weight)
-    return TermSums(student_ce=output.ce, kd=output.kd, **teacher, **counts)
+    return TermSums(
+        student_ce=output.ce,
+        kd=output.kd,
+        ce=output.teacher_ce,
+        entropy=output.teacher_entropy,
+        top1_agreement=output.top1_agreement,
+        weight=weight,
+        rows=given.num_loss_tokens,
+        tokens=weight,
+        compared=weight,
+    )
 
 
 def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:

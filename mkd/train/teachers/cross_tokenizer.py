@@ -70,8 +70,9 @@ class CrossTokenizer:
         def with_rows_of_other_ranks(hidden: Tensor) -> Tensor:
             if exchange is None:
                 return hidden
-            counts = exchange.send_counts, exchange.receive_counts
-            return exchange_rows(hidden, exchange.send_rows, *counts, given.cp_group)
+            return exchange_rows(
+                hidden, exchange.send_rows, exchange.send_counts, exchange.receive_counts, given.cp_group
+            )
 
         scores = token_scores(
             given.output.teacher_hiddens[self.index].squeeze(1),

@@ -66,8 +66,16 @@ class SameTokens:
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         mask, weights = given.batch.loss_mask[0], given.pack_weights[self.name]
         row_weights = mask * weights.repeat_interleave(len(mask) // given.num_packs)
-        settings = dict(kd_ratio=self.kd_ratio, with_ce_metric=self.with_ce_metric, **self.divergence)
-        output = head_pass(given, row_weights, scale, self.indices, self.model_shares, **settings)
+        output = head_pass(
+            given,
+            row_weights,
+            scale,
+            self.indices,
+            self.model_shares,
+            kd_ratio=self.kd_ratio,
+            with_ce_metric=self.with_ce_metric,
+            **self.divergence,
+        )
         return output.loss, token_sums(output, given, row_weights.sum())
 
     def pack_scores(self, given: LossInput) -> PackScores:

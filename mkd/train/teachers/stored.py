@@ -43,14 +43,20 @@ class Stored:
         """See `Term.loss`; autograd multiplies by `scale`. Collectives: those of `vocab_parallel_topk_kd`."""
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
-        settings = dict(kd_ratio=self.kd_ratio, with_ce_metric=self.with_ce_metric, **self.divergence)
+        objective = build_objective(
+            student.shape.vocab_size,
+            stored.vocab_size,
+            kd_ratio=self.kd_ratio,
+            with_ce_metric=self.with_ce_metric,
+            **self.divergence,
+        )
         output = vocab_parallel_topk_kd(
             loss_row_logits(student, given.output.hidden, rows),
             stored.ids,
             stored.logprobs,
             batch.labels[0, rows],
             batch.loss_mask[0, rows],
-            build_objective(student.shape.vocab_size, stored.vocab_size, **settings),
+            objective,
             tp_group=given.context.tp_group,
             teacher_metrics=stored.metrics,
             overwrite_student_logits=True,

@@ -111,9 +111,9 @@ def cached_attention(parts: Sequence[LanguageModel], cache: KVCache) -> Iterator
     inner = [layer.self_attention.core_attention for _, layer in layers]
     try:
         for (part, layer), attention in zip(layers, inner, strict=True):
-            shape = part.shape.layers[layer.layer_number - 1]
-            settings = layer.layer_number, shape.sliding_window, part.config.softmax_scale
-            layer.self_attention.core_attention = CachedAttention(attention, cache, *settings)
+            number, scale = layer.layer_number, part.config.softmax_scale
+            window = part.shape.layers[number - 1].sliding_window
+            layer.self_attention.core_attention = CachedAttention(attention, cache, number, window, scale)
         for part in parts:
             part.eval()
         yield

@@ -71,8 +71,13 @@ class SamplingJob:
 
     def _completion(self, request: Request) -> Rollout:
         sampling = self.sampling
-        key = np.array([request.prompt]), np.array([request.sample]), np.array([0])
-        (number,) = uniforms(sampling.seed, self.iteration, *key)
+        (number,) = uniforms(
+            sampling.seed,
+            self.iteration,
+            prompts=np.array([request.prompt]),
+            samples=np.array([request.sample]),
+            positions=np.array([0]),
+        )
         body: dict[str, Any] = dict(
             self.limits,
             model=self.model,

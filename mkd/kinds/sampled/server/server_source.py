@@ -113,9 +113,8 @@ class ServerSource:
         path = self.folder / f"step_{version:07d}"
         with self.parameters_gathered():
             self.export(path)
-            model = self.parts, self.context
-            self._probe = self._probe or sample_probe(*model, requests, self.sampling)
-            ours = score(*model, self._probe, self.num_rows)
+            self._probe = self._probe or sample_probe(self.parts, self.context, requests, self.sampling)
+            ours = score(self.parts, self.context, self._probe, self.num_rows)
         self._on_rank_0(lambda: self._exchange(path, version, ours))
         self._version = version
 
