@@ -43,7 +43,10 @@ def warn_if_empty(iteration: int, sampled: int, judged: int, kept: int) -> None:
         LOG.warning(
             "iteration %d: no completion is left for the loss: %d of %d have no reward, %d are cut off and "
             "dropped. The gradient is 0: only weight decay and the optimizer's momentum move weights",
-            *(iteration, sampled - judged, sampled, judged),
+            iteration,
+            sampled - judged,
+            sampled,
+            judged,
         )
 
 
@@ -60,6 +63,8 @@ class TruncationWatch:
                 "iteration %d: %.2f of the completions reach --max-new-tokens %d without a stop token; texts "
                 "that grow without end are the usual failure of on-policy training. Start from a student "
                 "that stops (off-policy steps first), lower --on-policy-fraction, or raise --max-new-tokens",
-                *(iteration, truncated, max_new_tokens),
+                iteration,
+                truncated,
+                max_new_tokens,
             )
         self.is_high = truncated > TRUNCATED_LIMIT

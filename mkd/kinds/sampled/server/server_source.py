@@ -75,11 +75,17 @@ class ServerSource:
             self._refit(version, requests)
         self._ahead = iteration
         if self.context.rank == 0:
-            lag, add = iteration - 1 - version, self._adder(version)
-            name = self._name(version)
             self._job = SamplingJob(
-                *(self.client, self.model, name, requests, self.sampling, iteration, lag),
-                *(limits_of(self.sampling, self.num_rows), add, found),
+                client=self.client,
+                model=self.model,
+                version=self._name(version),
+                requests=requests,
+                sampling=self.sampling,
+                iteration=iteration,
+                lag=iteration - 1 - version,
+                limits=limits_of(self.sampling, self.num_rows),
+                add=self._adder(version),
+                done=found,
             )
             self._job.start()
 
