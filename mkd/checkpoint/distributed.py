@@ -94,7 +94,7 @@ def start_save(
     announce: Callable[[str, int], None] = announce_nothing,  # called at each moment of the save
 ) -> Save:
     """Capture the current state, `copied` if training continues before it is written. Collective."""
-    if state.optimizer is not None:
+    if state.optimizer is not None:  # before the state is captured, for a save before the first update
         give_first_state(state.optimizer)
     more = {"layout": _layout(context), "device": context.device.type}
     more |= {"optimizer": optimizer_kind(state.optimizer), "precision": _precision(state)}
@@ -121,12 +121,12 @@ def load_checkpoint(
     files that differ from the manifest or belong to another model, for tensors that are not finite, and for
     an optimizer of another kind.
     """
-    if not is_verified:
+    if not is_verified:  # first: Megatron would run code that is hidden in a pickle of the checkpoint
         verify(folder, context, note)
     saved = read_state(folder)
     if state.optimizer is not None:
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
-        give_first_state(state.optimizer)
+        give_first_state(state.optimizer)  # Megatron reads only into state that exists
     wanted = _sharded_state(state, context, is_loading=True)
     device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:

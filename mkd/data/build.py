@@ -139,6 +139,7 @@ def _open(
         index = PackIndex.in_file(member.packs) if member.packs else None
         settings = asdict(member.packing) | {"index": index} | known
         datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
+    # Training and held-out sets together: the packs of a teacher have one length in all of them.
     _attach_teachers(datasets, members, teachers)
     opened, found = iter(datasets), []
     for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
@@ -175,6 +176,7 @@ class _Preparation:
         out. The borders are fractions, rounded as Megatron does.
         """
         paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
+        # Before any is packed: packs leave out the documents that some teacher refuses.
         prefixes = self._all_prefixes({path: flag for flag, named in paths.items() for path in named})
         found: list[list[_Member]] = []
         for blend, begin, end in parts:
@@ -235,11 +237,12 @@ class _Preparation:
                 for student, of_teachers in found.values()
                 for prefix in (student, *of_teachers.values())
             ]
+            # Writes the list anew, so it runs before `_list_left_out` adds what the packs leave out.
             collect([StoreFiles(prefix).quarantine for prefix in prefixes], Path(self.quarantine))
         return found
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, dict[int, str]]:
-        student = self._student_prefix(path, flag)
+        student = self._student_prefix(path, flag)  # first: a teacher's corpus is aligned with it
         settings = dict(
             tokenizer=self.tokenizer,
             images=self.images,
@@ -264,14 +267,15 @@ class _Preparation:
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore(prefix)
         log_notes(store.meta, path if is_raw(path) else None)
-        store.check_layout(self.known, self.progress)
+        store.check_layout(self.known, self.progress)  # first: other reads trust the layout
+        # From the description alone, so that a wrong corpus is refused before all its tokens are read.
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
         require_pairs(store.meta.get("kinds", ()), self.pairs, f"{flag} {path}")
         require_image_processor(store, self.images, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
-            if not is_raw(path):
+            if not is_raw(path):  # `_cached` has checked or written the tokens of a raw file
                 store.check_content(self.known, self.progress)
             store.check_token_range(self.vocab_size, self.known, self.progress)
         return prefix
@@ -292,6 +296,7 @@ class _Preparation:
                 self.progress,
                 self.images,
             )
+            # `build_store` has hashed the files; without this, the next start would read them again.
             for end, digest in TokenStore(prefix).meta["sha256"].items():
                 self.known.keep(prefix + end, "sha256", digest)
         meta = TokenStore(prefix).meta

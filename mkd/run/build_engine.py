@@ -105,7 +105,7 @@ def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContex
     contexts = {context.ep.size: context}
     teachers, minutes = plan.facts.planned_teachers, plan.config.parallel.distributed_timeout_minutes
     sizes = [context.ep.size if one.shape.moe is None else one.expert_parallel for one in teachers]
-    for size in sorted(set(sizes) - contexts.keys()):
+    for size in sorted(set(sizes) - contexts.keys()):  # all ranks must make groups in the same order
         contexts[size] = context.with_expert_parallel(size, minutes)
     return [contexts[size] for size in sizes]
 
@@ -176,6 +176,7 @@ def build_schedule(
     packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=True)
     shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
     communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
+    # Agreed before the links are made: that is collective, so no rank may do it alone.
     planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None
     if planned is not None:
         links = StateLinks.build(context, shapes, options.dtype)
@@ -213,6 +214,7 @@ def build_teacher_parts(
     is_fp8 = settings.precision == "fp8"
     options = replace(options, releases_layers=is_fp8 or settings.residency != "device")
     parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
+    # Before the stream, which moves the FP8 tensors and not the parameters that they replace.
     fp8 = Fp8Weights(parts, fp8_recipe(settings.fp8_recipe)) if is_fp8 else None
     tensors, memory = fp8.tensors if fp8 else layer_parameters, None
     if settings.residency == "host":
@@ -221,6 +223,7 @@ def build_teacher_parts(
         assert settings.peers is not None, "check_peers requires it"
         group = context.peer_group(settings.peers, has_experts=source.shape.moe is not None)
         memory = stream_from_peers(parts, context.device, group, tensors).loading
+    # Last: `memory` quantises a layer, or moves it away, as soon as its weights are read.
     load_weights(parts, source, context, partial(fp8.loading, memory=memory) if fp8 else memory)
     return parts
 
@@ -255,6 +258,7 @@ def load_weights(
             layer_memory=None if memory is None else partial(_loading, memory, part),
         )
         collect_error(problems, load)
+    # After all parts: a rank that raised earlier would leave the others waiting here.
     agree(problems[0] if problems else None)
 
 

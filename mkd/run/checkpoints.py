@@ -84,6 +84,7 @@ def _resume(
     folder: Path, checkpoint: CheckpointConfig, student: ModelShape, run_identity: Mapping[str, object]
 ) -> None:
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
+    # Refuse first: a run that does not start must leave the pointer where it is.
     require_same_model(folder, student)
     saved = read_state(folder)
     require_same(
@@ -93,7 +94,7 @@ def _resume(
     if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
         # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.
         point_at(folder)
-        left = later_than_pointer(folder.parent)
+        left = later_than_pointer(folder.parent)  # after the pointer has moved
     if left:
         names = ", ".join(path.name for path in left)
         then = f"its first save replaces them, or renames them to *{ABANDONED}, which no run reads"
@@ -151,6 +152,7 @@ class Saver:
         cause: str = BY_STEPS,  # see mkd.checkpoint.folders
     ) -> None:
         """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""
+        # One save at a time: a new one deletes unfinished folders, and the pointer must move in order.
         self.finish()
         in_background = self.is_async and not wait
         started = start_save(
@@ -177,6 +179,7 @@ class Saver:
         """Call `finish` if all ranks have written. All-reduce MIN, only during a save in the background."""
         if self.pending is None:
             return 0.0
+        # Threads end at different times, and `finish` is collective: all ranks enter it in the same step.
         is_here = not self.pending[1].is_alive()
         is_written = torch.tensor([is_here], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(is_written, op=dist.ReduceOp.MIN)

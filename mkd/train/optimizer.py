@@ -47,11 +47,12 @@ def wrap_stages(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
     wrap = partial(DistributedDataParallel, ddp_config=ddp_config, pg_collection=context.groups)
+    # As Megatron suggests: one bucket for each later part of an interleaved schedule.
     wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
     for stage in stages:
         stage.config.finalize_model_grads_func = partial(_finalize, after_backward)
         accumulate_inside_products(stage)
-    first = stages[0].config
+    first = stages[0].config  # Megatron's schedules read the settings of the first part alone
     if parallel.overlap_grad_reduce:
         first.no_sync_func = [stage.no_sync for stage in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if len(wrapped) > 1:
@@ -120,9 +121,11 @@ class StudentOptimizer:
         if the loss and all gradients of this rank are finite, and returns what all ranks agree on.
         """
         with self.state_on_device():
-            self.optimizer.prepare_grads()
+            self.optimizer.prepare_grads()  # first: norm and check read the main gradients that it fills
+            # A collective, so every rank calls it before a check that may stop early on one of them.
             grad_norm = self.optimizer.get_grad_norm()
             is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm) and self._rest_is_finite()
+            # Before weights and state change: if one rank is not finite, none may update.
             agreed = exchange(is_finite)
             if not agreed.finite:
                 return Update(grad_norm, agreed)
@@ -132,6 +135,7 @@ class StudentOptimizer:
                     if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
                         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
+        # After the update, which uses the rate of this iteration. Skipped updates return before it.
         self.scheduler.step(increment=int(ends_iteration))
         return Update(grad_norm, agreed)
 

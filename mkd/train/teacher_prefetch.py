@@ -69,6 +69,7 @@ class TeacherPrefetch:
         try:
             yield
         finally:
+            # Evaluations use the same communicator, whose messages then carry the teachers' states.
             self.communicator.while_waiting = None
         assert next(self._gaps, None) is None and not self._queue, "the step left teacher forwards undone"
 
@@ -76,7 +77,7 @@ class TeacherPrefetch:
         assert len(microbatches) == self.num_microbatches, "the plan is for another number of micro-batches"
         done = self.gaps.done
         begun = [batch.sample_ids for batch in microbatches[:done]]
-        if self._ahead is None:
+        if self._ahead is None:  # make now what a step with `following` leaves at its end
             self._queue.extend(microbatches)
             self._run(done)
             self._receive(self.gaps.inputs_kept)
@@ -84,6 +85,7 @@ class TeacherPrefetch:
         else:
             assert self._ahead == begun, "teacher forwards ahead are of other samples than the step's"
             self._queue.extend(microbatches[done:])
+        # Behind the step's own: the last `done` teacher forwards of a step are of the next one.
         self._queue.extend(following[:done])
         self._ahead = [batch.sample_ids for batch in following[:done]] if following else None
         self._gaps = iter(self.gaps.at_waits)
@@ -95,7 +97,7 @@ class TeacherPrefetch:
     def finish(self) -> None:
         """Run the teacher forwards after the last backward. No state is under way then."""
         self._run(self.gaps.after)
-        if self._ahead is not None:
+        if self._ahead is not None:  # take what the rank before has sent: it waits until that has arrived
             self._receive(self.gaps.inputs_kept)
         self.links.wait_for_sends()
 

@@ -102,19 +102,22 @@ class RolloutStream:
 
         Raises DataError for stored data that cannot be read, and ServerLost if the source is gone.
         """
-        self.iteration += 1
+        self.iteration += 1  # first: it seeds the sampling of this step
         start = time.perf_counter()
         requests = self._requests(self.consumed_prompts)
+        # Moved on before the next requests are drawn: a server may sample them while this step trains.
         self.consumed_prompts += self.batch.prompts
         is_last = self.iteration >= self.last_iteration
         following = () if is_last else self._requests(self.consumed_prompts)
         rollouts = self.source.sample(requests, self.iteration, self._progress(start), following)
+        # Of all completions: below, those without a reward and, on request, those cut off are left out.
         self.figures = figures(rollouts, 1000 * (time.perf_counter() - start))
         self.figures["consumed_prompts"] = self.consumed_prompts
         limit = self.source.sampling.max_new_tokens
         self._truncation.judge(self.iteration, self.figures["rollout/truncated"], limit)
         sampled = len(rollouts)
         if self.rewards is not None:
+            # Before any is left out: the completions of a prompt are compared with each other.
             rollouts, judged = self.rewards(rollouts, self.iteration)
             self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
@@ -122,6 +125,7 @@ class RolloutStream:
         if not self._stored:
             warn_if_empty(self.iteration, sampled, len(rollouts), len(kept))
         self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
+        # After `_stored` and `_packs`: `_mine` deals the samples of both to the ranks.
         batches, self.rows = [], []
         for samples in self._mine():
             packs, rows = zip(*map(self._build, samples), strict=True)
