@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mkd.config.flags import parse_command_line
-from mkd.config.options import FIRST_TEACHER, XTOKEN, build_config, settings
+from mkd.config.options import FIRST_TEACHER, XTOKEN, all_options, build_config, settings
 from mkd.config.packaged import config_path
 from mkd.config.schema import Config
-from mkd.config.yaml_file import YamlFile, read_yaml
+from mkd.config.yaml_file import FORMER_SECTIONS, YamlFile, read_yaml
 from mkd.errors import ErrorList, collect_error
 
 DEFAULT = "default"
@@ -86,7 +86,10 @@ class SavedSetting:
 
 
 def read_saved_config(path: str | Path) -> list[SavedSetting]:
-    """Return the settings in a file that `save_config` wrote, also by another version. Skip other lines."""
+    """Return the settings in a file that `save_config` wrote, also by another version. Skip other lines.
+
+    Settings of former sections have their present paths.
+    """
     found, sections, teacher = [], [""], -1
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         depth, text = (len(line) - len(line.lstrip())) // 2, line.strip()
@@ -102,8 +105,16 @@ def read_saved_config(path: str | Path) -> list[SavedSetting]:
             except ValueError:
                 continue
             origin = rest.lstrip()[end:].removeprefix("  # ")
-            found.append(SavedSetting(f"{sections[depth]}{name}", value, origin))
+            found.append(SavedSetting(_present_path(f"{sections[depth]}{name}"), value, origin))
     return found
+
+
+def _present_path(path: str) -> str:
+    """Return the path that a setting of a former section has now."""
+    section, _, name = path.partition(".")
+    if section not in FORMER_SECTIONS:
+        return path
+    return next((option.path for option in all_options() if option.field == name), path)
 
 
 def _depth(section: str) -> int:

@@ -143,6 +143,19 @@ def test_any_number_of_teachers_is_saved(tmp_path, teachers):
     assert {path: origin for path, (_, origin) in read.items()} == loaded.origins
 
 
+def test_saved_settings_of_a_former_section_have_their_present_paths(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text(
+        "feedback:\n  dpo_beta: 0.1  # --dpo-beta\n  clip_range: 0.2  # default\n  other: 1  # default\n"
+    )
+    read = [(one.path, one.value, one.origin) for one in read_saved_config(saved)]
+    assert read == [
+        ("dpo.dpo_beta", 0.1, "--dpo-beta"),
+        ("grpo.clip_range", 0.2, "default"),
+        ("feedback.other", 1, "default"),
+    ]
+
+
 def test_format_shows_every_given_value_once_and_aligned(yaml_file):
     """Also one that is given as its default; nothing else."""
     loaded = load_config(["--config", yaml_file, "--seed", "7", "--pack", "bfd"])
