@@ -168,7 +168,7 @@ def _can_be_written(options: dict[str, str]) -> list[MkdError]:
             f"--{name} {value!r} is empty or has a line break or another character that is not printed",
             "sbatch reads one line an option, and would refuse the script or read another one",
             "give a value of one line",
-            code="sbatch-value-not-valid",
+            code="value-not-valid",
         )
         for name, value in options.items()
         if not value or not value.isprintable()
@@ -186,7 +186,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
                     f"--option {text!r} is no option of sbatch",
                     "",
                     "write NAME=VALUE, or NAME for one without a value",
-                    code="sbatch-option-not-valid",
+                    code="value-not-valid",
                 )
             )
         elif match["name"] in WRITTEN:
@@ -195,7 +195,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
                     f"--option {text} would replace what this tool writes and has checked",
                     "whether the run fits its machines, and has time to save, depends on it",
                     f"give {WRITTEN[match['name']]} instead",
-                    code="sbatch-option-reserved",
+                    code="flag-replaced",
                 )
             )
         elif match["value"] is not None:
@@ -213,7 +213,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 f"--save is {save or 'not given'} and --load {load or 'not given'}",
                 "a job that goes back into the queue would start from the beginning",
                 "give both, with the same folder",
-                code="save-and-load-differ",
+                code="exclude-each-other",
             )
         )
     if config.checkpoint.ckpt_step is not None:
@@ -222,7 +222,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 f"--ckpt-step {config.checkpoint.ckpt_step}",
                 "each time the job comes back it would go on from that checkpoint again, and never end",
                 "copy that checkpoint into a folder of its own, and give that as --load and --save",
-                code="submit-with-ckpt-step",
+                code="exclude-each-other",
             )
         )
     if not config.training.exit_signal_handler:
@@ -231,7 +231,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 "--no-exit-signal-handler",
                 "the warning before the time limit would kill the run instead of making it save",
                 "leave it out",
-                code="submit-without-signal-handler",
+                code="remove-flag",
             )
         )
     return problems
@@ -243,9 +243,7 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
     limit_s = seconds(time)
     if limit_s is None:
         form = "write minutes (90), h:m:s (12:00:00) or days-hours (2-12)"
-        return [
-            UsageError(f"--time {time} is not a time that Slurm reads", "", form, code="slurm-time-not-valid")
-        ]
+        return [UsageError(f"--time {time} is not a time that Slurm reads", "", form, code="value-not-valid")]
     if 0 < limit_s <= lead_s + SIGNAL_EARLIER_S:  # 0: no limit
         return [
             UsageError(
@@ -253,7 +251,7 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
                 f"or up to {SIGNAL_EARLIER_S} s earlier",
                 "it would go back into the queue without having done a step",
                 "give a longer --time or a shorter --signal-lead-s",
-                code="slurm-time-too-short",
+                code="numbers-contradict",
             )
         ]
     return []

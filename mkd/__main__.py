@@ -14,6 +14,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "train": "distil a teacher into a student",
     "plan": "predict time and memory of a run, without GPUs or torch",
     "doctor": "check this machine and its Python environment",
+    "explain": "explain an error by its code",
     "make-student": "cut a smaller student out of a model",
     "preprocess": "tokenise text once instead of at the start of every run",
     "inspect": "show training data as models see it",

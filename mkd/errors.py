@@ -1,8 +1,8 @@
 """The one family of errors that users see, and the exit codes that scripts rely on.
 
-Every error has a code, which never changes, and says what is wrong, why that matters, and what to do.
-Anything that a user can cause raises one of these, before expensive work; `assert` guards the invariants of
-our own code. docs/errors.md lists them all.
+Every error has a code, which stands for the remedy, and says what is wrong, why that matters, and what to
+do. Anything that a user can cause raises one of these, before expensive work; `assert` guards the invariants
+of our own code. `mkd explain` lists the codes, which are in mkd/error_codes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MkdError(Exception):
     on_all_ranks = False  # True: every rank raises it, so only rank 0 prints it
 
     def __init__(self, what: str, why: str = "", do: str = "", *, code: str):
-        """`code` names the problem in kebab case.
+        """`code` is one of mkd/error_codes/code_meanings.py.
 
-        Two places share a code only if they report the same problem.
+        Two places share a code if the reader has to do the same.
         """
         super().__init__(what, why, do)
         self.what, self.why, self.do, self.code = what, why, do, code

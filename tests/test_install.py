@@ -172,7 +172,7 @@ def test_a_packaged_configuration_by_its_name(programs, files):
     refused = run([programs / "mkd", "train", "--config", "quickstart", "--dry-run"], files)
     assert refused.returncode == EXIT_USAGE and "runs/quickstart" in refused.stderr  # nothing of it is here
     refused = run([programs / "mkd", "train", "--config", "quick"], files)
-    assert reported_codes(refused.stderr) == ["config-file-not-found"]
+    assert reported_codes(refused.stderr) == ["path-not-found: does not exist"]
     examples = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert not [name for name in examples if name not in refused.stderr]
 

@@ -257,7 +257,7 @@ def _read_sharded(
             f"{folder} cannot be loaded: {_cause(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
             "choose another checkpoint with --ckpt-step, or check that --student-hf names the right model",
-            code="checkpoint-not-loadable",
+            code="checkpoint-damaged",
         ) from error
 
 

@@ -87,7 +87,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
                 f"{directory} is one checkpoint, and --ckpt-step asks for iteration {step}",
                 "the step chooses among the checkpoints of a folder",
                 "name the folder that it lies in, or leave out --ckpt-step",
-                code="checkpoint-step-ambiguous",
+                code="checkpoint-not-found",
             )
         return directory
     folder = named_by_pointer(directory) if step is None else iteration_folder(directory, step)
@@ -99,7 +99,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
         raise CheckpointError(what, why, ANOTHER, code="checkpoint-not-found")
     if not (folder / MEGATRON_FILE).exists():
         what, why = f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing"
-        raise CheckpointError(what, why, ANOTHER, code="checkpoint-incomplete")
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-damaged")
     return folder
 
 
@@ -118,13 +118,13 @@ def read_pointer(directory: Path) -> int | None:
         if not saved_iterations(directory):
             return None
         what, why = f"{pointer} is missing", "it names the checkpoint to continue from"
-        raise CheckpointError(what, why, do, code="checkpoint-pointer-missing") from None
+        raise CheckpointError(what, why, do, code="checkpoint-damaged") from None
     except OSError as error:
         what = f"{pointer} cannot be read: {error}"
-        raise CheckpointError(what, "", do, code="checkpoint-pointer-unreadable") from None
+        raise CheckpointError(what, "", do, code="checkpoint-damaged") from None
     if not (text.isascii() and text.isdigit()):
         what = f"{pointer} holds {text[:40]!r}, not an iteration"
-        raise CheckpointError(what, "", do, code="checkpoint-pointer-damaged")
+        raise CheckpointError(what, "", do, code="checkpoint-damaged")
     return int(text)
 
 
@@ -317,5 +317,5 @@ def read_state(folder: Path) -> dict:
         return first
     except ValueError as error:
         what = f"{path} is damaged: {error}"
-        raise CheckpointError(what, "", ANOTHER, code="checkpoint-state-damaged") from None
+        raise CheckpointError(what, "", ANOTHER, code="checkpoint-damaged") from None
     return state

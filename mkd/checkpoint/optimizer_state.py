@@ -36,14 +36,14 @@ def require_same_optimizer(
     if saved_kind is None:
         what, why = f"{folder} holds weights but no optimizer state", "--load continues a training run"
         do = "start a run from its weights with --student-load"
-        raise CheckpointError(what, why, do, code="optimizer-state-missing")
+        raise CheckpointError(what, why, do, code="optimizer-state-differs")
     if saved_kind != kind:
         raise CheckpointError(
             f"{folder} holds a {saved_kind} optimizer, this run has a {kind} one",
             "Megatron writes the two in different forms",
             "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with "
             "--student-load",
-            code="optimizer-kind-differs",
+            code="optimizer-state-differs",
         )
     saved_precision = saved.get("precision")
     if saved_precision not in (None, precision):  # None: written by an older version
@@ -51,7 +51,7 @@ def require_same_optimizer(
             f"{folder} is of a run in {saved_precision}, this one is in {precision}",
             "the optimizer's state has other parts in bf16 than in fp32",
             "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
-            code="checkpoint-precision-differs",
+            code="optimizer-state-differs",
         )
 
 

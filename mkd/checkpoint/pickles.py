@@ -65,20 +65,20 @@ def refuse_code(folder: Path) -> None:
     register_safe_globals()
     if not (folder / MEGATRON_FILE).is_file():
         what, why = f"{folder / MEGATRON_FILE} is missing", "it says what kind of checkpoint this is"
-        raise CheckpointError(what, why, ANOTHER, code="checkpoint-metadata-missing")
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-damaged")
     metadata = read_metadata(folder)
     _check_torch_file(folder / COMMON_FILE, None)
     entries = getattr(metadata, "state_dict_metadata", None)
     places = getattr(metadata, "storage_data", None)
     if not (isinstance(metadata, Metadata) and isinstance(entries, dict) and isinstance(places, dict)):
         what, why = f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint"
-        raise CheckpointError(what, why, ANOTHER, code="checkpoint-metadata-damaged")
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-damaged")
     for index, place in places.items():
         if isinstance(entries.get(index.fqn), BytesStorageMetadata):
             if Path(place.relative_path).name != place.relative_path:
                 what = f"{folder / METADATA_FILE} sends {index.fqn} to {place.relative_path!r}"
                 why = "it must be the plain name of a file in the same folder"
-                raise CheckpointError(what, why, DISTRUST, code="checkpoint-file-outside-folder")
+                raise CheckpointError(what, why, DISTRUST, code="untrusted-files")
             _check_torch_file(folder / place.relative_path, (place.offset, place.length))
 
 
@@ -115,10 +115,10 @@ def _refusal(path: Path, name: str) -> CheckpointError:
         f"{path} holds {name}, which is not data of a checkpoint",
         "loading it could run code that is hidden in the file; nothing of it was run",
         DISTRUST,
-        code="checkpoint-holds-code",
+        code="untrusted-files",
     )
 
 
 def _damage(path: Path, error: Exception) -> CheckpointError:
     what, why = f"{path} cannot be read: {first_line(error)}", "the file is missing or damaged"
-    return CheckpointError(what, why, ANOTHER, code="checkpoint-pickle-unreadable")
+    return CheckpointError(what, why, ANOTHER, code="checkpoint-damaged")

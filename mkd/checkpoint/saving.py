@@ -159,11 +159,11 @@ class Save:
             return CheckpointError(what, kept, do, code="save-disk-full")
         if errno.EDQUOT in met:
             what = f"{failed}: the disk quota of this user or group is used up"
-            return CheckpointError(what, kept, do, code="save-quota-exceeded")
+            return CheckpointError(what, kept, do, code="save-disk-full")
         if errno.EFBIG in met:
             what = f"{failed}: a file would be larger than this process or its file system allows"
             do = "raise the limit (ulimit -f shows that of a process) and restart with --load"
-            return CheckpointError(what, kept, do, code="save-file-too-large")
+            return CheckpointError(what, kept, do, code="save-disk-full")
         cause = first_line(of_disk[0] if of_disk else error)  # torch reports only that it could not write
         do = "remove the cause and restart with --load"
         return CheckpointError(f"{failed}: {cause} (rank {self.context.rank})", kept, do, code="save-failed")

@@ -6,6 +6,7 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     train.py         training; the run itself is in mkd/run
     plan.py          time and memory of a run, without torch
     doctor.py        the machine and its Python environment
+    explain.py       errors by their codes
     make_student.py  a smaller student, cut out of a model
     preprocess.py    text to a tokenised corpus
     inspect.py       packs, and aligned chunks, as models see them

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.a} and {args.b} have no figure{of_keys} of the same step",
             "",
             "compare runs that overlap",
-            code="runs-without-common-step",
+            code="metrics-empty",
         )
     print(f"A {args.a}: {counted(last_step(a), 'step')}\nB {args.b}: {counted(last_step(b), 'step')}")
     if last_step(a) != last_step(b):
@@ -182,7 +182,7 @@ def _check_keys(keys: Sequence[str], records: list[dict[str, Any]]) -> None:
             f"no record has {', '.join(missing)}",
             "",
             f"name some of {', '.join(present)} with --keys",
-            code="metrics-key-unknown",
+            code="value-unknown",
         )
 
 

@@ -76,14 +76,11 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             "no task is given",
             "there is nothing to evaluate",
             "give --multiple-choice or --completions FILE",
-            code="task-missing",
+            code="add-flag",
         )
     if data.eval_num_fewshot < 0:
         raise UsageError(
-            f"--num-fewshot {data.eval_num_fewshot} is negative",
-            "",
-            "give 0 or more",
-            code="fewshot-negative",
+            f"--num-fewshot {data.eval_num_fewshot} is negative", "", "give 0 or more", code="out-of-range"
         )
     require_new_file("--out", args.out, args.overwrite)
     if args.out is not None and rank == 0:  # which alone writes it, on its own machine
@@ -116,5 +113,5 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             args.out.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"cannot write --out {args.out}: {error}", "", "choose another file", code="out-not-writable"
+                f"cannot write --out {args.out}: {error}", "", "choose another file", code="not-writable"
             ) from error

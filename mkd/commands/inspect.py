@@ -165,14 +165,14 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
             "--align needs --teacher",
             "it compares the tokens of two models",
             "add --teacher TOKENIZER",
-            code="align-without-teacher",
+            code="add-flag",
         )
     if args.max_bad_records:
         raise UsageError(
             "--max-bad-records has no effect with --align",
             "it shows the records as they are",
             "leave it out",
-            code="setting-without-effect",
+            code="remove-flag",
         )
     chat = chat_of(args)
     student, teacher = open_tokenizer(args.student, chat), open_tokenizer(args.teacher, chat)
@@ -231,7 +231,7 @@ def require_pillow(picture: str) -> None:
         import PIL  # noqa: F401
     except ImportError as error:
         what, do = f"--picture {picture} needs Pillow", "pip install 'megatron-kd[images]'"
-        raise UsageError(what, str(error), do, code="picture-needs-pillow") from error
+        raise UsageError(what, str(error), do, code="package-missing") from error
 
 
 def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
@@ -244,7 +244,7 @@ def draw_packs(picture: str, packs: Sequence[Pack], dataset: BlendedDataset, tok
     except OSError as error:
         what = f"{picture} cannot be written: {error.strerror or error}"
         do = "name a file in a folder that exists with --picture"
-        raise UsageError(what, "", do, code="picture-not-writable") from error
+        raise UsageError(what, "", do, code="not-writable") from error
 
 
 def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
@@ -258,7 +258,7 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
             "settings that differ from the run's make different packs",
             "give --seq-length, --pack, --overlong, --overlong-conversations, --split, --append-eod and the "
             "flags of conversations as the run had them",
-            code="sample-beyond-packs",
+            code="out-of-range",
         )
     return args.samples
 

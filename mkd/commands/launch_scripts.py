@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{target} already exists",
             "its scripts may have been changed",
             "remove it or name another folder",
-            code="launch-scripts-exist",
+            code="choose-another-folder",
         )
     try:
         shutil.copytree(
@@ -38,6 +38,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except OSError as error:
         raise UsageError(
-            f"cannot write {target}: {error}", "", "name another folder", code="launch-scripts-not-writable"
+            f"cannot write {target}: {error}", "", "name another folder", code="not-writable"
         ) from error
     print(target)

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         what = "make-student runs in one process, and torchrun has started several"
         why, do = "all would write the same folder", "run it without torchrun"
-        error = UsageError(what, why, do, code="make-student-several-processes")
+        error = UsageError(what, why, do, code="number-of-processes")
         error.on_all_ranks = True
         raise error
     from mkd.pruning.request import StudentRequest, check_request

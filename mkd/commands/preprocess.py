@@ -113,7 +113,7 @@ def check_numbers(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {value} is not a number of pixels",
                 do="use 1 or more",
-                code="image-limit-below-one",
+                code="out-of-range",
             )
 
 
@@ -128,22 +128,20 @@ def require_room(args: argparse.Namespace) -> None:
             f"--output-prefix {args.output_prefix} holds a corpus: {', '.join(found)}",
             "it would be replaced",
             "choose another prefix, or give --overwrite to replace it",
-            code="corpus-exists",
+            code="already-exists",
         )
 
 
 def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
         raise UsageError(
-            f"--workers {args.workers} is not a number of processes",
-            do="use 1 or more",
-            code="workers-negative",
+            f"--workers {args.workers} is not a number of processes", do="use 1 or more", code="out-of-range"
         )
     if args.max_bad_records < 0:
         raise UsageError(
             f"--max-bad-records {args.max_bad_records} is not a number of records",
             do="use 0 or more",
-            code="max-bad-records-negative",
+            code="out-of-range",
         )
     check_numbers(args)
     # not in the workers, which import this file

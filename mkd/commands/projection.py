@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
             raise DataError(
                 f"{args.audit_data} holds no record",
                 do="give a sample of the training data",
-                code="audit-data-empty",
+                code="data-file-empty",
             )
         figures["audit"] = result.shares()
         print(result.table())

@@ -64,7 +64,7 @@ def _require_one_form(args: argparse.Namespace) -> None:
         if value:
             why = "--png writes a picture alone" if args.png else "the page has all metrics"
             do = f"leave out {flag}" if args.png else "add --png FILE, or leave it out"
-            raise UsageError(f"{flag} has no effect", why, do, code="setting-without-effect")
+            raise UsageError(f"{flag} has no effect", why, do, code="remove-flag")
 
 
 def draw_picture(args: argparse.Namespace) -> None:

@@ -79,7 +79,7 @@ def model_beside_cache(out: Path) -> list[MkdError]:
         return []
     why = "the files of a cache and of a model would be mixed"
     what = f"--out {out} holds a model"
-    return [UsageError(what, why, "choose another folder", code="cache-folder-holds-model")]
+    return [UsageError(what, why, "choose another folder", code="choose-another-folder")]
 
 
 def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
@@ -89,7 +89,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             f"--samples-per-shard is {args.samples_per_shard}",
             "a file holds at least one pack",
             "raise it",
-            code="samples-per-shard-below-one",
+            code="out-of-range",
         )
     from mkd.run.early_checks import early_model_problems
 

@@ -37,7 +37,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
         raise UsageError(
             f"{flag} is empty",
             do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...",
-            code="data-path-empty",
+            code="value-not-valid",
         )
     if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
         raise UsageError(
@@ -45,7 +45,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
             f"the list starts with the number {values[0]}, "
             f"so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
             "give every path a weight, or none; a path that is a number is written ./1",
-            code="blend-incomplete",
+            code="value-not-valid",
         )
     if len(values) == 1 or _number(values[0]) is None:
         return Blend(tuple(values), None)
@@ -57,7 +57,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
                 f"{flag}: {value} stands where a positive weight is expected",
                 f"the list starts with a number, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
                 "give every path a weight, or none",
-                code="blend-weight-not-positive",
+                code="value-not-valid",
             )
         weights.append(weight)
     return Blend(tuple(values[1::2]), tuple(weights))
@@ -96,7 +96,7 @@ def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") 
             f"{flag} {path} is a folder",
             "files are named one by one: they are read in this order, and each may have a weight",
             _names_in(Path(path)),
-            code="data-path-is-folder",
+            code="data-path-not-a-file",
         )
     if any(character in path for character in "*?["):
         found = sorted(glob(path, recursive=True))
@@ -104,7 +104,7 @@ def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") 
             f"{flag} {path} is a pattern, not a file",
             f"the shell expands it if it is not quoted; {len(found)} files match it here",
             f"write it without quotes: {flag} {path}" if found else "check the path",
-            code="data-path-is-pattern",
+            code="data-path-not-a-file",
         )
     do = "check the path, or make a tokenised pair with `mkd preprocess`"
     if "/" in path and HUB_ID.fullmatch(path) and Path(path).suffix not in RAW_SUFFIXES:

@@ -76,7 +76,7 @@ def require_new_file(flag: str, path: Path | None, overwrite: bool) -> None:
     """
     if path is not None and (path.is_file() or path.is_dir()) and not overwrite:
         what, do = f"{flag} {path} exists", "choose another file, or give --overwrite"
-        error = UsageError(what, "it would be replaced", do, code="out-exists")
+        error = UsageError(what, "it would be replaced", do, code="already-exists")
         error.on_all_ranks = True
         raise error
 
@@ -92,7 +92,7 @@ def require_writable(flag: str, path: Path) -> None:
     else:
         return
     what = f"cannot write {flag} {path}: {reason}"
-    raise UsageError(what, "", "choose another file", code="out-not-writable")
+    raise UsageError(what, "", "choose another file", code="not-writable")
 
 
 def build_parser() -> argparse.ArgumentParser:

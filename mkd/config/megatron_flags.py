@@ -138,7 +138,7 @@ def unsupported(flag: str, label: str) -> UsageError | None:
         return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}", code="flag-replaced")
     if flag in SAFE_TO_DROP:
         what = f"{label}: known, not supported: safe to drop"
-        return UsageError(what, SAFE_TO_DROP[flag], "remove it", code="flag-not-needed")
+        return UsageError(what, SAFE_TO_DROP[flag], "remove it", code="remove-flag")
     if flag in NOT_YET:
         return UsageError(
             f"{label}: not supported yet", "this release does not have it", NOT_YET[flag], code="flag-not-yet"

@@ -51,5 +51,5 @@ def config_path(given: str) -> Path:
         f"--config {given} does not exist",
         "",
         f"check the path, or name an example that comes with mkd: {', '.join(examples)}",
-        code="config-file-not-found",
+        code="path-not-found",
     )

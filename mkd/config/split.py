@@ -33,5 +33,5 @@ def parse_split(split: str) -> Split:
     if len(parts) > 3 or not all(0 <= part < math.inf for part in parts) or not sum(parts):
         what = f"--split {split} is not a split"
         why = "it has up to three non-negative numbers, for training, validation and test, that are not all 0"
-        raise UsageError(what, why, f"use for example --split {EXAMPLE_SPLIT}", code="split-not-valid")
+        raise UsageError(what, why, f"use for example --split {EXAMPLE_SPLIT}", code="value-not-valid")
     return Split(*parts, *[0.0] * (3 - len(parts)))

@@ -64,13 +64,13 @@ def read_yaml(path: str) -> YamlFile:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         what = f"--config {path} cannot be read: {reason}"
         do = "check the path and its encoding"
-        file.errors.append(UsageError(what, "", do, code="config-file-unreadable"))
+        file.errors.append(UsageError(what, "", do, code="path-not-found"))
         return file
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         what = f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}"
-        file.errors.append(UsageError(what, "", "correct the syntax there", code="yaml-syntax"))
+        file.errors.append(UsageError(what, "", "correct the syntax there", code="yaml-not-valid"))
         return file
     if root is not None:
         _read_section(file, root, "")
@@ -97,7 +97,7 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     if not isinstance(node, yaml.SequenceNode):
         what = "teachers is not a list"
         why = "every entry describes one teacher"
-        file.fail(node, UsageError(what, why, "write `teachers: [{hf: DIR}]`", code="teachers-not-list"))
+        file.fail(node, UsageError(what, why, "write `teachers: [{hf: DIR}]`", code="yaml-not-valid"))
         return
     file.num_teachers = len(node.value)
     for index, entry in enumerate(node.value):
@@ -109,7 +109,7 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
         do = "write `xtoken: {}` for its defaults, or remove the line"
-        file.fail(node, UsageError(f"{section} has no value", why, do, code="xtoken-without-value"))
+        file.fail(node, UsageError(f"{section} has no value", why, do, code="yaml-not-valid"))
         return
     file.values[section] = ({}, file.place(node))
     _read_section(file, node, section)
@@ -120,7 +120,7 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
     if not isinstance(node, yaml.MappingNode):
         why = "settings are written as `name: value`"
         do = "indent them below the section"
-        file.fail(node, UsageError(f"{name} is not a mapping", why, do, code="section-not-mapping"))
+        file.fail(node, UsageError(f"{name} is not a mapping", why, do, code="yaml-not-valid"))
         return
     lines: dict[str, int] = {}
     for key_node, value in node.value:
@@ -128,7 +128,7 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
         if key in lines:
             why = f"line {lines[key]} has it already"
             file.fail(
-                key_node, UsageError(f"{key} is given twice", why, "keep one of them", code="key-twice")
+                key_node, UsageError(f"{key} is given twice", why, "keep one of them", code="yaml-not-valid")
             )
             continue
         lines[key] = key_node.start_mark.line + 1
@@ -136,7 +136,7 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
         if tag is not None:
             what = f"{key} has the tag {tag.replace(_TAG, '!!')}"
             why = "only plain values are read, so that a configuration cannot run code"
-            file.fail(value, UsageError(what, why, "remove the tag", code="key-with-tag"))
+            file.fail(value, UsageError(what, why, "remove the tag", code="yaml-not-valid"))
             continue
         yield key, key_node, value
 
@@ -159,7 +159,7 @@ def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, 
     if earlier != value:
         what = f"{key} is {_shown(value)}, but {origin} says {_shown(earlier)}"
         why = f"both set {option.name}"
-        file.fail(key_node, UsageError(what, why, "keep one of them", code="key-set-twice"))
+        file.fail(key_node, UsageError(what, why, "keep one of them", code="exclude-each-other"))
 
 
 def _parse(option: Option, node: yaml.Node, label: str) -> Any:
@@ -168,18 +168,18 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
             return None
         if option.kind is tuple:
             return ()
-        raise UsageError(
-            f"{label} has no value", "", "give one, or remove the line", code="key-without-value"
-        )
+        raise UsageError(f"{label} has no value", "", "give one, or remove the line", code="yaml-not-valid")
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
         what = f"{label} is not a plain value"
-        raise UsageError(what, f"{option.label}: {option.help}", "write `name: value`", code="key-not-plain")
+        raise UsageError(what, f"{option.label}: {option.help}", "write `name: value`", code="yaml-not-valid")
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:
             what = f"{label} is a list"
-            raise UsageError(what, f"{option.name} has one value", "write `name: value`", code="key-is-list")
+            raise UsageError(
+                what, f"{option.name} has one value", "write `name: value`", code="yaml-not-valid"
+            )
         texts = [",".join(texts)]
     return option.parse(texts, label)
 

@@ -73,7 +73,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
     if folder is None:
         what, do = f"--load {load} holds no checkpoint", "name a folder that --save has written to"
         why = "neither the folder nor an iter_* folder in it is one"
-        raise CheckpointError(what, why, do, code="convert-checkpoint-missing")
+        raise CheckpointError(what, why, do, code="checkpoint-missing")
     if reference_hf is not None:
         reference = resolve_hf(reference_hf)
         require_same_model(folder, ModelShape.from_hf_dir(reference))
@@ -81,7 +81,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
     if not (folder / HF_FOLDER / "config.json").exists():
         what, why = f"{folder} does not say what model it is", f"it has no {HF_FOLDER}/config.json"
         do = "name the Hugging Face folder of the model with --reference-hf"
-        raise CheckpointError(what, why, do, code="convert-model-unknown")
+        raise CheckpointError(what, why, do, code="checkpoint-of-another-model")
     return folder, folder / HF_FOLDER
 
 
@@ -94,7 +94,7 @@ def require_room(save: Path, overwrite: bool) -> None:
         what, do = f"{save} already holds checkpoints", "choose an empty folder for --save"
         do += "" if is_run else ", or give --overwrite to replace the conversion in it"
         why = "a converted model is iteration 0, so the run in that folder would start over"
-        raise CheckpointError(what, why, do, code="convert-save-not-empty")
+        raise CheckpointError(what, why, do, code="save-folder-taken")
 
 
 def _is_in_bf16(folder: Path) -> bool:
@@ -114,5 +114,5 @@ def _require_processes(tensor_model_parallel_size: int, pipeline_model_parallel_
             f"is not {counted(world_size, 'process')}",
             "every rank of a conversion holds one part of the model",
             f"start it with torchrun --nproc-per-node {tensor * pipeline}",
-            code="convert-layout-not-processes",
+            code="number-of-processes",
         )

@@ -109,7 +109,7 @@ def run(
     """
     if num_tokens < 1 or num_documents < 1:
         what = "--num-tokens and --num-documents must be at least 1"
-        raise UsageError(what, "nothing would be compared", "raise them", code="parity-counts-below-one")
+        raise UsageError(what, "nothing would be compared", "raise them", code="out-of-range")
     folder = resolve_hf(hf)
     context = ParallelContext.create(detect())
     model, other = mkd_model(folder, hf_b, load, ckpt_step, context)
@@ -117,7 +117,7 @@ def run(
     if model.shape.vocab_size != vocab_size:
         what = f"{folder} has {vocab_size} vocabulary rows, {other} has {model.shape.vocab_size}"
         why, do = "logits are compared id by id", "compare two versions of the same model"
-        raise CheckpointError(what, why, do, code="parity-vocabularies-differ")
+        raise CheckpointError(what, why, do, code="parity-beyond-tolerance")
     documents = random_documents(vocab_size, num_documents, num_tokens, seed)
     found = mkd_logits(model, documents, context.device)
     del model

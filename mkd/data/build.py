@@ -112,7 +112,7 @@ def _parts(
 
 def _no_training_documents(split: str | None) -> DataError:
     what, do = f"--split {split} leaves no document for training", "give training a larger part"
-    return DataError(what, do=f"{do}, or more documents", code="split-leaves-no-training")
+    return DataError(what, do=f"{do}, or more documents", code="split-leaves-nothing")
 
 
 @dataclass(frozen=True)
@@ -390,5 +390,5 @@ def _check_length(text: TeacherText, seq_length: int, document_multiple: int) ->
             f"xtoken.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
             "the layout of this run pads documents to it, and a pack is made of whole documents",
             f"use {-(-seq_length // document_multiple) * document_multiple}",
-            code="xtoken-seq-length-not-divisible",
+            code="length-not-divisible",
         )

@@ -70,7 +70,7 @@ def _no_image_reader() -> DataError:
         "student or teacher has no preprocessor_config.json of a supported vision-language model, and reads "
         "text alone",
         "use vision-language models, or remove the records with images",
-        code="images-without-processor",
+        code="images-not-read",
     )
 
 
@@ -100,10 +100,10 @@ def encode_documents(
     chosen, rejected = documents
     if not (chosen.loss[1:].any() and rejected.loss[1:].any()):
         what, why = "an answer of the pair is empty", "there is no token to prefer"
-        raise DataError(what, why, "repair or remove the record", code="pair-answer-empty")
+        raise DataError(what, why, "repair or remove the record", code="record-empty")
     if chosen.ids.tolist() == rejected.ids.tolist():
         what, why = "chosen and rejected are the same tokens", "there is nothing to prefer"
-        raise DataError(what, why, "remove the record", code="pair-without-difference")
+        raise DataError(what, why, "remove the record", code="pair-not-valid")
     return documents
 
 
@@ -120,7 +120,7 @@ def _answered(
             "the model would read them twice",
         )
         do = f"leave only the answer's messages in chosen and rejected; {PAIR_HINT}"
-        raise DataError(what, why, do, code="pair-answer-repeats-prompt")
+        raise DataError(what, why, do, code="pair-not-valid")
     found = encode_record(Record(MESSAGES, (prompt.followed_by(answer),)), tokenizer, append_eod, images)
     return replace(found, kind=PAIR)
 
@@ -134,15 +134,15 @@ def require_pairs(kinds: Collection[str], wanted: bool | None, name: str) -> Non
     if has_pairs and has_others:
         what, why = f"{name} has preference pairs and other records", "each has a loss of its own"
         do = "put them into two files, and train on one after the other"
-        raise DataError(what, why, do, code="pairs-with-other-records")
+        raise DataError(what, why, do, code="pairs-and-others")
     if has_pairs and wanted is False:
         what, why = f"{name} has preference pairs", "a cross entropy with rejected answers would teach them"
         do = "add --dpo-beta 0.1 or another loss of pairs, or give records of another kind"
-        raise DataError(what, why, do, code="pairs-without-dpo")
+        raise DataError(what, why, do, code="pairs-and-others")
     if wanted and not has_pairs:
         what, why = f"{name} has no preference pairs", "the loss compares a chosen with a rejected answer"
         do = 'give records {"prompt", "chosen", "rejected"}, or remove the loss, such as --dpo-beta'
-        raise DataError(what, why, do, code="dpo-without-pairs")
+        raise DataError(what, why, do, code="pairs-and-others")
 
 
 def require_pairs_fit(
@@ -163,5 +163,5 @@ def require_pairs_fit(
         f"{len(too_long)} in {store.name}; the longest has {longest} tokens",
         "the prompt with both answers must be in one pack, and a cut answer would be judged by its beginning",
         "raise --seq-length, or leave such pairs out: --overlong drop",
-        code="pair-too-long",
+        code="longer-than-seq-length",
     )

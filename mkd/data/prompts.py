@@ -109,7 +109,7 @@ def read_prompts(
         all_bad += bad
     if not prompts:
         what = f"--prompt-data-path {' '.join(paths)} has no prompt"
-        raise DataError(what, "there is nothing to complete", "check how it was made", code="prompts-empty")
+        raise DataError(what, "there is nothing to complete", "check how it was made", code="data-file-empty")
     digest = hashlib.sha256()
     for one in prompts:
         for ids in (one.ids, *one.of_teachers.values()):
@@ -131,7 +131,7 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
     if len(given) != 1:
         what = f"the record has {' and '.join(given) or 'none of ' + ', '.join(KEYS)}"
         why = "one of them is the text to complete"
-        raise DataError(what, why, "keep exactly one of them", code="prompt-missing")
+        raise DataError(what, why, "keep exactly one of them", code="record-incomplete")
     (key,) = given
     others = {name: value for name, value in fields.items() if name != key}
     refuse_in_prompt(fields, key)
@@ -144,11 +144,11 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
     check_size(MESSAGES, (conversation,))
     if images:
         what, why = "the prompt has images", "completions are sampled from text only"
-        raise DataError(what, why, "remove the record", code="prompt-with-images")
+        raise DataError(what, why, "remove the record", code="images-not-read")
     last = max((i for i, one in enumerate(conversation.messages) if one["role"] != ASSISTANT), default=-1)
     if last < 0:
         what = "all messages are the assistant's"
-        raise DataError(what, "there is nothing to answer", "give a user's message", code="prompt-missing")
+        raise DataError(what, "there is nothing to answer", "give a user's message", code="record-incomplete")
     return conversation.beginning(last + 1), others
 
 
@@ -188,17 +188,17 @@ def _log_ignored(
 def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
     if not len(ids):
         raise DataError(
-            "the prompt is empty", "there is nothing to complete", "remove it", code="prompt-empty"
+            "the prompt is empty", "there is nothing to complete", "remove it", code="record-empty"
         )
     if len(ids) > longest:
         what = f"the prompt has {len(ids)} tokens, more than {longest}"
         why = "a prompt and --max-new-tokens must fit --seq-length"
         do = "shorten or remove it, raise --seq-length or lower --max-new-tokens"
-        raise DataError(what, why, do, code="prompt-too-long")
+        raise DataError(what, why, do, code="longer-than-seq-length")
     if ids.max() >= vocab_size:
         what = f"the prompt has id {ids.max()}, the models know {vocab_size}"
         do = "use the tokenizer of the models (--tokenizer-model)"
-        raise DataError(what, "some model has no embedding for it", do, code="prompt-beyond-vocabulary")
+        raise DataError(what, "some model has no embedding for it", do, code="token-beyond-vocabulary")
 
 
 def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Iterator[DataError]:
@@ -215,4 +215,4 @@ def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Ite
         if place + 1 >= count:
             break
     what = f"--prompt-data-path {Path(path)} is empty"
-    yield refused or DataError(what, "", "check how it was made", code="prompts-empty")
+    yield refused or DataError(what, "", "check how it was made", code="data-file-empty")

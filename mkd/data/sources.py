@@ -25,7 +25,7 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
                 f"{flag} {path}: {missing} is missing",
                 f"{there} is there, and a corpus is the pair of both",
                 "copy the missing file too, or make the pair again with `mkd preprocess`",
-                code="corpus-file-missing",
+                code="corpus-damaged",
             )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
     raise no_such_file(path, flag, f"{looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}")
@@ -39,7 +39,7 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
             f"{name} was tokenised with another tokenizer",
             f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
             "tokenise the raw files with this run's tokenizer: `mkd preprocess`",
-            code="corpus-of-another-tokenizer",
+            code="corpus-of-another-model",
         )
 
 
@@ -54,7 +54,7 @@ def require_text(store: TokenStore, name: str) -> None:
             "the conversations are in the student's chat template, "
             "and this teacher was trained on another one",
             "name the raw file of the conversations instead: each model then reads them in its own template",
-            code="corpus-of-conversations-for-teacher",
+            code="corpus-of-another-model",
         )
 
 
@@ -67,7 +67,7 @@ def require_image_processor(store: TokenStore, images: ConversationImages | None
             f"{name} has images, and a model of this run reads none",
             "it would read empty places in the text",
             "use vision-language models, or a corpus of texts",
-            code="corpus-with-images",
+            code="images-not-read",
         )
     known = store.meta.get("image_processor_fingerprint", images.processor.fingerprint)
     if known != images.processor.fingerprint:
@@ -75,5 +75,5 @@ def require_image_processor(store: TokenStore, images: ConversationImages | None
             f"{name} was tokenised with another image processor, or another --max-image-side",
             f"{store.prefix}.meta.json describes other settings, so images have other numbers of tokens",
             "tokenise the raw files with this run's model and flags: `mkd preprocess`",
-            code="corpus-of-another-image-processor",
+            code="corpus-of-another-model",
         )

@@ -234,7 +234,7 @@ class TokenStore:
             f"the model knows 0 to {vocab_size - 1}",
             "the corpus was made with another tokenizer, or the file is damaged",
             "tokenise the corpus with the tokenizer of this model: `mkd preprocess`",
-            code="corpus-token-beyond-vocabulary",
+            code="token-beyond-vocabulary",
         )
 
     def _token_range(self, progress: Callable[[], None]) -> tuple[int, int]:
@@ -309,14 +309,14 @@ def _require_files(files: StoreFiles) -> None:
             f"{files.prefix}: {' and '.join(missing)} not found",
             "a tokenised corpus is a pair of .bin and .idx files",
             "check the path, or make the pair with `mkd preprocess`",
-            code="corpus-files-missing",
+            code="data-path-not-found",
         )
     if files.bin.stat().st_size == 0:
         raise DataError(
             f"{files.bin} is empty",
             "there is nothing to train on",
             "tokenise the corpus again",
-            code="corpus-empty",
+            code="corpus-damaged",
         )
 
 

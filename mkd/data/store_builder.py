@@ -95,10 +95,7 @@ def build_store(
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
             why = skipped if bad else "there is nothing to train on"
             empty = DataError(
-                f"no tokens in {', '.join(inputs)}",
-                why,
-                "check the input files",
-                code="corpus-without-tokens",
+                f"no tokens in {', '.join(inputs)}", why, "check the input files", code="data-file-empty"
             )
             raise ErrorList([*bad, empty]) if bad else empty
         meta = {
@@ -125,7 +122,7 @@ def _require_files(inputs: Sequence[str]) -> None:
             error = no_such_file(path, "--input")
             if error.code == "data-path-not-found":
                 what, do = f"{path} not found", "check the path of the input file"
-                error = DataError(what, do=do, code="corpus-input-not-found")
+                error = DataError(what, do=do, code="data-path-not-found")
             raise error
 
 
@@ -242,7 +239,7 @@ def replaced_when_complete(files: F) -> Iterator[F]:
             f"{files.prefix}: the corpus cannot be written",
             str(error),
             "check free space and permissions of the folder",
-            code="corpus-not-writable",
+            code="data-not-writable",
         ) from error
     finally:
         with suppress(OSError):  # the folder may not be there

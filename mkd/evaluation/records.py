@@ -57,7 +57,7 @@ def task_name(path: str | Path) -> str:
     if suffix is None:
         what = f"{path} is not a known kind of file"
         why = "tasks are lines of JSON"
-        raise DataError(what, why, f"use one of {', '.join(SUFFIXES)}", code="task-file-kind-unknown")
+        raise DataError(what, why, f"use one of {', '.join(SUFFIXES)}", code="data-file-kind-unknown")
     return name.removesuffix(suffix)
 
 
@@ -85,10 +85,10 @@ def _read(path: str | Path, parse: Callable[[Mapping[str, Any], int], Record]) -
                 raise error.located(f"{path}, line {number}") from error
     except (OSError, EOFError) as error:
         do = "check that it is there, complete and readable"
-        raise DataError(f"{path} cannot be read", str(error), do, code="task-file-unreadable") from error
+        raise DataError(f"{path} cannot be read", str(error), do, code="data-file-unreadable") from error
     if not records:
         do = "remove the path, or repair the file"
-        raise DataError(f"{path} has no records", "there is nothing to evaluate", do, code="task-file-empty")
+        raise DataError(f"{path} has no records", "there is nothing to evaluate", do, code="data-file-empty")
     if str(ignored):
         LOG.info(f"{path}: {ignored}")
     return records
@@ -106,11 +106,11 @@ def _json_object(line: bytes) -> Mapping:
     except (ValueError, RecursionError) as error:
         what = f"not valid JSON: {error}"
         why = "every line is one JSON object"
-        raise DataError(what, why, "repair or remove the line", code="task-record-not-json") from error
+        raise DataError(what, why, "repair or remove the line", code="record-not-json") from error
     if not isinstance(value, dict):
         what = "not a JSON object"
         why = "every line is one JSON object"
-        raise DataError(what, why, "make lines of an array with: jq -c '.[]'", code="task-record-not-object")
+        raise DataError(what, why, "make lines of an array with: jq -c '.[]'", code="record-not-json")
     return value
 
 
@@ -122,17 +122,17 @@ def _question(record: Mapping, line: int) -> Question:
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
         what = "question is missing, empty or not a text"
-        raise DataError(what, form, "repair or remove the record", code="task-question-not-text")
+        raise DataError(what, form, "repair or remove the record", code="record-field-not-text")
     if (
         not isinstance(choices, list)
         or not 2 <= len(choices) <= len(LETTERS)
         or not all(map(_is_text, choices))
     ):
         what = f"choices is not a list of 2 to {len(LETTERS)} texts"
-        raise DataError(what, form, "repair or remove the record", code="task-choices-not-valid")
+        raise DataError(what, form, "repair or remove the record", code="record-value-not-valid")
     if subject is not None and not _is_text(subject):
         what = "subject is empty or not a text"
-        raise DataError(what, form, "repair or remove it", code="task-subject-not-text")
+        raise DataError(what, form, "repair or remove it", code="record-field-not-text")
     answer = _answer(record.get("answer"), len(choices))
     options = tuple(choice.strip() for choice in choices)
     return Question(question.strip(), options, answer, subject, line, _images(record))
@@ -147,7 +147,7 @@ def _answer(answer, num_choices: int) -> int:
     what = f"answer is {json.dumps(answer)}"
     last = num_choices - 1, letters[-1]
     why = f"of {num_choices} choices it is an index from 0 to {last[0]} or a letter from A to {last[1]}"
-    raise DataError(what, why, "repair or remove the record", code="task-answer-not-valid")
+    raise DataError(what, why, "repair or remove the record", code="record-value-not-valid")
 
 
 def _completion_keys(record: Mapping) -> tuple[str, ...]:
@@ -162,16 +162,16 @@ def _completion(record: Mapping, line: int) -> Completion:
         found = ", ".join(list(record)[:8]) or "none"
         what = f"no known keys (found: {found})"
         why = f"a record has the keys of one of {forms}"
-        raise DataError(what, why, "rename its keys", code="task-record-without-known-keys")
+        raise DataError(what, why, "rename its keys", code="record-without-known-keys")
     prompt, completion = (record[key] for key in keys)
     if not (isinstance(prompt, str) and _encodes(prompt)):
         what = f"{keys[0]} is not a text"
         why = "the completion follows it"
-        raise DataError(what, why, "repair or remove the record", code="task-prompt-not-text")
+        raise DataError(what, why, "repair or remove the record", code="record-field-not-text")
     if not _is_text(completion):
         what = f"{keys[1]} is empty or not a text"
         why = "there is nothing to score"
-        raise DataError(what, why, "repair or remove the record", code="task-completion-not-text")
+        raise DataError(what, why, "repair or remove the record", code="record-field-not-text")
     images = _images(record)
     if images:
         completion = completion.strip()  # as it stands in a conversation

@@ -92,11 +92,11 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
     if length > room:
         why = "continuations are never split"
         what = f"{pair.place}: the continuation has {length} tokens, but only {room} fit"
-        raise DataError(what, why, "raise --seq-length, or remove the record", code="continuation-too-long")
+        raise DataError(what, why, "raise --seq-length, or remove the record", code="longer-than-seq-length")
     if ids.max() >= vocab_size:
         why = f"the model has {vocab_size} vocabulary rows"
         what = f"{pair.place}: token id {ids.max()}"
-        raise DataError(what, why, "use the model's own tokenizer", code="continuation-beyond-vocabulary")
+        raise DataError(what, why, "use the model's own tokenizer", code="token-beyond-vocabulary")
     is_truncated = len(ids) > seq_length + 1
     if is_truncated:
         ids = np.concatenate([ids[:lead], ids[len(ids) - (seq_length + 1 - lead) :]])
@@ -137,7 +137,7 @@ class _Conversations:
         if len(ids) > self._seq_length + 1:
             what = f"{pair.place}: the question with its images and the answer has {len(ids)} tokens"
             why, do = "a question with images is not cut", "raise --seq-length, or lower --max-image-side"
-            raise DataError(what, why, do, code="task-images-too-long")
+            raise DataError(what, why, do, code="longer-than-seq-length")
         request = _cut(pair, ids, start, 1, self._seq_length, self._vocab_size)
         return replace(request, images=tuple(map(_without_file, images)))
 
@@ -148,7 +148,7 @@ class _Conversations:
                 f"{pair.place}: the answer has the special token {spelled[0]}",
                 "beside images an answer is scored up to its first special token, which ends the turn",
                 "remove the token, or the record",
-                code="task-answer-with-special-token",
+                code="continuation-not-scorable",
             )
 
 
@@ -163,7 +163,7 @@ def _no_image_reader(pair: Pair) -> DataError:
         f"{pair.place}: the record has images, and the model reads none",
         "its answer would be a guess",
         "evaluate a vision-language model, or remove the record",
-        code="task-images-for-text-model",
+        code="images-not-read",
     )
 
 

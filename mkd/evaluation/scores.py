@@ -130,7 +130,7 @@ def log_likelihoods(
     if not_finite:
         what = f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite"
         do = "check the model's weights, for example with `mkd parity`"
-        raise NonFiniteError(what, "no metric can be made of them", do, code="evaluation-not-finite")
+        raise NonFiniteError(what, "no metric can be made of them", do, code="model-not-finite")
     return scores
 
 

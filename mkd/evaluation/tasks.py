@@ -135,7 +135,7 @@ def read_tasks(
             if name in tasks:
                 why = "metrics carry the name of their file"
                 what = f"two files of held-out tasks are named {name}"
-                raise UsageError(what, why, "rename one of them", code="task-names-equal")
+                raise UsageError(what, why, "rename one of them", code="names-equal")
             if is_choice:
                 tasks[name] = read_multiple_choice(path, num_fewshot, tuple(styles))
             else:
@@ -170,15 +170,15 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
             what = f"{path}, line {question.line}: {source} has {found} examples{of}"
             why = f"each question follows {num_fewshot} answered examples"
             do = "lower --eval-num-fewshot, or add examples"
-            raise DataError(what, why, do, code="task-too-few-examples")
+            raise DataError(what, why, do, code="too-little-data")
     if num_fewshot and any(question.images for question in asked):
         what, why = f"{path} has questions with images", f"--eval-num-fewshot is {num_fewshot}"
         do = "ask them without examples: 0"
-        raise DataError(what, f"{why}, and examples are text alone", do, code="task-images-with-examples")
+        raise DataError(what, f"{why}, and examples are text alone", do, code="images-not-read")
     if not asked:
         what = f"{path} has no question left"
         why = f"the first {num_fewshot} are examples"
-        raise DataError(what, why, f"put the examples into {dev}", code="task-without-questions")
+        raise DataError(what, why, f"put the examples into {dev}", code="too-little-data")
     examples = tuple(tuple(pool[question.subject]) for question in asked)
     return MultipleChoice(name, path, asked, examples, styles)
 

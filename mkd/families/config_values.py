@@ -98,6 +98,6 @@ def check_kinds(config: Mapping[str, Any], source: str) -> None:
         if kind is not None and not kind.holds(value):
             what = f"{source}: {name} is {value!r}"
             do = "download or write it again"
-            raise CheckpointError(what, f"it must be {kind.must_be}", do, code="model-config-value-not-valid")
+            raise CheckpointError(what, f"it must be {kind.must_be}", do, code="model-config-not-valid")
         if name in ROPE_OBJECTS:
             check_kinds(value, f"{source}: {name}")

@@ -47,7 +47,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if rope.kind not in ("default", "yarn"):
         what = f"rope type {rope.kind!r} is not supported"
         why = "DeepSeek-V3 has default and YaRN position embeddings"
-        raise UsageError(what, why, "use a model with one of these", code="rope-not-supported")
+        raise UsageError(what, why, "use a model with one of these", code="model-feature-not-supported")
     dense = swiglu_layers(config, rope, mla=_read_mla(config))
     first = config["first_k_dense_replace"]
     if first >= len(dense):
@@ -67,11 +67,11 @@ def _read_experts(config: HFConfig) -> MoEShape:
         if config.get(name, supported) != supported:
             what = f"{name} {_written(config[name])} is not supported"
             why = f"mkd routes as DeepSeek-V3 does, with {name} {_written(supported)}"
-            raise UsageError(what, why, "use a model that routes so", code="routing-not-supported")
+            raise UsageError(what, why, "use a model that routes so", code="model-feature-not-supported")
     if top_groups < groups and top_k // top_groups != 2:
         what = f"{top_k} experts in {top_groups} of {groups} groups are not supported"
         why = "groups are chosen by the sum of 2 scores, which must be the number of experts of a group"
-        raise UsageError(what, why, "use a model with 2 for each group", code="routing-not-supported")
+        raise UsageError(what, why, "use a model with 2 for each group", code="model-feature-not-supported")
     return MoEShape(
         num_experts,
         top_k,

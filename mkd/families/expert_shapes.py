@@ -18,7 +18,9 @@ def softmax_experts(
     if top_k == 1 and normalizes_top_k:
         what = "num_experts_per_tok 1 with normalised weights is not supported"
         why = "the only expert of a token always has the weight 1, so the router would have no gradient"
-        raise UsageError(what, why, "use a model with more experts a token", code="routing-not-supported")
+        raise UsageError(
+            what, why, "use a model with more experts a token", code="model-feature-not-supported"
+        )
     return MoEShape(num_experts, top_k, ffn_hidden_size, normalizes_top_k=normalizes_top_k, biases=biases)
 
 
@@ -27,7 +29,7 @@ def require_top_k(num_experts: int, top_k: int) -> None:
     if top_k > num_experts:
         what = f"num_experts_per_tok {top_k} is above the number of experts, {num_experts}"
         why = "each token goes to as many different experts"
-        raise CheckpointError(what, why, "download it again", code="experts-of-a-token")
+        raise CheckpointError(what, why, "download it again", code="model-config-not-valid")
 
 
 def require_groups(num_experts: int, top_k: int, groups: int, top_groups: int) -> None:
@@ -36,4 +38,4 @@ def require_groups(num_experts: int, top_k: int, groups: int, top_groups: int) -
         return
     what = f"{num_experts} experts, n_group {groups}, topk_group {top_groups} and num_experts_per_tok {top_k}"
     why = "a token chooses its experts in topk_group of n_group groups of the same size"
-    raise CheckpointError(f"{what} do not fit", why, "download it again", code="expert-groups-not-valid")
+    raise CheckpointError(f"{what} do not fit", why, "download it again", code="model-config-not-valid")

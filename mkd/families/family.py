@@ -34,7 +34,7 @@ def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[Lay
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         what = f"hidden_act {config['hidden_act']!r} is not supported"
         do = "use a model of this family with it"
-        raise UsageError(what, "this family's MLP is SwiGLU (silu)", do, code="activation-not-supported")
+        raise UsageError(what, "this family's MLP is SwiGLU (silu)", do, code="model-feature-not-supported")
     layer = LayerShape(config["intermediate_size"], rope, **fields)
     return (layer,) * config["num_hidden_layers"]
 
@@ -53,17 +53,17 @@ def with_windows(
         if kind not in ("sliding_attention", "full_attention"):
             what = f"layer type {kind!r} is not supported"
             why = "mkd knows full_attention and sliding_attention"
-            raise UsageError(what, why, "use a model with these alone", code="layer-type-not-supported")
+            raise UsageError(what, why, "use a model with these alone", code="model-feature-not-supported")
     if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
         named = named[:1] * len(layers)
     if len(named) != len(layers):
         what = f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}"
         why = "each layer must have its kind of attention"
-        raise CheckpointError(what, why, "download or write it again", code="layer-types-incomplete")
+        raise CheckpointError(what, why, "download or write it again", code="model-config-not-valid")
     if window is None and kinds and "sliding_attention" in named:
         what = "sliding_window is missing or null, and layers have sliding_attention"
         why = "transformers cannot run these layers without the size of their window"
-        raise CheckpointError(what, why, "download or write it again", code="sliding-window-missing")
+        raise CheckpointError(what, why, "download or write it again", code="model-config-not-valid")
     return tuple(
         replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
         for layer, kind in zip(layers, named, strict=True)

@@ -38,7 +38,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if config["hidden_activation"] != "gelu_pytorch_tanh":
         what = f"hidden_activation {config['hidden_activation']!r} is not supported"
         why = "Gemma 3 has a gated MLP with the tanh form of GELU (gelu_pytorch_tanh)"
-        raise UsageError(what, why, "use a model with it", code="activation-not-supported")
+        raise UsageError(what, why, "use a model with it", code="model-feature-not-supported")
     every = config["sliding_window_pattern"]
     layers = range(1, config["num_hidden_layers"] + 1)
     kinds = config.get("layer_types") or [LOCAL if layer % every else GLOBAL for layer in layers]
@@ -63,7 +63,7 @@ def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
     if rope.kind not in ("default", "linear"):
         what = f"rope type {rope.kind!r} is not supported"
         why = "Gemma 3 has default and linear position embeddings"
-        raise UsageError(what, why, "use a model with one of these", code="rope-not-supported")
+        raise UsageError(what, why, "use a model with one of these", code="model-feature-not-supported")
     return rope
 
 

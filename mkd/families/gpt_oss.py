@@ -31,7 +31,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if config["swiglu_alpha"] != QUICK_GELU_GAIN:
         what = f"swiglu_alpha {config['swiglu_alpha']} is not supported"
         why = f"mkd's gate is x sigmoid({QUICK_GELU_GAIN} x)"
-        raise UsageError(what, why, f"use a model with {QUICK_GELU_GAIN}", code="activation-not-supported")
+        raise UsageError(what, why, f"use a model with {QUICK_GELU_GAIN}", code="model-feature-not-supported")
     experts = softmax_experts(
         config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], biases=True
     )

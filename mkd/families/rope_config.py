@@ -42,7 +42,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
         return _long_rope(config, scaling, base)
     why = "mkd reproduces default, linear, llama3, yarn and longrope position embeddings exactly"
     do = "use a model with one of these, or remove the rope scaling for sequences below its original length"
-    raise UsageError(f"rope type {kind!r} is not supported", why, do, code="rope-not-supported")
+    raise UsageError(f"rope type {kind!r} is not supported", why, do, code="model-feature-not-supported")
 
 
 def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
@@ -82,7 +82,7 @@ def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: Rope
             what = f"the rope parameters have {len(scaling[name])} numbers of {name}"
             why = f"each belongs to two of the {base.rotary_dim} channels of a head that are rotated"
             do = "download config.json or write it again"
-            raise CheckpointError(what, why, do, code="rope-lengths-differ")
+            raise CheckpointError(what, why, do, code="model-config-not-valid")
     original = _original_positions(config, scaling)
     factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")

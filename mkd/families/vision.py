@@ -43,7 +43,7 @@ def _check_activation(vision: HFConfig) -> None:
         what = f"vision_config: hidden_act {name!r} is not supported"
         why = f"transformers' towers know {', '.join(TOWER_ACTIVATIONS)}"
         do = "download config.json again, or use a model with one of these"
-        raise UsageError(what, why, do, code="activation-not-supported")
+        raise UsageError(what, why, do, code="model-feature-not-supported")
 
 
 def _check_sizes(width: int, num_heads: int, depth: int = 0, deepstack: Sequence[int] = ()) -> None:
@@ -51,11 +51,11 @@ def _check_sizes(width: int, num_heads: int, depth: int = 0, deepstack: Sequence
     do = "download config.json again"
     if num_heads < 1 or width % num_heads:
         what = f"vision_config: {num_heads} heads do not divide the width {width}"
-        raise CheckpointError(what, "each head takes as many channels", do, code="tower-not-divisible")
+        raise CheckpointError(what, "each head takes as many channels", do, code="model-config-not-valid")
     missing = [block for block in deepstack if not 0 <= block < depth]
     if missing:
         what = f"vision_config: deepstack_visual_indexes has {missing[0]}, the tower has {depth} blocks"
-        raise CheckpointError(what, "features come after these blocks", do, code="deepstack-without-block")
+        raise CheckpointError(what, "features come after these blocks", do, code="model-config-not-valid")
 
 
 def read_tiles(config: HFConfig) -> VisionShape:
@@ -68,7 +68,9 @@ def read_tiles(config: HFConfig) -> VisionShape:
     if side % (patch * merge):
         what = f"image_size {side} is no multiple of patch_size {patch} x scale_factor {merge}"
         do = "download config.json or write it again"
-        raise CheckpointError(what, "tiles are cut into squares of patches", do, code="tile-not-divisible")
+        raise CheckpointError(
+            what, "tiles are cut into squares of patches", do, code="model-config-not-valid"
+        )
     return VisionShape(
         family=config["model_type"],
         image_token_id=config.get("image_token_id", 128257),
@@ -165,7 +167,7 @@ def refuse_known(model_type: object, source: str) -> None:
         do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}"
         if model_type in WITH_KNOWN_TEXT:
             do += ", or its text model saved on its own"
-        raise UsageError(what, why, do, code="vision-model-not-supported")
+        raise UsageError(what, why, do, code="model-type-not-supported")
 
 
 def refuse_text_model(layers: Iterable[LayerShape], family: str, source: str) -> None:
@@ -178,7 +180,7 @@ def refuse_text_model(layers: Iterable[LayerShape], family: str, source: str) ->
     if why is not None:
         what = f"{source}: a model with images whose text model is of {family} is not supported"
         do = f"use a published model of {', '.join(sorted(VISION_FAMILIES))}"
-        raise UsageError(what, why, do, code="vision-model-not-supported")
+        raise UsageError(what, why, do, code="model-type-not-supported")
 
 
 def text_config(family: VisionFamily, config: HFConfig) -> dict[str, Any]:
@@ -227,5 +229,5 @@ def with_sections(family: VisionFamily, rope: RopeShape, config: HFConfig) -> Ro
     if len(sections) != 3 or sum(sections) != rope.rotary_dim // 2:
         what = f"mrope_section {list(sections)} does not make up {rope.rotary_dim // 2} channel pairs"
         why = "every channel pair of a head turns by one of three positions"
-        raise CheckpointError(what, why, "download config.json again", code="rope-sections-not-valid")
+        raise CheckpointError(what, why, "download config.json again", code="model-config-not-valid")
     return replace(rope, sections=sections, interleaved_sections=family.interleaved_sections)

@@ -56,4 +56,4 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
         pass
     what = f"{path}:{number}: not a metrics record"
     why = "each line is a JSON object with its iteration"
-    raise DataError(what, why, "remove the line", code="metrics-record-not-valid")
+    raise DataError(what, why, "remove the line", code="metrics-unreadable")

@@ -31,7 +31,7 @@ class WandbWriter:
             what = "--wandb-project is set and wandb is not installed"
             why = f"the import failed with: {error}"
             do = "pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)"
-            raise UsageError(what, why, do, code="wandb-missing") from error
+            raise UsageError(what, why, do, code="package-missing") from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         try:

@@ -43,7 +43,7 @@ def missing_packages(log: LogConfig) -> Iterator[UsageError]:
             what = f"{flag} is set and {package} is not installed"
             why = "its figures would be missing after the run"
             do = f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)"
-            yield UsageError(what, why, do, code="log-package-missing")
+            yield UsageError(what, why, do, code="package-missing")
 
 
 def is_installed(package: str) -> bool:
@@ -107,7 +107,7 @@ class TensorBoardWriter:
             what = "--tensorboard-dir is set and tensorboard is not installed"
             why = f"the import failed with: {error}"
             do = "pip install tensorboard, or leave --tensorboard-dir out: metrics.jsonl is always written"
-            raise UsageError(what, why, do, code="tensorboard-missing") from error
+            raise UsageError(what, why, do, code="package-missing") from error
         self._open: Callable[..., Any] = partial(SummaryWriter, str(directory))
         self._events = self._open()
 

@@ -349,17 +349,17 @@ def build_divergence(name: str, parameter: float | None = None) -> Divergence:
     """
     if name not in DECLARATIONS:
         what, do = f"kd-divergence is {name!r}", f"choose one of: {', '.join(sorted(DECLARATIONS))}"
-        raise UsageError(what, "mkd has no such divergence", do, code="kd-divergence-unknown")
+        raise UsageError(what, "mkd has no such divergence", do, code="value-unknown")
     declared = DECLARATIONS[name].parameter
     if declared is None:
         if parameter is not None:
             what = f"kd-divergence {name} is given the parameter {parameter}"
-            raise UsageError(what, "it has none", "remove it", code="divergence-without-parameter")
+            raise UsageError(what, "it has none", "remove it", code="remove-flag")
         return IMPLEMENTATIONS[name]()
     parameter = declared.default if parameter is None else parameter
     if not declared.is_valid(parameter):
         what = f"kd-{declared.name.replace('_', '-')} is {parameter}"
         do = f"choose a value {declared.valid}"
-        raise UsageError(what, declared.help, do, code="divergence-parameter-out-of-range")
+        raise UsageError(what, declared.help, do, code="out-of-range")
     resolved = DivergenceSettings(name, parameter).resolved()
     return build_divergence(resolved.name) if resolved.name != name else IMPLEMENTATIONS[name](parameter)

@@ -58,7 +58,7 @@ class KDObjective:
                 f"kd-ratio is {self.kd_ratio}",
                 "the loss is (1 - kd-ratio) * CE + kd-ratio * KD",
                 "choose a value from 0 (cross entropy only) to 1 (distillation only)",
-                code="kd-ratio-out-of-range",
+                code="out-of-range",
             )
         require_temperature("kd-temperature", self.temperature, self.temperature_scaling)
 
@@ -69,7 +69,7 @@ class KDObjective:
                 f"kd-ratio is {self.kd_ratio} but there are no teacher logits, or no teacher vocabulary size",
                 "the divergence compares the student with the teacher",
                 "give the loss a teacher, or set kd-ratio to 0",
-                code="kd-teacher-logits-missing",
+                code="model-missing",
             )
 
     @property
@@ -126,11 +126,11 @@ def require_temperature(name: str, temperature: float, scaling: str) -> None:
             f"{name} is {temperature}",
             "the logits are divided by it",
             "choose a finite value above 0; 1 leaves the distributions as they are",
-            code="kd-temperature-out-of-range",
+            code="out-of-range",
         )
     if scaling not in TEMPERATURE_SCALINGS:
         do = f"choose one of: {', '.join(sorted(TEMPERATURE_SCALINGS))}"
-        raise UsageError(f"{name}-scaling is {scaling!r}", "mkd has no such rule", do, code="kd-rule-unknown")
+        raise UsageError(f"{name}-scaling is {scaling!r}", "mkd has no such rule", do, code="value-unknown")
 
 
 def require_columns(name: str, vocab_size: int, columns: int) -> None:
@@ -140,7 +140,7 @@ def require_columns(name: str, vocab_size: int, columns: int) -> None:
             f"{name} is {vocab_size}, the logits have {columns} columns",
             "each real id has a column, and columns beyond are padding",
             f"choose a value from 1 to {columns}, or pad the LM heads to more columns",
-            code="logits-columns-too-few",
+            code="out-of-range",
         )
 
 

@@ -176,7 +176,7 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
             what = f"cannot write to {writes[0].folder}: {error.strerror or error}"
     why = f"the run writes {_joined(write.what for write in writes)} there"
     do = f"choose another {_joined(write.flag for write in writes)}"
-    return UsageError(what, why, do, code="folder-not-writable")
+    return UsageError(what, why, do, code="not-writable")
 
 
 def _full(writes: Sequence[Written]) -> UsageError | None:

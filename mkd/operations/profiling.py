@@ -22,13 +22,13 @@ def profile_problems(log: LogConfig, world_size: int) -> Iterator[UsageError]:
     """Yield one error for each part of `log` that cannot be profiled on this machine or world size."""
     if log.record_memory_history and not torch.cuda.is_available():
         what, why = "--record-memory-history has no GPU to record", "the history is that of CUDA's allocator"
-        yield UsageError(what, why, "remove it", code="memory-history-without-gpu")
+        yield UsageError(what, why, "remove it", code="gpu-missing")
     beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
     if beyond and (log.profile or log.record_memory_history):
         what = f"--profile-ranks {' '.join(beyond)} do not exist"
         why = f"the run has {world_size} processes"
         do = f"use ranks from 0 to {world_size - 1}"
-        yield UsageError(what, why, do, code="profile-ranks-beyond-world")
+        yield UsageError(what, why, do, code="out-of-range")
 
 
 def is_under_nsight() -> bool:

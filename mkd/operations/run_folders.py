@@ -117,7 +117,7 @@ def requeue_problems(
         what = f"Slurm has started this job again, and the run would not resume what is in {own[-1]}"
         why = "that folder holds the steps of an earlier start of the same job"
         do = "give --save DIR --load DIR, so that the same command starts and resumes"
-        yield UsageError(what, why, do, code="requeued-without-load")
+        yield UsageError(what, why, do, code="add-flag")
 
 
 def write_job(folder: Path, environment: Mapping[str, str] = MappingProxyType(os.environ)) -> None:
@@ -173,7 +173,7 @@ def start_problems(checkpoint: CheckpointConfig) -> Iterator[UsageError]:
         what = f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue"
         why = "they, and the metrics of that run, would be replaced"
         do = f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder"
-        yield UsageError(what, why, do, code="save-holds-another-run")
+        yield UsageError(what, why, do, code="choose-another-folder")
 
 
 def continues(checkpoint: CheckpointConfig) -> bool:
@@ -231,7 +231,7 @@ def export_problems(checkpoint: CheckpointConfig, read: Iterable[Path]) -> list[
     folder = Path(checkpoint.export_hf)
     if folder.resolve() in [(path.parent if path.is_file() else path).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
-        return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
+        return [UsageError(what, "it would be overwritten", "choose another", code="choose-another-folder")]
     in_the_way = export_in_the_way(checkpoint)
     return [in_the_way] if in_the_way else []
 

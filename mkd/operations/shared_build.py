@@ -56,7 +56,7 @@ class SharedBuild:
         if number:
             what = f"received {signal.Signals(number).name}"
             why = "no step was done: there is nothing to save"
-            raise Preempted(what, why, "start the same command again", code="preempted-before-loading")
+            raise Preempted(what, why, "start the same command again", code="preempted")
 
     def _exchange(self, is_done: bool) -> list[int]:
         """Return the largest of (signal, is_done) over all ranks. All-reduce MAX."""
@@ -71,7 +71,7 @@ class SharedBuild:
         if self.context.rank == 0 and number and not all_done:
             what = f"received {signal.Signals(number).name}"
             why = "no step was done: the data was being read. Files that are tokenised and packed stay cached"
-            raise Preempted(what, why, "start the same command again", code="preempted-while-building")
+            raise Preempted(what, why, "start the same command again", code="preempted")
         return bool(all_done)
 
 

@@ -55,7 +55,7 @@ def auto_layouts(cost: PairCost, pipeline_parallel: int, virtual_stages: int = 1
             f"not fill {stages} pipeline stages",
             "every stage but the first and the last one needs a layer of each model",
             "use fewer pipeline stages",
-            code="layers-fewer-than-stages",
+            code="layers-not-divisible",
         )
     bins = [
         Bin(

@@ -60,15 +60,15 @@ class PipelineLayout:
         if len(layers) != stages:
             what = f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}"
             why = f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each"
-            raise UsageError(what, why, do, code="layout-stages-differ")
+            raise UsageError(what, why, do, code="layout-not-valid")
         if sum(layers) != num_layers:
             what = f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}"
             why = "every layer of the model belongs to exactly one stage"
-            raise UsageError(what, why, do, code="layout-layers-differ")
+            raise UsageError(what, why, do, code="layout-not-valid")
         if 0 in layers[1:-1]:
             what = f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer"
             why = "only the first stage (embedding) and the last one (head) have work without layers"
-            raise UsageError(what, why, do, code="layout-stage-empty")
+            raise UsageError(what, why, do, code="layout-not-valid")
         return cls(layers, pipeline_parallel, virtual_stages)
 
     @classmethod
@@ -130,7 +130,7 @@ def count_virtual_stages(
             f"{num_layers} layers / {pipeline_parallel} pipeline stages",
             "every virtual stage of the student would have to hold that many layers",
             f"use --num-virtual-stages-per-pipeline-rank with {STUDENT_FLAG}",
-            code="virtual-stage-layers-not-divisible",
+            code="layers-not-divisible",
         )
     return per_rank // layers_per_virtual_stage
 

@@ -126,13 +126,13 @@ class ModelShape:
                 raise adapter_error(directory, f"{ADAPTER_FILE} is there, and no config.json") from None
             why = "a Hugging Face model folder holds config.json beside its .safetensors files"
             do = "pass the folder that save_pretrained() or a hub download made"
-            raise CheckpointError(f"{path} does not exist", why, do, code="model-config-not-found") from None
+            raise CheckpointError(f"{path} does not exist", why, do, code="hf-weights-missing") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-json"
+                f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-valid"
             ) from None
         if not isinstance(config, dict):
-            raise CheckpointError(f"{path} is not a JSON object", "", AGAIN, code="model-config-not-object")
+            raise CheckpointError(f"{path} is not a JSON object", "", AGAIN, code="model-config-not-valid")
         return cls.from_hf_config(config, source=str(path))
 
     @classmethod
@@ -165,7 +165,7 @@ class ModelShape:
         except KeyError as error:
             what = f"{source}: key {error} is missing or null"
             why = f"a {model_type} model needs it"
-            raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
+            raise CheckpointError(what, why, AGAIN, code="model-config-not-valid") from None
         except MkdError as error:
             raise error.located(source) from None
 
@@ -184,7 +184,7 @@ class ModelShape:
         except KeyError as error:
             what = f"{source}: key {error} is missing or null"
             why = f"a {family.model_type} model needs it"
-            raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
+            raise CheckpointError(what, why, AGAIN, code="model-config-not-valid") from None
         except MkdError as error:
             raise error.located(source) from None
 
@@ -193,13 +193,13 @@ class ModelShape:
         if not config.get("is_causal", True):
             what = "is_causal false is not supported"
             why = "mkd's attention never looks at later tokens"
-            raise UsageError(what, why, "use a causal model", code="bidirectional-not-supported")
+            raise UsageError(what, why, "use a causal model", code="model-feature-not-supported")
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
             what = f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
             why = "each key/value head is shared by the same number of query heads"
-            raise CheckpointError(what, why, AGAIN, code="head-groups-not-divisible")
+            raise CheckpointError(what, why, AGAIN, code="model-config-not-valid")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         common = cls(
             family=family.model_type,

@@ -274,4 +274,4 @@ class _Replay:
 
 def _refused(why: str) -> UsageError:
     what, do = "the plan of teacher forwards ahead cannot run", "use another --teacher-prefetch, or 0"
-    return UsageError(what, why, do, code="prefetch-plan-not-possible")
+    return UsageError(what, why, do, code="teacher-prefetch-not-possible")

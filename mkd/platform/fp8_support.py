@@ -25,16 +25,16 @@ def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
         return
     if not torch.cuda.is_available():
         why = "only GPUs have FP8 products, and torch sees none"
-        yield UsageError(f"{flag} needs a GPU", why, do, code="fp8-without-gpu")
+        yield UsageError(f"{flag} needs a GPU", why, do, code="fp8-not-possible")
     elif not has_transformer_engine():
         why = "its kernels quantise and multiply"
         do = f"install mkd's extra `te` (`mkd doctor` shows what is there), or {do}"
-        yield UsageError(f"{flag} needs Transformer Engine", why, do, code="fp8-without-transformer-engine")
+        yield UsageError(f"{flag} needs Transformer Engine", why, do, code="fp8-not-possible")
     elif is_too_old_for_fp8(version := transformer_engine_version()):
         what = f"{flag} with Transformer Engine {version}"
         why = f"FP8 teachers run in its autocast, which came with {FP8_TRANSFORMER_ENGINE}"
         do = f"install {FP8_TRANSFORMER_ENGINE} or newer (`mkd doctor` names the tested versions), or {do}"
-        yield UsageError(what, why, do, code="fp8-not-on-this-transformer-engine")
+        yield UsageError(what, why, do, code="fp8-not-possible")
     else:
         yield from _device_problems(recipes)
 
@@ -55,12 +55,12 @@ def _device_problems(recipes: Collection[str]) -> Iterator[UsageError]:
         first, do = FIRST_CAPABILITY[recipe], "use --teacher-precision bf16"
         if capability < first:
             what = f"--teacher-fp8-recipe {recipe} on {name}, whose compute capability is {_dots(capability)}"
-            yield UsageError(what, f"it needs {_dots(first)} or more", do, code="fp8-not-on-this-gpu")
+            yield UsageError(what, f"it needs {_dots(first)} or more", do, code="fp8-not-possible")
         elif recipe == "blockwise" and cuda < BLOCKWISE_CUDA:
             what = f"--teacher-fp8-recipe blockwise with a torch for CUDA {_dots(cuda)}"
             why = f"cuBLAS has scales of blocks from CUDA {_dots(BLOCKWISE_CUDA)} on"
             do = "use --teacher-fp8-recipe tensorwise, or a newer torch"
-            yield UsageError(what, why, do, code="fp8-not-on-this-cuda")
+            yield UsageError(what, why, do, code="fp8-not-possible")
 
 
 def _dots(version: tuple[int, ...]) -> str:

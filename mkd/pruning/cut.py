@@ -77,7 +77,7 @@ class Cut:
                 f"a {teacher.family} config.json cannot describe this cut: {', '.join(differences)}",
                 "the written student would compute something else",
                 "cut other sizes",
-                code="cut-not-expressible",
+                code="cut-not-supported",
             )
         return config
 

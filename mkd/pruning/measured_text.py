@@ -58,7 +58,7 @@ def read_batches(
             f"{', '.join(paths)}: {found} tokens, fewer than one sequence of {seq_length}",
             "the cut is chosen by what the models predict on this text",
             "give more text, or lower --seq-length",
-            code="measured-text-too-short",
+            code="too-little-data",
         )
     return [collate(group) for group in _grouped(packs, batch_tokens)]
 

@@ -134,4 +134,4 @@ def _require_finite(teacher_logits: Tensor) -> None:
         what = "the teacher's logits are not finite on the given text"
         why = "weights with NaN or infinite values cannot be compared with a cut of themselves"
         do = "check the model: transformers computes the same"
-        raise NonFiniteError(what, why, do, code="teacher-not-finite")
+        raise NonFiniteError(what, why, do, code="model-not-finite")

@@ -58,7 +58,7 @@ def require_room(request: StudentRequest) -> None:
             f"--out {out} is the teacher's folder",
             "the student would overwrite it",
             "choose another folder",
-            code="student-overwrites-teacher",
+            code="choose-another-folder",
         )
     in_the_way = None if request.overwrite else model_in_the_way("--out", out)
     if in_the_way is not None:
@@ -72,14 +72,14 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
             f"mkd cannot cut a {teacher.vision.family} model",
             "its vision tower makes features as wide as the text model, and a cut knows only the text model",
             "cut its text model saved on its own",
-            code="images-cut-not-supported",
+            code="cut-not-supported",
         )
     if teacher.moe is not None:
         raise UsageError(
             f"mkd cannot cut a {teacher.family} model with experts",
             "which layers have experts is counted by position, and a cut would move them",
             "cut a dense model",
-            code="experts-cut-not-supported",
+            code="cut-not-supported",
         )
 
 
@@ -102,5 +102,5 @@ def text_problem(request: StudentRequest, sizes: StudentSizes, teacher: ModelSha
         f"{subject if names else '--method one-by-one'} needs text",
         "the parts to keep are chosen by what the teacher computes on it",
         "give --data-path FILE",
-        code="cut-needs-text",
+        code="add-flag",
     )

@@ -67,7 +67,7 @@ class Sizes:
                 "no size of the student is given",
                 "there is nothing to cut",
                 f"give {', '.join(FLAGS.values())} or --target-params",
-                code="student-size-missing",
+                code="add-flag",
             )
         problems = [*self._beyond(teacher), *self._not_expressible(teacher)]
         if problems:
@@ -102,7 +102,7 @@ class Sizes:
             f"--target-params {self.target_params:,} cannot be met by fewer layers or FFN channels alone",
             f"with the sizes given, the smallest such student has {least:,}",
             f"set the target to at least {least:,}, or give smaller sizes ({', '.join(FLAGS.values())})",
-            code="target-params-too-small",
+            code="out-of-range",
         )
 
     def _beyond(self, teacher: ModelShape) -> list[MkdError]:
@@ -114,7 +114,7 @@ class Sizes:
                 f"{flag} {size:,} is more than the teacher's {own:,}",
                 "a student is cut out of the teacher",
                 f"choose at most {own:,}",
-                code="student-larger-than-teacher",
+                code="out-of-range",
             )
             for flag, size, own in asked
             if size is not None and size > own
@@ -130,7 +130,7 @@ class Sizes:
                 f"--hidden-size cannot cut a {teacher.family} model",
                 "its embeddings are scaled by the hidden size, and its norms do not scale freely",
                 "cut layers, FFN channels or attention groups instead",
-                code="hidden-cut-not-supported",
+                code="cut-not-supported",
             )
         ]
 

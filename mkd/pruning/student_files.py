@@ -89,7 +89,7 @@ def require_loadable(config: dict[str, Any]) -> None:
             f"transformers refuses the config.json of this cut: {cause}",
             "the student could not be loaded",
             f"choose other sizes; most families need a hidden size that is a multiple of the {heads} heads",
-            code="student-not-loadable",
+            code="cut-not-supported",
         ) from error
 
 
@@ -106,7 +106,7 @@ def require_width_rules(teacher: ModelShape) -> None:
             f"mkd cannot cut the width of a {teacher.family} model",
             f"it has tensors such as {others[0].tensors[0]}",
             "cut its layers (--num-layers)",
-            code="width-cut-not-supported",
+            code="cut-not-supported",
         )
 
 

@@ -53,7 +53,7 @@ def _recorded(keys: Sequence[str], records: list[dict[str, Any]]) -> Sequence[st
             f"no record has a number for {', '.join(missing)}",
             "",
             f"name some of {others} with --keys",
-            code="metrics-key-unknown",
+            code="value-unknown",
         )
     return chosen
 
@@ -69,14 +69,14 @@ def new_figure(picture: Path, flag: str) -> Figure:
             f"{picture} is not the name of a picture",
             why,
             f"give one with {', '.join(PICTURES)} to {flag}",
-            code="picture-kind-unknown",
+            code="value-not-valid",
         )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         why = f"the import failed with: {error}"
         raise UsageError(
-            "matplotlib is not installed", why, "pip install matplotlib", code="matplotlib-missing"
+            "matplotlib is not installed", why, "pip install matplotlib", code="package-missing"
         ) from error
     return Figure(layout="constrained")
 
@@ -88,7 +88,7 @@ def save_figure(figure: Figure, picture: Path, flag: str) -> None:
     except OSError as error:
         what = f"{picture} cannot be written: {error.strerror or error}"
         raise UsageError(
-            what, "", f"name a file in a folder that exists with {flag}", code="picture-not-writable"
+            what, "", f"name a file in a folder that exists with {flag}", code="not-writable"
         ) from error
 
 

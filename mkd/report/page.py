@@ -122,7 +122,7 @@ def check_file(file: Path) -> None:
             f"{file} is not the name of a page",
             "another file of a run could be overwritten, and browsers go by the suffix",
             f"give a name with {' or '.join(SUFFIXES)} to --out",
-            code="report-not-html",
+            code="value-not-valid",
         )
     if not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise _not_writable(file, "the folder does not exist, or you may not write there")
@@ -141,7 +141,7 @@ def _not_writable(file: Path, reason: str) -> UsageError:
         f"{file} cannot be written: {reason}",
         "",
         "name a file in a folder that exists and that you may write to with --out",
-        code="report-not-writable",
+        code="not-writable",
     )
 
 

@@ -100,7 +100,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
                 f"{paths[place]} is named twice",
                 "its curves would cover each other",
                 "name each run once",
-                code="report-run-twice",
+                code="names-equal",
             )
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
@@ -123,7 +123,7 @@ def _folder(path: Path) -> Path:
             f"{path} is not a run",
             f"it has no {METRICS}",
             "name the log folder of a run (--log-dir, else --save, else runs/NAME), or its metrics.jsonl",
-            code="report-not-a-run",
+            code="path-not-found",
         )
     return folder
 

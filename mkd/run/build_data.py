@@ -66,7 +66,7 @@ def build_data(
         what = f"there is no held-out document: --split {data.split} of {paths} leaves none"
         why = "--eval-interval asks for evaluations"
         do = "give --valid-data-path, a larger second part of --split, or drop --eval-interval"
-        raise DataError(what, why, do, code="held-out-documents-missing")
+        raise DataError(what, why, do, code="split-leaves-nothing")
     if plan.stored_teacher is not None:
         held_out = valid_set if config.training.evaluates else None
         train_set, valid_set = plan.stored_teacher.attach(

@@ -101,7 +101,7 @@ def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
         what = f"the {role}'s folder {source.load} holds no checkpoint"
         why = "its weights are read from there"
         do = f"name a folder that --save or `mkd convert` has written to: {place}"
-        raise CheckpointError(what, why, do, code="model-checkpoint-missing")
+        raise CheckpointError(what, why, do, code="checkpoint-missing")
     return folder
 
 

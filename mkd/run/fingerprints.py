@@ -180,7 +180,7 @@ def require_same(
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
         what = f"--accept-change {unknown[0]} names nothing that is compared"
-        raise UsageError(what, f"compared are {parts}", "drop it", code="accept-change-unknown")
+        raise UsageError(what, f"compared are {parts}", "drop it", code="remove-flag")
     changed = [name for name in names if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:

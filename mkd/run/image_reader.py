@@ -55,5 +55,5 @@ def _require_image_token(folder: Path, processor: ImageProcessor) -> None:
             f"{folder}: image_token_id is {said}, but the tokenizer's image token has id {token_id}",
             "transformers would put the features of images in other places, or nowhere",
             "correct image_token_id in config.json, or take the model's own tokenizer",
-            code="image-token-differs",
+            code="tokenizer-of-another-model",
         )

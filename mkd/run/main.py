@@ -232,7 +232,7 @@ def folder_errors(folder: str | Path) -> Iterator[None]:
     except OSError as error:
         what = f"cannot write to {folder}: {error}"
         do = "make room or choose another folder, if nothing there is in the way"
-        raise UsageError(what, "the run writes there", do, code="folder-not-writable") from error
+        raise UsageError(what, "the run writes there", do, code="not-writable") from error
 
 
 def show(*texts: str) -> None:

@@ -180,7 +180,7 @@ def wider_than_head(
         what = f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}"
         why = "text would become ids for which the model has no embedding"
         do = f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one"
-        yield UsageError(what, why, do, code="tokenizer-beyond-vocabulary")
+        yield UsageError(what, why, do, code="tokenizer-of-another-model")
 
 
 def data_problems(

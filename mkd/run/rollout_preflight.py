@@ -58,7 +58,7 @@ def _stop_problems(
         what = f"nothing says which token ends a text of the student ({student.assets})"
         why = "completions end at this token"
         do = "write eos_token_id into its generation_config.json"
-        yield UsageError(what, why, do, code="stop-ids-missing")
+        yield UsageError(what, why, do, code="stop-ids-not-valid")
         return
     shared = zip(teachers, tokenizers.teachers, strict=False)
     rows = [one.shape.vocab_size for one, own in shared if one is not None and own is None]
@@ -69,7 +69,7 @@ def _stop_problems(
                 what = f"the tokenizer of the {role} has no token that ends a text"
                 why = "the student would never learn to stop from it, and its texts would grow without end"
                 yield UsageError(
-                    what, why, "name its eos_token in tokenizer_config.json", code="stop-ids-missing"
+                    what, why, "name its eos_token in tokenizer_config.json", code="stop-ids-not-valid"
                 )
             continue
         theirs = stop_ids(source.assets) if source is not None else frozenset()
@@ -86,5 +86,5 @@ def _stop_problems(
                 f"the student end only at {named(mine, tokenizers.student)}",
                 "the student learns these ends from its teacher, but sampling would continue past them",
                 f"write {sorted(mine | theirs)} as eos_token_id of the student's generation_config.json",
-                code="stop-ids-differ",
+                code="stop-ids-not-valid",
             )

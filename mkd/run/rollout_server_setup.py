@@ -122,5 +122,5 @@ def _check_tokenizer(client: ServerClient, model: ServerModel, tokenizer: Tokeni
             f"from token {place} on, a text has ids {theirs[place : place + 4]} there and "
             f"{ours[place : place + 4]} here",
             "start it with the student's folder and without --tokenizer",
-            code="rollout-server-tokenizer",
+            code="rollout-server-not-ready",
         )

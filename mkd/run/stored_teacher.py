@@ -105,13 +105,13 @@ class StoredTeacher:
             what = f"the teacher cache {self.folder} is of another tokenizer"
             why = "its ids stand for other strings than this run's"
             do = "export the cache with this run's tokenizer, or train with that of the export"
-            raise DataError(what, why, do, code="teacher-cache-tokenizer-differs")
+            raise DataError(what, why, do, code="teacher-cache-differs")
         seen = self.meta.data.get(IMAGE_PROCESSOR)
         if seen is not None and images is not None and seen != images.processor.fingerprint:
             what = f"the teacher cache {self.folder} is of another image processor or --max-image-side"
             why = "the student would see other pixels of an image than the teacher saw"
             do = "use the processor and the flag of the export, or export again into another folder"
-            raise DataError(what, why, do, code="teacher-cache-image-processor-differs")
+            raise DataError(what, why, do, code="teacher-cache-differs")
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
             teacher = self.source.load or self.source.assets
             what = f"the teacher cache {self.folder} is of other weights than {teacher}"
@@ -144,12 +144,12 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
             what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"
             do = f"use the {flag} of the export, or export again into another folder"
-            yield DataError(what, why, do, code="teacher-cache-setting-differs")
+            yield DataError(what, why, do, code="teacher-cache-differs")
     if student_ids is not None and meta.vocab_size > student_ids:
         what = f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_ids}"
         why = "both distributions are compared on the ids that both models have"
         do = "export again with this student's --student-hf"
-        yield DataError(what, why, do, code="teacher-cache-vocabulary-differs")
+        yield DataError(what, why, do, code="teacher-cache-differs")
 
 
 def temperature_of(config: Config) -> float:

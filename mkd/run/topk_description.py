@@ -146,7 +146,7 @@ def _require_no_shards(out: Path) -> None:
         what = f"{out} holds {counted(len(shards), 'file')} such as {min(shards).name}, and no {META_FILE}"
         why = f"an export writes files of these names, and only {META_FILE} tells that they are a cache"
         do = "choose another --out, or remove these files if nobody needs them"
-        raise DataError(what, why, do, code="teacher-cache-not-described")
+        raise DataError(what, why, do, code="teacher-cache-in-the-way")
 
 
 def _found(out: Path) -> TopKMeta:
@@ -158,7 +158,7 @@ def _found(out: Path) -> TopKMeta:
         do = "choose another --out, or remove the files in it yourself if nobody needs them"
         if _holds_cache(out):
             do = "choose another --out, or give --overwrite to replace the cache"
-        raise DataError(what, error.why, do, code="teacher-cache-description-not-valid") from error
+        raise DataError(what, error.why, do, code="teacher-cache-in-the-way") from error
 
 
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
@@ -172,5 +172,5 @@ def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
         what = f"{out} holds another teacher cache: {', '.join(differing)} differ"
         why = "an export resumes only with the same teacher, data and settings"
         do = "choose another --out, or give --overwrite to replace the cache"
-        raise DataError(what, why, do, code="teacher-cache-of-another-run")
+        raise DataError(what, why, do, code="teacher-cache-in-the-way")
     return meta

@@ -76,7 +76,7 @@ def export_teacher(
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         why = "that many ids have a probability"
-        raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
+        raise UsageError(what, why, "128 is enough for most vocabularies", code="out-of-range")
     if require_room(plan, settings, vocab_size):
         plan = plan_export(config, world_size)  # a new cache does not take the date of the one it replaces
     if config.dry_run:
@@ -107,7 +107,7 @@ def plan_export(
     """
     if not config.teachers or not (config.teachers[EXPORTED].hf or config.teachers[EXPORTED].load):
         why = "its predictions are exported"
-        raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="teacher-missing")
+        raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="model-missing")
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, EXPORTED)
     if not config.data.data_path:
@@ -147,7 +147,7 @@ def _make_folder(out: Path) -> None:
     except OSError as error:
         what = f"cannot make --out {out}: {error}"
         why = "the cache is written there"
-        raise UsageError(what, why, "choose another one", code="out-not-writable") from error
+        raise UsageError(what, why, "choose another one", code="not-writable") from error
 
 
 def _student_vocab_size(config: Config) -> int | None:
@@ -260,7 +260,7 @@ class _Exporter:
                 )
                 why = f"they are in {part} shards {', '.join(map(str, shards))} of {size} packs each"
                 do = "check the teacher's weights, for example with `mkd parity`"
-                raise NonFiniteError(what, why, do, code="teacher-not-finite")
+                raise NonFiniteError(what, why, do, code="model-not-finite")
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _loss_on_other_role(number: int, role: str) -> DataError:
         f"message {number + 1} of role {role!r} is flagged to have loss",
         "only the assistant's messages are what the model writes",
         "leave the flag out, or write the text as prompt and completion",
-        code="chat-loss-of-other-role",
+        code="record-loss-flag-not-valid",
     )
 
 
@@ -190,7 +190,7 @@ def _no_marks(template: ChatTemplate, conversation: Conversation) -> DataError:
         "{% generation %} marks",
         "no token of the record would have loss",
         "add marks to this template, or use --chat-loss turns",
-        code="chat-record-without-marks",
+        code="chat-marks-not-usable",
     )
 
 
@@ -199,5 +199,5 @@ def _mark_not_placed(template: ChatTemplate, number: int) -> DataError:
         f"message {number + 1}: its marks cannot be told from others of the chat template{template.origin}",
         "flags of loss and --chat-loss last choose among the marks by their messages",
         "use --chat-loss turns, or remove the flags",
-        code="chat-mark-not-placed",
+        code="chat-marks-not-usable",
     )

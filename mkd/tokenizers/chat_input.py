@@ -74,14 +74,14 @@ class ChatSettings:
                 f"--chat-template-kwargs sets {names}",
                 "mkd passes this to the chat template itself",
                 "leave it out",
-                code="chat-template-kwargs-reserved",
+                code="remove-flag",
             )
         try:
             if date is not None and Date.fromisoformat(date).isoformat() != date:
                 raise ValueError
         except ValueError:
             what = f"--chat-date {date} is not a date"
-            raise UsageError(what, do="write it as YYYY-MM-DD", code="chat-date-invalid") from None
+            raise UsageError(what, do="write it as YYYY-MM-DD", code="value-not-valid") from None
         return cls(loss, variables, date)
 
     def dated(self, known: str | None = None) -> ChatSettings:
@@ -101,7 +101,7 @@ def check_template_kwargs(variables: Any) -> None:
             "chat_template_kwargs is not an object",
             "it names variables of the chat template, and their values",
             'write {"enable_thinking": false}, or remove it',
-            code="record-template-kwargs",
+            code="record-value-not-valid",
         )
     names = reserved_names(variables)
     if names:
@@ -109,7 +109,7 @@ def check_template_kwargs(variables: Any) -> None:
             f"chat_template_kwargs sets {names}",
             "mkd passes this to the chat template itself",
             "remove it from chat_template_kwargs",
-            code="record-template-kwargs",
+            code="record-value-not-valid",
         )
 
 
@@ -118,5 +118,5 @@ def _not_an_object(text: str, why: str) -> UsageError:
         f"--chat-template-kwargs {text[:80]!r} is not a JSON object",
         why,
         """write --chat-template-kwargs '{"enable_thinking": false}'""",
-        code="chat-template-kwargs-invalid",
+        code="value-not-valid",
     )

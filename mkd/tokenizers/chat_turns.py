@@ -311,7 +311,7 @@ def require_tools(
             f"the chat template{template.origin} does not write the record's tools",
             "the model would learn to call functions that it is not told about",
             "use a chat template that writes tools, or write them into the system message",
-            code="chat-tools-not-rendered",
+            code="chat-template-drops-tools",
         )
 
 
@@ -350,7 +350,7 @@ def _drops_a_call(template: ChatTemplate, number: int) -> DataError:
         f"message {number + 1}: the chat template{template.origin} does not write its tool_calls",
         "the model would learn an answer without the call",
         "use a chat template that writes every call, give each call a message, or write it into the content",
-        code="chat-call-dropped",
+        code="chat-template-drops-tools",
     )
 
 

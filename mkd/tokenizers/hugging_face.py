@@ -51,7 +51,7 @@ class _Style:
                 f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
                 "texts are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
                 "use models with such a tokenizer",
-                code="token-bytes-unknown",
+                code="tokenizer-missing",
             )
         return cls("ByteLevel" in types, "ByteFallback" in types)
 
@@ -245,13 +245,13 @@ def _not_loadable(model: str, error: Exception) -> UsageError:
                 f"transformers refuses {config}",
                 f"{_in_one_line(refusal)}; it reads the file with the tokenizer, and with every export",
                 "correct the file, or download it again",
-                code="model-config-refused",
+                code="tokenizer-file-not-valid",
             )
     return UsageError(
         f"{model}: no Hugging Face tokenizer could be loaded",
         _in_one_line(error),
         "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
-        code="tokenizer-not-loadable",
+        code="tokenizer-missing",
     )
 
 
@@ -266,6 +266,6 @@ def require_fast(hf: Any, name: str) -> Any:
             f"{name}: {type(hf).__name__} is not a fast tokenizer",
             "loss masks of conversations need the character offsets that only tokenizer.json gives",
             "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
-            code="tokenizer-not-fast",
+            code="tokenizer-missing",
         )
     return hf

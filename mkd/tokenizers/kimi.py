@@ -62,7 +62,7 @@ def load_kimi(folder: str | Path) -> PreTrainedTokenizerFast:
             f"{folder} has {RANKS_FILE}, and its tokenizer_class is {name!r}",
             f"the ranks do not say how text is split into words; mkd knows the rule of {CLASS}, Kimi's",
             "write a tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers",
-            code="tiktoken-class-unknown",
+            code="tokenizer-missing",
         )
     ranks = read_ranks(Path(folder) / RANKS_FILE)
     backend = build_backend(ranks)
@@ -131,5 +131,5 @@ def _not_readable(path: Path, why: str) -> UsageError:
         f"{path} cannot be read",
         why,
         "download it again, and check that it is not a Git LFS pointer",
-        code="tokenizer-file-not-tiktoken",
+        code="tokenizer-file-not-valid",
     )

@@ -90,11 +90,11 @@ def load_sentencepiece(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a file",
             "--tokenizer-type SentencePieceTokenizer reads one SentencePiece .model file",
             "give the path of the .model file, or use --tokenizer-type HuggingFaceTokenizer for a folder",
-            code="tokenizer-file-missing",
+            code="path-not-found",
         )
     try:
         return SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=model))
     except (RuntimeError, OSError) as error:
         what = f"--tokenizer-model {model} is not a SentencePiece model"
         do = "check that the file is complete and not a Git LFS pointer"
-        raise UsageError(what, str(error), do, code="tokenizer-file-not-sentencepiece") from error
+        raise UsageError(what, str(error), do, code="tokenizer-file-not-valid") from error

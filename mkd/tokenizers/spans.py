@@ -36,7 +36,7 @@ def utf8(text: str) -> bytes:
             f"character {error.start} of the text is a lone surrogate (U+{ord(text[error.start]):04X})",
             "half of a character has no bytes, so that no tokenizer can encode it",
             "repair the text, for example with text.encode('utf-8', 'replace').decode()",
-            code="record-surrogate",
+            code="record-text-damaged",
         ) from error
 
 

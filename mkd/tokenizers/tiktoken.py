@@ -103,7 +103,7 @@ class TiktokenTokenizer(Tokenizer):
             "the tokens of a text do not join to the text",
             "tiktoken encodings never change a text, so the rank file lacks some bytes",
             "use the rank file that was published with the encoding",
-            code="tokens-do-not-join",
+            code="token-beyond-vocabulary",
         )
 
     @cached_property
@@ -119,24 +119,24 @@ def load_tiktoken(model: str) -> Tokenizer:
         if name == RANKS_FILE:
             why = "Kimi's and Moonlight's ranks need the settings in tokenizer_config.json beside them"
             do = f"name the folder, with --tokenizer-type HuggingFaceTokenizer: {Path(model).parent}"
-            raise UsageError(f"{model} is not all of a tokenizer", why, do, code="tiktoken-encoding-unknown")
+            raise UsageError(f"{model} is not all of a tokenizer", why, do, code="tokenizer-file-not-valid")
         raise UsageError(
             f"--tokenizer-model {model}: the encoding {name} is not known",
             "a rank file does not say how text is split into words",
             f"give one of the files {', '.join(f'{known}.tiktoken' for known in ENCODINGS)}, under that name",
-            code="tiktoken-encoding-unknown",
+            code="tokenizer-file-not-valid",
         )
     try:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
     except ImportError as error:
         what, do = f"--tokenizer-model {model} needs the package tiktoken", "pip install tiktoken"
-        raise UsageError(what, str(error), do, code="tiktoken-missing") from error
+        raise UsageError(what, str(error), do, code="package-missing") from error
     try:
         ranks = load_tiktoken_bpe(str(model))
     except (OSError, ValueError) as error:
         what = f"--tokenizer-model {model} is not a tiktoken rank file"
         do = "check that the file is complete and not a Git LFS pointer"
-        raise UsageError(what, str(error), do, code="tokenizer-file-not-tiktoken") from error
+        raise UsageError(what, str(error), do, code="tokenizer-file-not-valid") from error
     known = dict(pat_str=ENCODINGS[name].pattern, special_tokens=ENCODINGS[name].special)
     return TiktokenTokenizer(tiktoken.Encoding(name, mergeable_ranks=ranks, **known))

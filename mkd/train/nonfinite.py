@@ -79,7 +79,7 @@ class NonFinitePolicy:
         else:
             what = f"{self.skips_in_a_row} steps in a row were not finite, the last is {what}"
             why = f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them"
-            raise NonFiniteError(what, why, DO, code="steps-not-finite")
+            raise NonFiniteError(what, why, DO, code="step-not-finite")
 
     def _write(self, iteration: int, result: StepResult, finding: Finding, action: str) -> None:
         if self.file is None:

@@ -38,7 +38,7 @@ class ChunkLossSettings:
         if self.loss not in XTOKEN_LOSSES:
             do = f"choose one of: {', '.join(XTOKEN_LOSSES)}"
             raise UsageError(
-                f"xtoken loss is {self.loss!r}", "mkd has no such loss", do, code="kd-rule-unknown"
+                f"xtoken loss is {self.loss!r}", "mkd has no such loss", do, code="value-unknown"
             )
         require_temperature("temperature", self.temperature, self.temperature_scaling)
         if self.top_k is not None and self.top_k < 1:
@@ -46,7 +46,7 @@ class ChunkLossSettings:
                 f"xtoken top-k is {self.top_k}",
                 "a support needs a token",
                 "choose 1 or more, or leave it out for all",
-                code="xtoken-top-k-below-one",
+                code="out-of-range",
             )
 
     @property

@@ -28,7 +28,10 @@ def test_what_is_found(path, step, found, directory):
 
 @pytest.mark.parametrize(
     ("path", "step", "code"),
-    [(".", 3, "checkpoint-not-found"), ("iter_0000001", 2, "checkpoint-step-ambiguous")],
+    [
+        (".", 3, "checkpoint-not-found: there is no"),
+        ("iter_0000001", 2, "checkpoint-not-found: is one checkpoint, and --ckpt-step"),
+    ],
 )
 def test_what_is_not_there(path, step, code, directory):
     with refused(code, CheckpointError):

@@ -16,6 +16,7 @@ from mkd.checkpoint.manifest import MANIFEST_FILE, manifest_text, seal
 from mkd.checkpoint.pickles import read_metadata, refuse_code
 from mkd.errors import CheckpointError
 from tests.checkpoint.tiny_saves import choose, copy, run_forked, save
+from tests.reported import Reported
 
 
 class Crafted:
@@ -69,7 +70,7 @@ def test_metadata_may_not_call(name, protocol, folder, tmp_path):
     for content in (attacks(trace)[name], metadata)[: 1 if protocol == 0 else 2]:
         (folder / ".metadata").write_bytes(pickle.dumps(content, protocol=protocol))
         refused = refusal(folder)
-        assert refused.code == "checkpoint-holds-code" and str(folder / ".metadata") in refused.what
+        assert refused.code == "untrusted-files" and str(folder / ".metadata") in refused.what
         assert f"{name}," in refused.what or "getattr," in refused.what
     assert not trace.exists()
 
@@ -85,12 +86,12 @@ def test_torch_files_may_not_call(is_zip, name, folder, tmp_path):
     good = (folder / "common.pt").read_bytes()
     (folder / "common.pt").write_bytes(content.getvalue())
     refused = refusal(folder)
-    assert refused.code == "checkpoint-holds-code" and str(folder / "common.pt") in refused.what
+    assert refused.code == "untrusted-files" and str(folder / "common.pt") in refused.what
     assert name in refused.what or "getattr" in refused.what
     (folder / "common.pt").write_bytes(good)
     file = put_in_place_of_rng(folder, content.getvalue())
     refused = refusal(folder)
-    assert refused.code == "checkpoint-holds-code" and str(folder / file) in refused.what
+    assert refused.code == "untrusted-files" and str(folder / file) in refused.what
     assert not trace.exists()
 
 
@@ -114,7 +115,7 @@ def refusal(folder):
 @pytest.mark.parametrize("file", ["../crafted.distcp", "/etc/passwd"])
 def test_entries_stay_in_the_folder(file, folder):
     put_in_place_of_rng(folder, b"", file)
-    assert refusal(folder).code == "checkpoint-file-outside-folder"
+    assert Reported.of(refusal(folder)) == "untrusted-files: sends"
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
@@ -122,16 +123,16 @@ def test_damaged_pickles_are_errors_and_no_more(name, folder):
     content = (folder / name).read_bytes()
     for damaged in (b"", content[:-5], b"\x80\x05" + b"\xff" * 50, b"(" * 1000, b"garbage"):
         (folder / name).write_bytes(damaged)
-        assert (error := refusal(folder)).code == "checkpoint-pickle-unreadable"
+        assert Reported.of(error := refusal(folder)) == "checkpoint-damaged: cannot be read"
         assert str(folder / name) in error.what
     (folder / name).unlink()
-    assert refusal(folder).code == "checkpoint-pickle-unreadable"
+    assert Reported.of(refusal(folder)) == "checkpoint-damaged: cannot be read"
 
 
 @pytest.mark.parametrize("content", [1, {}, [], "text", {"state_dict_metadata": {}}])
 def test_metadata_of_another_kind(content, folder):
     (folder / ".metadata").write_bytes(pickle.dumps(content))
-    assert refusal(folder).code == "checkpoint-metadata-damaged"
+    assert Reported.of(refusal(folder)) == "checkpoint-damaged: is damaged"
 
 
 @pytest.mark.fault(30)
@@ -156,4 +157,4 @@ def test_absurd_sizes_in_a_torch_file(folder):
     directory = raw.index(b"PK\x01\x02")
     raw[directory + 20 : directory + 28] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)
     (folder / "common.pt").write_bytes(raw)
-    assert refusal(folder).code == "checkpoint-pickle-unreadable"
+    assert Reported.of(refusal(folder)) == "checkpoint-damaged: cannot be read"

@@ -174,7 +174,7 @@ def test_file_limit(tmp_path):
     """Row 8: a process's limit on its files, which needs no rights. The error does not ask to free space."""
     run_forked(1, save, tmp_path, 1)
     ((_, (text, _)),) = run_forked(1, save_with_file_limit, tmp_path, 2)
-    assert text.startswith("error[save-file-too-large]")
+    assert text.startswith("error[save-disk-full]")
     assert (tmp_path / POINTER).read_text() == "1\n"
     assert [path.name for path in saved_iterations(tmp_path)] == ["iter_0000001"]
 

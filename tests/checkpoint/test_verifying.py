@@ -75,7 +75,7 @@ def test_a_chosen_step_is_taken_or_refused(folder):
     assert text.startswith("error[checkpoint-not-found]") and f"{NEWEST}, {OLDER}" in text
     (folder / OLDER / "metadata.json").unlink()
     ((text, _),) = chosen(folder, 1)
-    assert text.startswith("error[checkpoint-incomplete]")
+    assert text.startswith("error[checkpoint-damaged]")
 
 
 def test_empty_and_absent_folders_are_a_start(tmp_path):

@@ -103,4 +103,6 @@ def test_the_door_is_open_from_anywhere(tmp_path):
 def test_a_student_is_cut_in_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["make-student", "--hf", str(tmp_path), "--out", str(tmp_path / "out")]) == EXIT_USAGE
-    assert reported_codes(capsys.readouterr().err) == ["make-student-several-processes"]
+    assert reported_codes(capsys.readouterr().err) == [
+        "number-of-processes: make-student runs in one process"
+    ]

@@ -90,7 +90,7 @@ def test_keys_that_no_record_has_are_named(run, capsys):
     assert main([a, b, "--keys", "loss", "los", "kd"]) == 64
     printed = capsys.readouterr()
     assert (
-        printed.err.startswith("error[metrics-key-unknown]: no record has los, kd\n")
+        printed.err.startswith("error[value-unknown]: no record has los, kd\n")
         and "loss, top1_agreement" in printed.err
     )
 

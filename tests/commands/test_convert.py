@@ -100,7 +100,7 @@ def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, capsys):
 
 
 def test_a_call_from_python_replaces_nothing_either(original, checkpoint, tmp_path, ranks):
-    with refused("convert-save-not-empty"):
+    with refused("save-folder-taken: already holds checkpoints"):
         hf_to_mcore.run(str(original), checkpoint, None, 1, 1)
     (tmp_path / "config.json").write_text("another model")
     ranks.run(export_is_refused, 1, checkpoint, tmp_path)
@@ -109,7 +109,7 @@ def test_a_call_from_python_replaces_nothing_either(original, checkpoint, tmp_pa
 
 def export_is_refused(load, out):
     """Check this on a rank of the pool."""
-    with refused("folder-holds-model"):
+    with refused("already-exists: holds a model"):
         mcore_to_hf.run(load, None, out, None, None, 1, 1)
 
 

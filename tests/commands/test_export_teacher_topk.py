@@ -229,9 +229,9 @@ def test_only_a_cache_is_replaced(files):
     meta = write_description(plan, settings, *what)
     shard.write_text("a shard")
     for text, code in (
-        (None, "teacher-cache-not-described"),
-        ("", "teacher-cache-description-not-valid"),
-        ('{"name": "a data set"}', "teacher-cache-description-not-valid"),
+        (None, "teacher-cache-in-the-way: tells that they are a cache"),
+        ("", "teacher-cache-in-the-way: description of a teacher cache"),
+        ('{"name": "a data set"}', "teacher-cache-in-the-way: description of a teacher cache"),
     ):
         described.unlink() if text is None else described.write_text(text)
         for given in (settings, allowed):
@@ -242,7 +242,7 @@ def test_only_a_cache_is_replaced(files):
                 write_description(plan, given, *what)
         assert shard.exists() and (text is None or described.read_text() == text)
     described.write_text(json.dumps(asdict(meta) | {"format_version": 1}))
-    with refused("teacher-cache-description-not-valid") as caught:
+    with refused("teacher-cache-in-the-way: description of a teacher cache") as caught:
         require_room(plan, settings, 307)
     assert "--overwrite" in caught.value.do and require_room(plan, allowed, 307)
     assert write_description(plan, allowed, *what) == meta == TopKMeta.read(out)
@@ -277,7 +277,7 @@ def test_wrong_flags(files, ranks):
 def test_a_cache_is_never_beside_a_model(more, files, ranks):
     before = sorted((files / "student").iterdir())
     (result,) = export(ranks, files, "student", *more)
-    assert result.exit_code == 64 and "error[cache-folder-holds-model]" in result.stderr
+    assert result.exit_code == 64 and "error[choose-another-folder]" in result.stderr
     assert sorted((files / "student").iterdir()) == before
 
 

@@ -25,7 +25,7 @@ def test_scripts_are_copied_once_and_never_over_others(tmp_path, capsys):
     assert len(contents(copy)) == len(list(copy.iterdir()))
     (copy / "env.sh").write_text("changed")
     assert main([str(tmp_path / "new")]) == EXIT_USAGE
-    assert reported_codes(capsys.readouterr().err) == ["launch-scripts-exist"]
+    assert reported_codes(capsys.readouterr().err) == ["choose-another-folder: already exists"]
     assert (copy / "env.sh").read_text() == "changed"
     assert main([str(copy / "env.sh")]) == EXIT_USAGE
-    assert reported_codes(capsys.readouterr().err) == ["launch-scripts-not-writable"]
+    assert reported_codes(capsys.readouterr().err) == ["not-writable: cannot write"]

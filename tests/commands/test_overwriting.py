@@ -52,12 +52,12 @@ def command_of(name, files):
 @pytest.mark.parametrize(
     "name, code",
     [
-        ("make-student", "folder-holds-model"),
-        ("export", "folder-holds-model"),
-        ("convert", "convert-save-not-empty"),
-        ("preprocess", "corpus-exists"),
-        ("projection", "out-exists"),
-        ("topk", "cache-folder-holds-model"),
+        ("make-student", "already-exists: holds a model"),
+        ("export", "already-exists: holds a model"),
+        ("convert", "save-folder-taken: already holds checkpoints"),
+        ("preprocess", "already-exists: --output-prefix"),
+        ("projection", "already-exists: exists"),
+        ("topk", "choose-another-folder: holds a model"),
     ],
 )
 def test_what_is_there_stays(name, code, files, capsys):
@@ -80,11 +80,11 @@ def test_a_run_replaces_only_its_own_export(files, ranks):
     out, save = files / "exported", files / "run"
     argv = flags(files, "run", "--save", save, "--load", save, "--export-hf")
     (other,) = run_main(ranks, [*argv, str(files / "student")])
-    assert other.exit_code == 64 and "export-hf-is-read" in other.stderr
+    assert other.exit_code == 64 and "choose-another-folder" in other.stderr
     out.mkdir()
     (out / "model.safetensors").write_text("another model")
     (refused,) = run_main(ranks, [*argv, str(out)])
-    assert refused.exit_code == 64 and "error[folder-holds-model]" in refused.stderr, refused.stderr
+    assert refused.exit_code == 64 and "error[already-exists]" in refused.stderr, refused.stderr
     assert (out / "model.safetensors").read_text() == "another model" and not save.exists()
     for more in (("--overwrite",), (), ("--train-iters", "3")):  # the last two start the same run again
         (result,) = run_main(ranks, [*argv, str(out), *more])

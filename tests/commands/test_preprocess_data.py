@@ -112,7 +112,10 @@ def test_no_file_of_a_corpus_is_replaced_unasked(part, model, tmp_path, capsys):
     argv = ["--input", "none.txt", "--output-prefix", str(tmp_path / "c")]
     assert main([*argv, "--tokenizer-model", model, "--tokenizer-type", "NullTokenizer"]) == EXIT_USAGE
     message = capsys.readouterr().err
-    assert reported_codes(message) == ["corpus-exists"] and f"holds a corpus: .{part}" in message
+    assert (
+        reported_codes(message) == ["already-exists: --output-prefix"]
+        and f"holds a corpus: .{part}" in message
+    )
 
 
 def test_eos_can_be_left_out(model, tmp_path):
@@ -167,4 +170,4 @@ def test_images_are_read_below_the_root(tmp_path, capsys):
     )
     assert ": 40 x 40 pixels, 80 patches\n" in capsys.readouterr().out
     assert main([*argv, "--max-image-side", "0"]) == EXIT_USAGE
-    assert reported_codes(capsys.readouterr().err) == ["image-limit-below-one"]
+    assert reported_codes(capsys.readouterr().err) == ["out-of-range: is not a number of pixels"]

@@ -34,7 +34,7 @@ def test_a_folder_names_the_files_to_give(files, told, tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     for check in (require_file, find_prefix):
-        with refused("data-path-is-folder") as caught:
+        with refused("data-path-not-a-file: is a folder") as caught:
             check(str(folder), "--data-path")
         assert told.format(folder) in caught.value.do and caught.value.exit_code == EXIT_DATA
 
@@ -43,11 +43,11 @@ def test_a_quoted_pattern_and_an_id_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
-    with refused("data-path-is-pattern") as caught:
+    with refused("data-path-not-a-file: is a pattern, not a file") as caught:
         require_file("*.jsonl", "--data-path")
     assert "2 files match" in caught.value.why and caught.value.do.endswith("--data-path *.jsonl")
     assert "0 files match" in no_such_file("*.parquet", "--data-path").why
-    with refused("data-path-not-found") as caught:
+    with refused("data-path-not-found: nothing found") as caught:
         find_prefix("HuggingFaceH4/ultrachat_200k")
     assert "hf download HuggingFaceH4/ultrachat_200k --repo-type dataset" in caught.value.do
     assert "hub" not in no_such_file("data/missing.jsonl", "--data-path").do

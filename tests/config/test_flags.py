@@ -11,7 +11,7 @@ from mkd.config.divergence import DIVERGENCES
 from mkd.config.flags import FIRST_FLAGS, build_parser, known_flags, parse_command_line, require_new_file
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import all_options
-from tests.reported import refused
+from tests.reported import Reported, refused, reports
 
 PUBLIC_CONTRACT = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -130,7 +130,7 @@ def test_files_are_not_replaced_and_devices_and_pipes_are_written_to(tmp_path):
     for path in (tmp_path / "new", tmp_path / "pipe", Path("/dev/null")):
         require_new_file("--out", path, overwrite=False)
     for path in (tmp_path / "file", tmp_path):
-        with refused("out-exists"):
+        with refused("already-exists: exists"):
             require_new_file("--out", path, overwrite=False)
         require_new_file("--out", path, overwrite=True)
 
@@ -144,7 +144,11 @@ def test_a_misspelt_flag_with_values_does_not_hide_the_others():
         ["--data-paths", "a", "b", "--lr", "3e-4", "--num-layers", "12", "--seq-length", "x"]
     )
     assert result.values == {"optimizer.lr": (3e-4, "--lr")}
-    assert [error.code for error in result.errors] == ["flag-unknown", "flag-replaced", "value-not-valid"]
+    assert reports(result.errors) == [
+        "flag-unknown",
+        "flag-replaced: known, not supported: use",
+        "value-not-valid",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,8 @@ def test_a_misspelt_flag_with_values_does_not_hide_the_others():
         (["--seq-length", "1.5"], "value-not-valid"),
         (["--lr", "fast"], "value-not-valid"),
         (["--lr", "nan"], "value-not-valid"),
-        (["--pack", "ffd"], "value-unknown"),
-        (["--kd-divergence", "tvd"], "value-unknown"),
+        (["--pack", "ffd"], "value-unknown: is not a known value"),
+        (["--kd-divergence", "tvd"], "value-unknown: is not a known value"),
         (["--lr"], "command-line-not-valid"),
         (["--bf16", "true"], "command-line-not-valid"),
         (["stray"], "command-line-not-valid"),
@@ -164,7 +168,7 @@ def test_a_misspelt_flag_with_values_does_not_hide_the_others():
 )
 def test_wrong_values(argv, code):
     error = problem(*argv)
-    assert error.code == code and error.do and error.exit_code == 64
+    assert Reported.of(error) == code and error.do and error.exit_code == 64
     assert argv[-1] in error.what
 
 

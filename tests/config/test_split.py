@@ -23,4 +23,4 @@ def test_splits(text, split, ends):
 def test_malformed_splits(split):
     with pytest.raises(UsageError) as caught:
         parse_split(split)
-    assert caught.value.code == "split-not-valid" and EXAMPLE_SPLIT in caught.value.do and caught.value.why
+    assert caught.value.code == "value-not-valid" and EXAMPLE_SPLIT in caught.value.do and caught.value.why

@@ -49,7 +49,7 @@ def test_every_teacher_has_its_own(path, tmp_path):
 
 
 def test_a_length_that_documents_cannot_be_padded_to(path, tmp_path):
-    with refused("xtoken-seq-length-not-divisible") as caught:
+    with refused("length-not-divisible: is not a multiple of") as caught:
         open_pair(path, tmp_path, teacher_text(seq_length=100, name="qwen"), document_multiple=8)
     assert caught.value.do == "use 104"
 

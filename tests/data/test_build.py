@@ -15,7 +15,7 @@ from mkd.data.build import open_datasets
 from mkd.data.store_builder import build_store
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
-from tests.reported import refused
+from tests.reported import refused, reports
 from tests.tokenizers.trained import train_hf_tokenizer
 
 
@@ -83,7 +83,7 @@ def test_a_flipped_bit_of_a_cache_is_mended_and_one_of_a_corpus_refused(
     open_data(path)
     assert file.read_bytes() == content
     (tmp_path / f"tokens.{end}").write_bytes(flipped(content))
-    with refused("corpus-damaged") as caught:
+    with refused("corpus-damaged: is damaged or incomplete") as caught:
         open_data(str(tmp_path / "tokens"))
     assert f"tokens.{end}" in caught.value.what
 
@@ -139,7 +139,7 @@ def test_blend_of_raw_and_tokenised(open_data, texts, write_jsonl, tokenizer, tm
 def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
     prefix = str(tmp_path / "tokens")
     build_store([texts], prefix, HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)), True)
-    with refused("corpus-of-another-tokenizer"):
+    with refused("corpus-of-another-model: with another tokenizer"):
         open_data(prefix)
 
 
@@ -154,7 +154,7 @@ def test_a_tokenizer_of_the_same_size_is_another_one(open_data, texts, tmp_path,
     other = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=swapped, eos_token="<|endoftext|>"))
     assert other.vocab_size == tokenizer.vocab_size and other.encode("fox") != tokenizer.encode("fox")
     build_store([texts], str(tmp_path / "tokens"), other, True)
-    with refused("corpus-of-another-tokenizer"):
+    with refused("corpus-of-another-model: with another tokenizer"):
         open_data(str(tmp_path / "tokens"))
     open_data(texts)
     open_data(texts, tokenizer=other)
@@ -162,23 +162,23 @@ def test_a_tokenizer_of_the_same_size_is_another_one(open_data, texts, tmp_path,
 
 
 def test_token_ids_beyond_the_model_are_refused_at_once(open_data, make_store, texts):
-    with refused("corpus-token-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: the model knows 0 to"):
         open_data(make_store([[1, 2], [3, 350]]).prefix)
-    with refused("corpus-token-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: the model knows 0 to"):
         open_data(texts, vocab_size=100)
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "missing"])
 def test_missing_paths(open_data, texts, path):
-    with refused("data-path-not-found"):
+    with refused("data-path-not-found: nothing found"):
         open_data(path)
-    with refused("data-path-not-found") as caught:
+    with refused("data-path-not-found: nothing found") as caught:
         open_data(texts, valid_data_path=[path])
     assert caught.value.what.startswith(f"--valid-data-path {path}")
 
 
 def test_nothing_left_for_training(open_data, texts):
-    with refused("split-leaves-no-training"):
+    with refused("split-leaves-nothing: leaves no document for training"):
         open_data(texts, split="0,1,0")
 
 
@@ -230,7 +230,7 @@ def test_other_processes_open_what_the_builder_made(open_data, texts):
 
 def test_an_error_of_the_builder_is_raised_by_all(open_data, write_jsonl):
     outcomes = run_two_ranks(open_data, write_jsonl("a.jsonl", b"{"))
-    assert [error.code for error in outcomes] == ["record-not-json"] * 2
+    assert reports(outcomes) == ["record-not-json: not valid JSON"] * 2
 
 
 def test_even_an_unexpected_error_of_the_builder_reaches_all(open_data, texts):
@@ -239,7 +239,7 @@ def test_even_an_unexpected_error_of_the_builder_reaches_all(open_data, texts):
             raise ZeroDivisionError("broken")
 
     outcomes = run_two_ranks(open_data, texts, tokenizer=Broken(train_hf_tokenizer()))
-    assert [error.code for error in outcomes] == ["data-preparation-failed"] * 2
+    assert reports(outcomes) == ["data-preparation-failed"] * 2
     assert all("ZeroDivisionError: broken" in error.what for error in outcomes)
 
 

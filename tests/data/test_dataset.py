@@ -98,7 +98,7 @@ def test_a_range_of_documents(make_store):
 def test_a_token_that_the_model_does_not_know(make_store):
     dataset = PackedDataset(make_store([[1, 2], [5, 1000, 3]]), pack="none", **OPTIONS)
     assert dataset[0].tokens[0] == 1
-    with refused("corpus-token-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: the model knows 0 to"):
         dataset[1]
 
 

@@ -38,7 +38,7 @@ def test_lines_of_a_text_file_are_documents(tmp_path):
     rows = list(read_rows(path))
     assert [(number, parse_row(row).values) for number, row in rows] == [(1, ("  caf\u00e9 ",)), (4, ("b",))]
     path.write_bytes(b"caf\xe9\n")
-    with refused("record-not-utf8"):
+    with refused("record-not-json: not UTF-8"):
         parse_row(next(read_rows(path))[1])
 
 

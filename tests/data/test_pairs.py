@@ -48,24 +48,36 @@ def test_texts_and_conversations_become_two_documents_with_loss_on_the_answer():
 @pytest.mark.parametrize(
     "record, code",
     [
-        (dict(prompt="", chosen="a", rejected="b"), "pair-prompt-empty"),
-        (dict(prompt=[], chosen=said("a"), rejected=said("b")), "pair-prompt-empty"),
-        (dict(prompt=ASK, chosen=ASK + said("a"), rejected=said("b")), "pair-answer-repeats-prompt"),
-        (dict(prompt="p", chosen="same", rejected="same"), "pair-without-difference"),
-        (dict(prompt="p", chosen=said("a"), rejected="b"), "record-of-two-forms"),
-        (dict(prompt="p", chosen=3, rejected="b"), "record-field-not-text"),
-        (dict(prompt="p", chosen=None, rejected="b"), "record-field-null"),
+        (dict(prompt="", chosen="a", rejected="b"), "record-empty: the prompt is empty"),
+        (dict(prompt=[], chosen=said("a"), rejected=said("b")), "record-empty: the prompt is empty"),
+        (
+            dict(prompt=ASK, chosen=ASK + said("a"), rejected=said("b")),
+            "pair-not-valid: an answer of the pair begins with",
+        ),
+        (
+            dict(prompt="p", chosen="same", rejected="same"),
+            "pair-not-valid: chosen and rejected are the same",
+        ),
+        (
+            dict(prompt="p", chosen=said("a"), rejected="b"),
+            "record-ambiguous: they are all texts, or all lists",
+        ),
+        (dict(prompt="p", chosen=3, rejected="b"), "record-field-not-text: it must be a string"),
+        (dict(prompt="p", chosen=None, rejected="b"), "record-field-not-text: is null"),
         (
             dict(prompt=ASK, chosen=[{"role": "user", "content": "a"}], rejected=said("b")),
-            "pair-answer-empty",
+            "record-empty: an answer of the pair is empty",
         ),
-        (dict(prompt="p", chosen="a", rejected="b", completion="c"), "record-ambiguous"),
-        (dict(prompt="p", chosen="a"), "record-incomplete"),
-        (dict(prompt="p", completion="c", images=["a.png"]), "record-images-without-messages"),
+        (dict(prompt="p", chosen="a", rejected="b", completion="c"), "record-ambiguous: the record is"),
+        (dict(prompt="p", chosen="a"), "record-incomplete: the record has"),
+        (
+            dict(prompt="p", completion="c", images=["a.png"]),
+            "record-images-not-valid: the record has images beside",
+        ),
         (
             dict(prompt=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
             | dict(chosen=said("a"), rejected=said("b")),
-            "pair-with-images",
+            "images-not-read: the pair has images",
         ),
     ],
 )
@@ -77,7 +89,7 @@ def test_bad_pairs_are_refused(record, code):
 def test_an_empty_answer_has_only_its_end():
     hf, (chosen, rejected) = encode({"prompt": "p", "chosen": "", "rejected": "b"})
     assert chosen.ids[chosen.loss == 1].tolist() == [hf.eos_token_id]
-    with refused("pair-answer-empty"):
+    with refused("record-empty: an answer of the pair is empty"):
         encode({"prompt": "p", "chosen": "", "rejected": "b"}, append_eod=False)
 
 
@@ -167,7 +179,7 @@ def test_packs_hold_whole_pairs_and_number_them(tmp_path, tokenizer, write_jsonl
 def test_pairs_that_do_not_fit_a_pack_are_refused_or_dropped(tmp_path, tokenizer, write_jsonl):
     long = {"prompt": "p", "chosen": "the dog " * 12, "rejected": "a fox " * 12}
     path = write_jsonl("pairs.jsonl", {"prompt": "p", "chosen": "a", "rejected": "b"}, long)
-    with refused("pair-too-long") as caught:
+    with refused("longer-than-seq-length: the pair does not fit --seq-length") as caught:
         open_pairs(path, tokenizer, tmp_path / "c")
     assert caught.value.what.startswith(f"{path}:2: ") and "1 of 2" in caught.value.what
     listed = tmp_path / "quarantine.jsonl"
@@ -180,10 +192,10 @@ def test_pairs_that_do_not_fit_a_pack_are_refused_or_dropped(tmp_path, tokenizer
 def test_pairs_and_other_records_are_told_apart(tmp_path, tokenizer, write_jsonl):
     pair, text = {"prompt": "p", "chosen": "a", "rejected": "b"}, {"text": "a fox"}
     for records, wanted, code in (
-        ((pair, text), True, "pairs-with-other-records"),
-        ((pair,), False, "pairs-without-dpo"),
-        ((text,), True, "dpo-without-pairs"),
+        ((pair, text), True, "pairs-and-others: has preference pairs and other"),
+        ((pair,), False, "pairs-and-others: a cross entropy with rejected answers"),
+        ((text,), True, "pairs-and-others: has no preference pairs"),
     ):
-        path = write_jsonl(f"{code}.jsonl", *records)
+        path = write_jsonl(f"{len(records)} {wanted}.jsonl", *records)
         with refused(code):
             open_pairs(path, tokenizer, tmp_path / "c", pairs=wanted)

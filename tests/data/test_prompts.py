@@ -79,24 +79,24 @@ def test_a_table_has_the_same_prompts(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "record, settings, code",
     [
-        ({"text": "the fox"}, {}, "prompt-missing"),
-        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {}, "prompt-missing"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, {}, "prompt-missing"),
-        ({"prompt": ""}, {}, "prompt-empty"),
-        ({"prompt": "the quick brown fox"}, {"longest": 2}, "prompt-too-long"),
-        ({"prompt": "zz"}, {"vocab_size": 1}, "prompt-beyond-vocabulary"),
-        ({"prompt": 3}, {}, "record-field-not-text"),
-        ("not json", {}, "record-not-json"),
+        ({"text": "the fox"}, {}, "record-incomplete"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {}, "record-incomplete"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, {}, "record-incomplete"),
+        ({"prompt": ""}, {}, "record-empty: the prompt is empty"),
+        ({"prompt": "the quick brown fox"}, {"longest": 2}, "longer-than-seq-length: tokens, more than"),
+        ({"prompt": "zz"}, {"vocab_size": 1}, "token-beyond-vocabulary: the prompt has id"),
+        ({"prompt": 3}, {}, "record-field-not-text: it must be a string"),
+        ("not json", {}, "record-not-json: not valid JSON"),
     ],
 )
 def test_bad_records_are_named_or_skipped(record, settings, code, tokenizer, tmp_path):
     path = write_records(tmp_path / "p.jsonl", {"prompt": "a"}, record)
-    if code == "prompt-beyond-vocabulary":
+    if code == "token-beyond-vocabulary: the prompt has id":
         path = write_records(path, record)
     with refused(code, DataError) as caught:
         read(path, tokenizer, **settings)
     assert f"{path}:" in caught.value.what
-    if code != "prompt-beyond-vocabulary":
+    if code != "token-beyond-vocabulary: the prompt has id":
         found = read(path, tokenizer, max_bad_records=1, **settings)
         assert (len(found), found.num_bad_records) == (1, 1)
 

@@ -144,7 +144,7 @@ def test_a_single_bad_record_says_how_to_leave_it_out(tokenizer, write_jsonl, tm
 
 def test_an_unreadable_file_is_no_bad_record(tokenizer, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    with refused("data-file-not-valid"):
+    with refused("data-file-unreadable: is not a valid"):
         build_store(
             [str(tmp_path / "a.parquet")], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=1000
         )
@@ -213,7 +213,7 @@ def test_a_table_with_one_column_twice(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     path = write_table(pa, tmp_path / f"t.{suffix}", table)
-    with refused("column-twice"):
+    with refused("record-ambiguous: has two columns"):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=9)
 
 

@@ -76,7 +76,7 @@ def test_count_loss_reads_in_parts(make_store, monkeypatch, scan):
 def test_token_ids_out_of_range_name_the_document(make_store, monkeypatch, scan, token, vocab_size):
     monkeypatch.setattr(store_module, "SCAN_TOKENS", scan)
     store = make_store([[0, 1], [], [2], [3, token, 4]])
-    with refused("corpus-token-beyond-vocabulary") as caught:
+    with refused("token-beyond-vocabulary: the model knows 0 to") as caught:
         store.check_token_range(vocab_size)
     assert caught.value.what.endswith(
         f"corpus.bin: document 3 has token id {token}, the model knows 0 to {vocab_size - 1}"
@@ -91,22 +91,22 @@ def test_description_saves_the_scan(make_store):
     prefix = make_store([[5]]).prefix
     Path(prefix + ".meta.json").write_text(json.dumps({"format_version": 1, "max_token_id": 3}))
     TokenStore(prefix).check_token_range(4)
-    with refused("corpus-token-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: the model knows 0 to"):
         TokenStore(prefix).check_token_range(3)
 
 
 @pytest.mark.parametrize(
     ("end", "damage", "code"),
     [
-        (".idx", os.remove, "corpus-files-missing"),
-        (".bin", lambda path: os.truncate(path, 8), "corpus-damaged"),
-        (".bin", lambda path: os.truncate(path, 0), "corpus-empty"),
-        (".idx", lambda path: os.truncate(path, 20), "corpus-damaged"),
-        (".idx", lambda path: os.truncate(path, 60), "corpus-damaged"),
-        (".idx", lambda path: path.write_bytes(b"x" * 99), "corpus-damaged"),
-        (".loss_mask.bin", lambda path: os.truncate(path, 7), "corpus-damaged"),
-        (".meta.json", lambda path: path.write_text("{"), "corpus-damaged"),
-        (".meta.json", lambda path: path.write_text("{}"), "corpus-damaged"),
+        (".idx", os.remove, "data-path-not-found: not found"),
+        (".bin", lambda path: os.truncate(path, 8), "corpus-damaged: is damaged or incomplete"),
+        (".bin", lambda path: os.truncate(path, 0), "corpus-damaged: is empty"),
+        (".idx", lambda path: os.truncate(path, 20), "corpus-damaged: is damaged or incomplete"),
+        (".idx", lambda path: os.truncate(path, 60), "corpus-damaged: is damaged or incomplete"),
+        (".idx", lambda path: path.write_bytes(b"x" * 99), "corpus-damaged: is damaged or incomplete"),
+        (".loss_mask.bin", lambda path: os.truncate(path, 7), "corpus-damaged: is damaged or incomplete"),
+        (".meta.json", lambda path: path.write_text("{"), "corpus-damaged: is damaged or incomplete"),
+        (".meta.json", lambda path: path.write_text("{}"), "corpus-damaged: is damaged or incomplete"),
     ],
 )
 @pytest.mark.fault(27)
@@ -152,7 +152,7 @@ def overwrite(path, place, value):
 def test_an_index_that_is_wrong(make_store, place, value, why):
     prefix = make_store(DOCUMENTS).prefix
     overwrite(prefix + ".idx", place, value)
-    with refused("corpus-damaged") as caught:
+    with refused("corpus-damaged: is damaged or incomplete") as caught:
         TokenStore(prefix).check_layout()
     assert why in caught.value.why
 
@@ -162,7 +162,7 @@ def test_an_index_that_is_wrong(make_store, place, value, why):
 def test_a_bin_file_of_another_size(make_store, change):
     prefix = make_store(DOCUMENTS).prefix
     os.truncate(prefix + ".bin", 32 + change)
-    with refused("corpus-damaged") as caught:
+    with refused("corpus-damaged: is damaged or incomplete") as caught:
         TokenStore(prefix)
     assert "corpus.bin" in caught.value.what
 
@@ -170,5 +170,5 @@ def test_a_bin_file_of_another_size(make_store, change):
 def test_missing_loss_mask(make_store):
     prefix = make_store(DOCUMENTS).prefix
     Path(prefix + ".meta.json").write_text(json.dumps({"format_version": 1, "loss_mask": True}))
-    with refused("corpus-damaged"):
+    with refused("corpus-damaged: is damaged or incomplete"):
         TokenStore(prefix)

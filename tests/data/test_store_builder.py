@@ -70,7 +70,7 @@ def test_a_failure_keeps_the_old_corpus_and_leaves_nothing_else(tokenizer, write
     prefix = str(tmp_path / "c" / "c")
     build_store([write_jsonl("a.jsonl", MESSAGES)], prefix, tokenizer, True)
     before = files_of(tmp_path / "c")
-    with refused("record-not-json"):
+    with refused("record-not-json: not valid JSON"):
         build_store([write_jsonl("b.jsonl", {"text": "ok"}, b"{")], prefix, tokenizer, True)
     assert files_of(tmp_path / "c") == before
 
@@ -136,15 +136,15 @@ def test_at_most_ten_malformed_records_are_reported(tokenizer, write_jsonl, tmp_
 
 
 def test_nothing_to_train_on(tokenizer, write_jsonl, tmp_path):
-    with refused("corpus-without-tokens"):
+    with refused("data-file-empty: no tokens in"):
         build_store([write_jsonl("a.jsonl", {"text": ""})], str(tmp_path / "c"), tokenizer, False)
-    with refused("corpus-input-not-found"):
+    with refused("data-path-not-found: not found"):
         build_store([str(tmp_path / "missing.jsonl")], str(tmp_path / "c"), tokenizer, True)
 
 
 def test_a_folder_that_cannot_be_written(tokenizer, write_jsonl, tmp_path):
     (tmp_path / "file").write_text("")
-    with refused("corpus-not-writable"):
+    with refused("data-not-writable: the corpus cannot be written"):
         build_store([write_jsonl("a.jsonl", {"text": "x"})], str(tmp_path / "file" / "c"), tokenizer, True)
 
 

@@ -110,7 +110,7 @@ def crash_at_the_end(samples):
     """Let this worker abort when it ends; fail for [1]."""
     Finalize(None, os.abort, exitpriority=0)
     if samples == [1]:
-        raise DataError("what", "why", "do", code="image-damaged")
+        raise DataError("what", "why", "do", code="image-not-valid")
     return samples
 
 
@@ -122,7 +122,7 @@ def test_a_worker_that_crashes_while_it_ends_hides_nothing(samples):
     if len(samples) == 1:
         batches.close()
     else:
-        with refused("image-damaged"):
+        with refused("image-not-valid: what"):
             list(batches)
     assert set(multiprocessing.active_children()) <= others
 

@@ -15,7 +15,7 @@ from mkd.errors import ErrorList
 from mkd.evaluation.records import read_completions, read_questions, task_name
 from mkd.evaluation.requests import Request, RequestPacks, collate_requests, encode_pairs
 from mkd.evaluation.tasks import Completions, Pair, read_multiple_choice, read_tasks
-from tests.reported import refused
+from tests.reported import refused, reports
 
 QUESTION = {"question": "Which?", "choices": ["this", "that"], "answer": 1}
 
@@ -56,15 +56,18 @@ def test_completions_of_three_forms_and_gzip(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("record", "code"),
     [
-        (b'{"question": ', "task-record-not-json"),
-        (b"[1]", "task-record-not-object"),
-        (b'"\xff"', "task-record-not-json"),
-        (QUESTION | {"question": " "}, "task-question-not-text"),
-        (QUESTION | {"choices": ["one"]}, "task-choices-not-valid"),
-        (QUESTION | {"choices": ["one", 2]}, "task-choices-not-valid"),
-        *((QUESTION | {"answer": answer}, "task-answer-not-valid") for answer in (2, "C", True, "", None)),
-        (QUESTION | {"subject": 5}, "task-subject-not-text"),
-        (QUESTION | {"question": "\ud800"}, "task-question-not-text"),
+        (b'{"question": ', "record-not-json: not valid JSON"),
+        (b"[1]", "record-not-json: not a JSON object"),
+        (b'"\xff"', "record-not-json: not valid JSON"),
+        (QUESTION | {"question": " "}, "record-field-not-text: question is missing, empty or not"),
+        (QUESTION | {"choices": ["one"]}, "record-value-not-valid: choices is not a list of 2 to"),
+        (QUESTION | {"choices": ["one", 2]}, "record-value-not-valid: choices is not a list of 2 to"),
+        *(
+            (QUESTION | {"answer": answer}, "record-value-not-valid: answer is")
+            for answer in (2, "C", True, "", None)
+        ),
+        (QUESTION | {"subject": 5}, "record-field-not-text: subject is empty or not a text"),
+        (QUESTION | {"question": "\ud800"}, "record-field-not-text: question is missing, empty or not"),
     ],
 )
 def test_a_bad_question_is_named_with_its_line(record, code, write_jsonl):
@@ -77,10 +80,10 @@ def test_a_bad_question_is_named_with_its_line(record, code, write_jsonl):
 @pytest.mark.parametrize(
     ("record", "code"),
     [
-        ({"prompt": "a"}, "task-record-without-known-keys"),
-        ({"prompt": 1, "completion": "b"}, "task-prompt-not-text"),
-        ({"prompt": "a", "completion": ""}, "task-completion-not-text"),
-        ({"text": "a", "code": None}, "task-completion-not-text"),
+        ({"prompt": "a"}, "record-without-known-keys: no known keys (found"),
+        ({"prompt": 1, "completion": "b"}, "record-field-not-text: is not a text"),
+        ({"prompt": "a", "completion": ""}, "record-field-not-text: is empty or not a text"),
+        ({"text": "a", "code": None}, "record-field-not-text: is empty or not a text"),
     ],
 )
 def test_a_bad_completion_is_named_with_its_line(record, code, write_jsonl):
@@ -99,9 +102,15 @@ def test_every_bad_file_is_named_at_once(write_jsonl, tmp_path):
     broken.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 50)[:-20])
     with pytest.raises(ErrorList) as caught:
         read_tasks([good, empty, str(tmp_path / "none.jsonl"), str(tmp_path / "q.csv")], [good, broken])
-    unreadable = "task-file-unreadable"
-    codes = ["task-file-empty", unreadable, "task-file-kind-unknown", "task-names-equal", unreadable]
-    assert caught.value.codes == codes and caught.value.on_all_ranks
+    unreadable = "data-file-unreadable: cannot be read"
+    codes = [
+        "data-file-empty: has no records",
+        unreadable,
+        "data-file-kind-unknown: is not a known kind of file",
+        "names-equal: two files of held-out tasks are",
+        unreadable,
+    ]
+    assert reports(caught.value) == codes and caught.value.on_all_ranks
 
 
 def test_prompts_of_both_styles(write_jsonl):
@@ -141,13 +150,13 @@ def test_examples_of_a_dev_file(write_jsonl):
     )
     task = read_multiple_choice(path, num_fewshot=1)
     assert [[example.question for example in examples] for examples in task.examples] == [["first"]]
-    with refused("task-too-few-examples") as caught:
+    with refused("too-little-data: answered examples") as caught:
         read_multiple_choice(path, num_fewshot=3)
     assert caught.value.what.startswith(f"{path}, line 1: ")
 
 
 def test_a_file_of_examples_alone_is_refused(write_jsonl):
-    with refused("task-without-questions"):
+    with refused("too-little-data: has no question left"):
         read_multiple_choice(write_jsonl("q.jsonl", QUESTION, QUESTION), num_fewshot=2)
 
 
@@ -231,16 +240,16 @@ def test_long_prompts_lose_their_beginning():
 
 
 def test_what_cannot_be_scored_is_named():
-    with refused("continuation-too-long") as caught:
+    with refused("longer-than-seq-length: the continuation has") as caught:
         encode("ab", "cdefg", seq_length=4)
     assert caught.value.what.startswith("f.jsonl, line 7: ")
-    with refused("continuation-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: token id"):
         encode("ab", "z", vocab_size=26)
-    with refused("continuation-not-scorable"):
+    with refused("continuation-not-scorable: the continuation cannot be scored"):
         encode("ab", "")
     no_eos = Letters()
     no_eos.eos_id = None
-    with refused("continuation-not-scorable"):
+    with refused("continuation-not-scorable: the continuation cannot be scored"):
         encode("", "ab", no_eos)
 
 

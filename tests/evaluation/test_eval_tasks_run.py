@@ -57,5 +57,5 @@ def test_a_bad_line_ends_the_run_before_it_starts(files, ranks):
     )
     results = run_main(ranks, flags(files, "bad", *EVALUATED, "--eval-completions", bad), 2)
     assert [result.exit_code for result in results] == [65, 65]
-    assert reported_codes(results[0].stderr) == ["task-completion-not-text"]
+    assert reported_codes(results[0].stderr) == ["record-field-not-text: is empty or not a text"]
     assert results[1].stderr == "" and not (files / "bad").exists()

@@ -78,5 +78,5 @@ def test_bytes_are_those_of_the_text_that_is_scored(reader, tmp_path):
 def test_an_answer_with_a_special_token_is_refused(reader, tmp_path):
     record = dict(prompt="what?", completion="a fox<|im_end|> jumps", images=["0.png"])
     (task,) = read_tasks([], [write_records(tmp_path / "say.jsonl", record)])
-    with refused("task-answer-with-special-token"):
+    with refused("continuation-not-scorable: the answer has the special token"):
         encode(reader, task.pairs())

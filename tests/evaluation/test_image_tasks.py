@@ -11,7 +11,7 @@ import transformers
 
 from mkd.evaluation.tasks import read_tasks
 from tests.data.images.tiny_processors import image_file, make_qwen, picture
-from tests.reported import refused
+from tests.reported import refused, reported_codes
 from tests.train.command import flags, read_metrics, run_main, write_records
 from tests.train.two_processors import with_text, with_weights
 
@@ -134,25 +134,24 @@ def test_the_commands_score_images_alone_and_in_training(files, ranks):
         assert first[f"eval/what/{metric}"] == found[f"eval/what/{metric}"]
 
 
-BAD = {
-    "record-image-url": (["https://example.com/a.png"], ()),
-    "record-images-not-list": ("a.png", ()),
-    "task-images-with-examples": (["1.png"], ("--num-fewshot", 1)),
-    "image-outside-root": (["../config.json"], ()),
-    "task-images-too-long": (["1.png"], ("--seq-length", 32)),
-}
-
-
-@pytest.mark.parametrize("code", BAD)
-def test_a_bad_record_is_refused(code, files, ranks, tmp_path):
-    images, more = BAD[code]
+@pytest.mark.parametrize(
+    ("code", "images", "more"),
+    [
+        ("image-unreadable: is the URL", ["https://example.com/a.png"], ()),
+        ("record-images-not-valid: images is a", "a.png", ()),
+        ("images-not-read: has questions with images", ["1.png"], ("--num-fewshot", 1)),
+        ("image-outside-root: lies outside of --image-root", ["../config.json"], ()),
+        ("longer-than-seq-length: the question with its images and", ["1.png"], ("--seq-length", 32)),
+    ],
+)
+def test_a_bad_record_is_refused(code, images, more, files, ranks, tmp_path):
     records = [dict(question="what?", choices=CHOICES, answer=0, images=images)] * 2
     path = write_records(tmp_path / "bad.jsonl", *records)
     argv = ["--multiple-choice", path, "--student-hf", files / "student", "--seq-length", 256]
     argv += ["--image-root", files / "student/pictures", *more]
     (done,) = run_main(ranks, [str(word) for word in argv], command="mkd.commands.evaluate")
-    assert done.exit_code == 65 and f"error[{code}]" in done.stderr, done.stderr
-    assert f"{path}, line " in done.stderr or code == "task-images-with-examples"
+    assert done.exit_code == 65 and reported_codes(done.stderr) == [code], done.stderr
+    assert f"{path}, line " in done.stderr or "--num-fewshot" in more
 
 
 def test_a_model_of_text_refuses_images(files):
@@ -160,5 +159,5 @@ def test_a_model_of_text_refuses_images(files):
     from mkd.tokenizers.hugging_face import load_hugging_face
 
     pairs = read_tasks([files / "what.jsonl"], [])[0].pairs()
-    with refused("task-images-for-text-model"):
+    with refused("images-not-read: the record has images, and the"):
         encode_pairs(pairs, load_hugging_face(str(files / "student")), 64, 400)

@@ -67,21 +67,33 @@ def test_scale_and_frequencies_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize(
     ("code", "change"),
     [
-        ("routing-not-supported", {"first_k_dense_replace": 2, "norm_topk_prob": False}),
-        ("routing-not-supported", {"first_k_dense_replace": 2, "num_experts_per_tok": 12}),
-        ("routing-not-supported", {"first_k_dense_replace": 2, "scoring_func": "softmax"}),
-        ("routing-not-supported", {"first_k_dense_replace": 2, "topk_method": "greedy"}),
-        ("routing-not-supported", {"first_k_dense_replace": 2, "moe_layer_freq": 2}),
-        ("model-config-value-not-valid", {"scoring_func": 1}),
-        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "n_group": 7}),
-        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "topk_group": 9}),
-        ("expert-groups-not-valid", {"first_k_dense_replace": 2, "n_group": 128, "topk_group": 2}),
-        ("experts-of-a-token", {"first_k_dense_replace": 2, "num_experts_per_tok": 257}),
-        ("model-feature-not-supported", {"attention_bias": True}),
-        ("rope-not-supported", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-        ("model-config-value-not-valid", {"kv_lora_rank": 0}),
-        ("model-config-value-not-valid", {"rope_interleave": 1}),
-        ("activation-not-supported", {"hidden_act": "gelu"}),
+        (
+            "model-feature-not-supported: norm_topk_prob",
+            {"first_k_dense_replace": 2, "norm_topk_prob": False},
+        ),
+        (
+            "model-feature-not-supported: 12 experts in",
+            {"first_k_dense_replace": 2, "num_experts_per_tok": 12},
+        ),
+        (
+            "model-feature-not-supported: scoring_func",
+            {"first_k_dense_replace": 2, "scoring_func": "softmax"},
+        ),
+        ("model-feature-not-supported: topk_method", {"first_k_dense_replace": 2, "topk_method": "greedy"}),
+        ("model-feature-not-supported: moe_layer_freq", {"first_k_dense_replace": 2, "moe_layer_freq": 2}),
+        ("model-config-not-valid: scoring_func is", {"scoring_func": 1}),
+        ("model-config-not-valid: do not fit", {"first_k_dense_replace": 2, "n_group": 7}),
+        ("model-config-not-valid: do not fit", {"first_k_dense_replace": 2, "topk_group": 9}),
+        ("model-config-not-valid: do not fit", {"first_k_dense_replace": 2, "n_group": 128, "topk_group": 2}),
+        (
+            "model-config-not-valid: is above the number of experts",
+            {"first_k_dense_replace": 2, "num_experts_per_tok": 257},
+        ),
+        ("model-feature-not-supported: attention_bias", {"attention_bias": True}),
+        ("model-feature-not-supported: rope type", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("model-config-not-valid: kv_lora_rank is", {"kv_lora_rank": 0}),
+        ("model-config-not-valid: rope_interleave is", {"rope_interleave": 1}),
+        ("model-feature-not-supported: hidden_act", {"hidden_act": "gelu"}),
     ],
 )
 def test_what_mkd_cannot_run_exactly_is_refused(code, change):

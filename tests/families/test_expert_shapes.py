@@ -45,10 +45,14 @@ def test_layers_with_experts_are_those_of_transformers(config):
 @pytest.mark.parametrize(
     ("config", "error", "code"),
     [
-        (QWEN3 | dict(num_experts_per_tok=7), CheckpointError, "experts-of-a-token"),
-        (MIXTRAL | dict(num_experts_per_tok=1), UsageError, "routing-not-supported"),
-        (MIXTRAL | dict(router_jitter_noise=0.1), UsageError, "routing-not-supported"),
-        (QWEN3 | dict(mlp_only_layers=[-1]), CheckpointError, "model-config-value-not-valid"),
+        (
+            QWEN3 | dict(num_experts_per_tok=7),
+            CheckpointError,
+            "model-config-not-valid: is above the number of experts",
+        ),
+        (MIXTRAL | dict(num_experts_per_tok=1), UsageError, "model-feature-not-supported: per_tok 1"),
+        (MIXTRAL | dict(router_jitter_noise=0.1), UsageError, "model-feature-not-supported: jitter"),
+        (QWEN3 | dict(mlp_only_layers=[-1]), CheckpointError, "model-config-not-valid: mlp_only_layers"),
     ],
 )
 def test_refusals(config, error, code):

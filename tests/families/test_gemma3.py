@@ -84,7 +84,7 @@ def test_what_mkd_cannot_run_exactly_is_refused(name, value):
 def test_other_ropes_are_refused(kind):
     rope = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 64}
-    with refused("rope-not-supported"):
+    with refused("model-feature-not-supported: rope type"):
         ModelShape.from_hf_config(SIZES | {"rope_parameters": {"full_attention": rope}})
 
 

@@ -68,15 +68,18 @@ def test_missing_keys_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("code", "change"),
     [
-        ("activation-not-supported", {"swiglu_alpha": 1.5}),
-        ("activation-not-supported", {"hidden_act": "gelu"}),
-        ("routing-not-supported", {"num_experts_per_tok": 1}),
-        ("experts-of-a-token", {"num_experts_per_tok": 33}),
-        ("layer-types-incomplete", {"num_hidden_layers": 23}),
-        ("sliding-window-missing", {"sliding_window": None}),
-        ("sliding-window-missing", {"sliding_window": None, "layer_types": None}),
-        ("rope-not-supported", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-        ("model-config-value-not-valid", {"swiglu_limit": 0}),
+        ("model-feature-not-supported: swiglu_alpha", {"swiglu_alpha": 1.5}),
+        ("model-feature-not-supported: hidden_act", {"hidden_act": "gelu"}),
+        ("model-feature-not-supported: num_experts_per_tok 1", {"num_experts_per_tok": 1}),
+        ("model-config-not-valid: is above the number of experts", {"num_experts_per_tok": 33}),
+        ("model-config-not-valid: layers, num_hidden_layers is", {"num_hidden_layers": 23}),
+        ("model-config-not-valid: sliding_window is missing or null", {"sliding_window": None}),
+        (
+            "model-config-not-valid: sliding_window is missing or null",
+            {"sliding_window": None, "layer_types": None},
+        ),
+        ("model-feature-not-supported: rope type", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("model-config-not-valid: swiglu_limit is", {"swiglu_limit": 0}),
     ],
 )
 def test_what_mkd_cannot_run_exactly_is_refused(code, change):

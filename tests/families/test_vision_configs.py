@@ -7,7 +7,7 @@ import pytest
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.vision import REFUSED, TOWER_ACTIVATIONS
 from mkd.plan.model_shape import ModelShape
-from tests.reported import refused
+from tests.reported import Reported, refused
 from tests.tiny_vision_models import FAMILIES, vision_config
 
 HUB_QWEN = {  # the keys of a hub file of Qwen2.5-VL 3B, which are flat
@@ -106,21 +106,30 @@ def test_sections_alternate_in_qwen3_vl_alone():
 def test_known_models_are_refused_by_name(model_type):
     with pytest.raises(UsageError) as error:
         ModelShape.from_hf_config({"model_type": model_type, "text_config": {}, "vision_config": {}})
-    assert error.value.code == "vision-model-not-supported" and REFUSED[model_type] in error.value.report()
+    assert error.value.code == "model-type-not-supported" and REFUSED[model_type] in error.value.report()
 
 
 @pytest.mark.parametrize(
     "change, code",
     [
-        ({"vision_config": None}, "model-config-value-not-valid"),
-        ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 0}}, "model-config-value-not-valid"),
-        ({"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 24}}, "tile-not-divisible"),
-        ({"vision_config": HUB_SMOLVLM["vision_config"] | {"num_attention_heads": 5}}, "tower-not-divisible"),
-        ({"text_config": {"model_type": "bert"}}, "model-type-not-supported"),
+        ({"vision_config": None}, "model-config-not-valid: vision_config"),
+        (
+            {"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 0}},
+            "model-config-not-valid: patch_size",
+        ),
+        (
+            {"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 24}},
+            "model-config-not-valid: is no multiple of patch_size",
+        ),
+        (
+            {"vision_config": HUB_SMOLVLM["vision_config"] | {"num_attention_heads": 5}},
+            "model-config-not-valid: heads do not divide the width",
+        ),
+        ({"text_config": {"model_type": "bert"}}, "model-type-not-supported: is not supported"),
         *(
             (
                 {"text_config": vision_config("smolvlm").text_config.to_dict() | one},
-                "vision-model-not-supported",
+                "model-type-not-supported: whose text model is of",
             )
             for one in (
                 {"model_type": "gemma3_text"},
@@ -132,7 +141,7 @@ def test_known_models_are_refused_by_name(model_type):
 def test_broken_configurations_are_named(change, code):
     with pytest.raises((CheckpointError, UsageError)) as error:
         ModelShape.from_hf_config(HUB_SMOLVLM | change)
-    assert error.value.code == code
+    assert Reported.of(error.value) == code
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -143,14 +152,14 @@ def test_a_tower_has_an_activation_of_transformers(name):
     config = vision_config(name).to_dict()
     assert config["vision_config"]["hidden_act"] in TOWER_ACTIVATIONS
     config["vision_config"]["hidden_act"] = "nonsense"
-    with refused("activation-not-supported", UsageError) as caught:
+    with refused("model-feature-not-supported: is not supported", UsageError) as caught:
         ModelShape.from_hf_config(config, "folder/config.json")
     assert "folder/config.json" in caught.value.report() and "nonsense" in caught.value.report()
 
 
 def test_features_come_after_blocks_that_exist():
     config = vision_config("qwen3_vl", vision={"deepstack_visual_indexes": [0, 7]}).to_dict()
-    with refused("deepstack-without-block", CheckpointError):
+    with refused("model-config-not-valid: deepstack_visual_indexes", CheckpointError):
         ModelShape.from_hf_config(config)
 
 
@@ -158,4 +167,4 @@ def test_sections_must_make_up_half_a_head():
     rope = {"type": "mrope", "mrope_section": [16, 24, 16]}
     with pytest.raises(CheckpointError) as error:
         ModelShape.from_hf_config(HUB_QWEN | {"rope_scaling": rope})
-    assert error.value.code == "rope-sections-not-valid"
+    assert Reported.of(error.value) == "model-config-not-valid: does not make up"

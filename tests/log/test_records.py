@@ -38,7 +38,7 @@ NO_RECORDS = [
 @pytest.mark.parametrize("line", NO_RECORDS)
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n')
-    with refused("metrics-record-not-valid") as caught:
+    with refused("metrics-unreadable: not a metrics record") as caught:
         read_records(tmp_path)
     assert caught.value.what.startswith(f"{tmp_path / 'metrics.jsonl'}:2: ")
 

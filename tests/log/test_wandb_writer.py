@@ -31,7 +31,7 @@ writer.close()
 def test_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
     # Python itself marks a module that cannot be imported like this.
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with refused("wandb-missing") as caught:
+    with refused("package-missing: --wandb-project is set and wandb") as caught:
         WandbWriter(LOG, tmp_path, {})
     assert "pip install wandb" in caught.value.do and not list(tmp_path.iterdir())
 

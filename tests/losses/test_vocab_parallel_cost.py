@@ -135,14 +135,14 @@ def test_gradient_over_the_logits_when_allowed():
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        (dict(kd_ratio=1.5), "kd-ratio-out-of-range"),
-        (dict(temperature=0.0), "kd-temperature-out-of-range"),
-        (dict(temperature=float("nan")), "kd-temperature-out-of-range"),
-        (dict(temperature_scaling="cubed"), "kd-rule-unknown"),
-        (dict(student_vocab_size=500), "logits-columns-too-few"),
-        (dict(teacher_vocab_size=97), "logits-columns-too-few"),
-        (dict(student_vocab_size=0), "logits-columns-too-few"),
-        (dict(teacher_vocab_size=None), "kd-teacher-logits-missing"),
+        (dict(kd_ratio=1.5), "out-of-range: kd-ratio is"),
+        (dict(temperature=0.0), "out-of-range: choose a finite value above 0"),
+        (dict(temperature=float("nan")), "out-of-range: choose a finite value above 0"),
+        (dict(temperature_scaling="cubed"), "value-unknown"),
+        (dict(student_vocab_size=500), "out-of-range: the logits have"),
+        (dict(teacher_vocab_size=97), "out-of-range: the logits have"),
+        (dict(student_vocab_size=0), "out-of-range: the logits have"),
+        (dict(teacher_vocab_size=None), "model-missing: but there are no teacher logits"),
     ],
 )
 def test_settings_that_make_no_loss_are_refused(settings, code):
@@ -153,7 +153,7 @@ def test_settings_that_make_no_loss_are_refused(settings, code):
 
 def test_missing_teacher():
     student, _, labels, mask = tensors()
-    with refused("kd-teacher-logits-missing", UsageError):
+    with refused("model-missing: but there are no teacher logits", UsageError):
         vocab_parallel_kd(student, None, labels, mask, KDObjective(80, 90), tp_group=None)
 
 

@@ -132,7 +132,7 @@ def test_context_parallel_ranks_rotate_by_position_in_the_document(kind, lengths
 def test_another_kind_is_refused():
     with pytest.raises(UsageError) as error:
         read_rope({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, HEAD_DIM)
-    assert error.value.code == "rope-not-supported" and "dynamic" in error.value.what
+    assert error.value.code == "model-feature-not-supported" and "dynamic" in error.value.what
 
 
 def test_layers_with_different_embeddings_each_take_their_own():

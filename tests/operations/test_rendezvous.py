@@ -55,7 +55,7 @@ def test_a_disk_that_one_machine_cannot_write_to(start):
     first, second = start(("text.jsonl",), ("text.jsonl", "checkpoints"))
     assert (first.code, second.code) == (USAGE, USAGE)
     assert (
-        "rank 1: error[folder-not-writable]: cannot make checkpoints: " in second.output
+        "rank 1: error[not-writable]: cannot make checkpoints: " in second.output
         and "do:  choose another --save" in second.output
     )
     assert (
@@ -84,7 +84,7 @@ def test_each_problem_is_said_once(start):
     )
     assert (
         "rank 2: error: 2 problems:\n[1] error[data-path-not-found]: --data-path" in outputs[2]
-        and "[2] error[folder-not-writable]: cannot make checkpoints" in outputs[2]
+        and "[2] error[not-writable]: cannot make checkpoints" in outputs[2]
     )
 
 

@@ -21,6 +21,7 @@ from mkd.operations.run_folders import (
     with_save_folder,
     write_job,
 )
+from tests.reported import reports
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 
@@ -164,13 +165,18 @@ def test_a_job_that_slurm_starts_again_needs_load(folders):
     def codes(restarts, job="7", **given):
         config = with_save_folder(Config(checkpoint=CheckpointConfig(**given), log=LogConfig(log_dir="a")))
         environment = {"SLURM_RESTART_COUNT": restarts, "SLURM_JOB_ID": job}
-        return [one.code for one in requeue_problems(config, environment)]
+        return reports(requeue_problems(config, environment))
 
     assert codes("1") == codes("1", save="a-2") == []  # the run in `a` is no start of this job
     write_job(Path("a"), {"SLURM_JOB_ID": "7"})
     shutil.copytree("b", "a-2")
     write_job(Path("a-2"), {"SLURM_JOB_ID": "8"})
-    assert codes("1") == codes("1", load="b") == codes("1", "8") == ["requeued-without-load"]
+    assert (
+        codes("1")
+        == codes("1", load="b")
+        == codes("1", "8")
+        == ["add-flag: Slurm has started this job again"]
+    )
     assert codes("0") == codes("1", load="a") == codes("1", no_save=True) == codes("1", save="new") == []
     assert codes("1", "9") == codes("1", "9", load="b") == []
 

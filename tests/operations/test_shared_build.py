@@ -11,6 +11,7 @@ import pytest
 from mkd.errors import Preempted
 from mkd.operations.shared_build import leave_preempted
 from tests.operations.test_stopping import run_and_signal
+from tests.reported import Reported
 from tests.train.command import flags, make_files, run_main, write_records
 from tests.train.processes import run_processes
 
@@ -79,11 +80,11 @@ def end_if_one_is_asked(asked_rank: int) -> str:
     try:
         SharedBuild(context, signals, Phases()).end_if_asked()
     except Preempted as stop:
-        return stop.code
+        return Reported.of(stop)
     return ""
 
 
-@pytest.mark.parametrize("asked_rank, code", [(None, ""), (1, "preempted-before-loading")])
+@pytest.mark.parametrize("asked_rank, code", [(None, ""), (1, "preempted: received")])
 def test_a_signal_ends_all_before_models_are_loaded(asked_rank, code, ranks):
     assert ranks.run(end_if_one_is_asked, 2, asked_rank) == [code, code]
 

@@ -93,7 +93,7 @@ def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
 def test_too_few_layers():
     with pytest.raises(UsageError) as caught:
         auto_layouts(equal_layers(5, ((36, 3),), head_ms=1), pipeline_parallel=8)
-    assert caught.value.code == "layers-fewer-than-stages" and caught.value.why and caught.value.do
+    assert caught.value.code == "layers-not-divisible" and caught.value.why and caught.value.do
 
 
 def time_ms(split, layer_ms, one: Bin) -> float:

@@ -16,6 +16,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.work import Work
 from tests.plan.shapes import STUDENT, TEACHER, config, several
+from tests.reported import Reported
 from tests.run_facts import facts_of
 
 PLAN = Path(module.__file__).parent
@@ -53,7 +54,7 @@ def test_what_cannot_be_resolved_raises_at_every_read():
     for _ in range(2):
         with pytest.raises(UsageError) as caught:
             _ = facts.batch
-        assert caught.value.code == "batch-not-divisible"
+        assert Reported.of(caught.value) == "batch-not-divisible: is not divisible by"
 
 
 def test_which_teachers_run():

@@ -185,7 +185,7 @@ def test_auto_does_not_search_for_long():
 
 def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     def finds_none(*_):
-        raise UsageError("no", "order", "", code="prefetch-plan-not-possible")
+        raise UsageError("no", "order", "", code="teacher-prefetch-not-possible")
 
     monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
     auto, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 8))
@@ -193,7 +193,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     assert "chosen by auto): no order of work was found" in describe_forecast(auto)
     with pytest.raises(UsageError) as caught:
         _ = given.prefetch
-    assert caught.value.code == "prefetch-plan-not-possible"
+    assert caught.value.code == "teacher-prefetch-not-possible"
 
 
 def test_fp32_is_slower_and_gets_a_note():

@@ -4,6 +4,7 @@ import pytest
 
 from mkd.errors import UsageError
 from mkd.plan.layout import PipelineLayout, count_virtual_stages, nearly_even
+from tests.reported import Reported
 
 
 def test_even_layout_and_its_chunks():
@@ -77,20 +78,21 @@ def test_megatron_places_interleaved_chunks_alike():
 @pytest.mark.parametrize(
     ("text", "code", "do"),
     [
-        ("8,8,14", "layout-stages-differ", "8,8,7,7"),
-        ("8,8,8,8", "layout-layers-differ", "8,8,7,7"),
-        ("15,0,0,15", "layout-stage-empty", "8,8,7,7"),
-        ("tE|t|t|L", "layout-not-valid", "8,8,7,7"),
-        ("8;8;7;7", "layout-not-valid", "Et*8|t*8|t*7|t*7L"),
-        ("Et*30m|t|t|L", "layout-not-valid", "8,8,7,7"),
-        ("-1,11,10,10", "layout-not-valid", "8,8,7,7"),
+        ("8,8,14", "layout-not-valid: stages, the pipeline has", "8,8,7,7"),
+        ("8,8,8,8", "layout-not-valid: layers, the model has", "8,8,7,7"),
+        ("15,0,0,15", "layout-not-valid: without a layer", "8,8,7,7"),
+        ("tE|t|t|L", "layout-not-valid: is not a layout", "8,8,7,7"),
+        ("8;8;7;7", "layout-not-valid: is not a layout", "Et*8|t*8|t*7|t*7L"),
+        ("Et*30m|t|t|L", "layout-not-valid: is not a layout", "8,8,7,7"),
+        ("-1,11,10,10", "layout-not-valid: is not a layout", "8,8,7,7"),
     ],
 )
 def test_wrong_layouts(text, code, do):
     with pytest.raises(UsageError) as caught:
         PipelineLayout.parse(text, 30, 4, flag="--teacher-pipeline-layout")
     error = caught.value
-    assert error.code == code and error.what.startswith(f"--teacher-pipeline-layout {text} ") and error.why
+    assert Reported.of(error) == code and error.why
+    assert error.what.startswith(f"--teacher-pipeline-layout {text} ")
     assert do in error.do and "--teacher-pipeline-layout" in error.do
 
 
@@ -111,5 +113,5 @@ def test_virtual_stages_of_both_flags():
     assert count_virtual_stages(8, 2, layers_per_virtual_stage=1) == 4
     with pytest.raises(UsageError) as caught:
         count_virtual_stages(30, 4, layers_per_virtual_stage=2)
-    assert caught.value.code == "virtual-stage-layers-not-divisible"
+    assert Reported.of(caught.value) == "layers-not-divisible: num-layers-per-virtual-pipeline-stage"
     assert "--num-virtual-stages-per-pipeline-rank" in caught.value.do

@@ -134,13 +134,13 @@ def test_the_kinds_of_layers_decide_the_window(family):
     assert windows == [None, 8]
     mixed = ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING]})
     assert [layer.sliding_window for layer in mixed.layers] == [None, 8] and mixed.sliding_windows == (8,)
-    with refused("layer-type-not-supported"):
+    with refused("model-feature-not-supported: layer type"):
         ModelShape.from_hf_config(config | {"layer_types": [FULL, "chunked_attention"]})
-    with refused("layer-types-incomplete"):
+    with refused("model-config-not-valid: layers, num_hidden_layers is"):
         ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING, FULL]})
     nothing = config | {"sliding_window": None, "max_window_layers": 0}
     assert ModelShape.from_hf_config(nothing).sliding_windows == ()
-    with refused("sliding-window-missing", CheckpointError):
+    with refused("model-config-not-valid: sliding_window is missing or null", CheckpointError):
         ModelShape.from_hf_config(nothing | {"layer_types": [FULL, SLIDING]})
 
 
@@ -162,13 +162,13 @@ def test_a_window_that_is_used_but_not_given(family):
 
 
 def test_a_model_that_looks_ahead_is_refused():
-    with refused("bidirectional-not-supported"):
+    with refused("model-feature-not-supported: is_causal false is not supported"):
         ModelShape.from_hf_config(CONFIG | {"is_causal": False})
 
 
 @pytest.mark.parametrize("groups", [3, 8])
 def test_key_value_heads_that_do_not_divide_the_heads(groups):
-    with refused("head-groups-not-divisible"):
+    with refused("model-config-not-valid: num_key_value_heads"):
         ModelShape.from_hf_config(CONFIG | {"num_key_value_heads": groups})
 
 
@@ -201,7 +201,7 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     assert ours.common("rope").rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)
     nothing = sizes | {"sliding_window": None, "num_key_value_heads": None}
     if family == "gemma3_text":  # its layers have kinds
-        with refused("sliding-window-missing", CheckpointError):
+        with refused("model-config-not-valid: sliding_window is missing or null", CheckpointError):
             ModelShape.from_hf_config(nothing)
     else:
         shape = ModelShape.from_hf_config(nothing)

@@ -7,6 +7,7 @@ import pytest
 from mkd.errors import UsageError
 from mkd.plan.prefetch import Boundary, PrefetchPlan, RankWork, candidates
 from mkd.plan.prefetch_replay import RankGaps, replay
+from tests.reported import Reported
 
 WORK = [RankWork(teacher_ms=3.0, forward_ms=1.0, backward_ms=2.0)] * 2
 
@@ -42,7 +43,7 @@ def test_a_send_waits_for_its_receiver():
     assert replay(plan_of("FTFTFBBBT", *later, start=1), work) > 0
     with pytest.raises(UsageError) as caught:
         replay(plan_of("FFTFTBBBT", *later, start=1), work)
-    assert caught.value.code == "prefetch-plan-not-possible"
+    assert Reported.of(caught.value) == "teacher-prefetch-not-possible: the plan of teacher forwards ahead"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_send_waits_for_its_receiver():
 def test_a_wrong_order_is_refused(orders):
     with pytest.raises(UsageError) as caught:
         replay(plan_of(*orders), WORK)
-    assert caught.value.code == "prefetch-plan-not-possible"
+    assert Reported.of(caught.value) == "teacher-prefetch-not-possible: the plan of teacher forwards ahead"
 
 
 def test_one_communicator_would_wait_for_ever():

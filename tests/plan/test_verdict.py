@@ -14,6 +14,7 @@ from mkd.plan.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
 from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies, verdict
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
+from tests.reported import reports
 from tests.run_facts import forecast_of
 
 PEERS = ("--teacher-residency", "peers", "--teacher-peers")
@@ -161,7 +162,7 @@ def test_no_change_puts_peers_on_several_machines():
 def test_a_configuration_that_cannot_run_has_no_forecast():
     with pytest.raises(ErrorList) as caught:
         forecast(3, "--tensor-model-parallel-size", 2)
-    assert caught.value.codes == ["world-not-divisible"]
+    assert reports(caught.value) == ["world-not-divisible: cannot be divided into replicas"]
 
 
 @pytest.mark.parametrize(

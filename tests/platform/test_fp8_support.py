@@ -9,6 +9,7 @@ import torch
 
 from mkd.platform import fp8_support
 from mkd.platform.fp8_support import fp8_problems
+from tests.reported import reports
 
 
 def machine(monkeypatch, capability=(9, 0), cuda="13.0", has_te=True, has_gpu=True, te="2.11.0"):
@@ -27,19 +28,27 @@ def machine(monkeypatch, capability=(9, 0), cuda="13.0", has_te=True, has_gpu=Tr
     [
         (dict(), {"tensorwise", "blockwise"}, []),
         (dict(has_gpu=False), set(), []),
-        (dict(has_gpu=False), {"tensorwise"}, ["fp8-without-gpu"]),
-        (dict(has_te=False), {"tensorwise"}, ["fp8-without-transformer-engine"]),
-        (dict(te="2.8.0+cu12"), {"blockwise"}, ["fp8-not-on-this-transformer-engine"]),
+        (dict(has_gpu=False), {"tensorwise"}, ["fp8-not-possible: needs a GPU"]),
+        (dict(has_te=False), {"tensorwise"}, ["fp8-not-possible: needs Transformer Engine"]),
+        (dict(te="2.8.0+cu12"), {"blockwise"}, ["fp8-not-possible: with Transformer Engine"]),
         (dict(te="2.9.0a0"), {"tensorwise"}, []),
         (dict(capability=(8, 9)), {"tensorwise"}, []),
-        (dict(capability=(8, 9)), {"blockwise"}, ["fp8-not-on-this-gpu"]),
-        (dict(capability=(8, 0)), {"tensorwise", "blockwise"}, ["fp8-not-on-this-gpu"] * 2),
-        (dict(cuda="12.8"), {"tensorwise", "blockwise"}, ["fp8-not-on-this-cuda"]),
+        (dict(capability=(8, 9)), {"blockwise"}, ["fp8-not-possible: whose compute capability is"]),
+        (
+            dict(capability=(8, 0)),
+            {"tensorwise", "blockwise"},
+            ["fp8-not-possible: whose compute capability is"] * 2,
+        ),
+        (
+            dict(cuda="12.8"),
+            {"tensorwise", "blockwise"},
+            ["fp8-not-possible: --teacher-fp8-recipe blockwise"],
+        ),
     ],
 )
 def test_machines(settings, recipes, codes, monkeypatch):
     machine(monkeypatch, **settings)
-    assert [error.code for error in fp8_problems(recipes)] == codes
+    assert reports(fp8_problems(recipes)) == codes
 
 
 def test_an_old_transformer_engine_is_named_with_what_it_lacks(monkeypatch):

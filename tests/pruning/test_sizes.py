@@ -10,6 +10,7 @@ from mkd.errors import UsageError
 from mkd.plan.model_shape import ModelShape
 from mkd.pruning.cut import Cut, evenly_spaced, without_block, without_middle
 from mkd.pruning.sizes import Sizes, StudentSizes, num_parameters
+from tests.reported import Reported
 
 SMOLLM2 = dict(
     model_type="llama",
@@ -59,7 +60,7 @@ def test_a_target_is_met_by_layers_by_channels_or_by_both():
 def test_a_target_out_of_reach_names_the_smallest_one_that_is_not(given):
     with pytest.raises(UsageError) as caught:
         Sizes(**given, target_params=1_000_000).resolve(TEACHER)
-    assert caught.value.code == "target-params-too-small"
+    assert Reported.of(caught.value) == "out-of-range: cannot be met by fewer layers or"
     least = int(re.search(r"at least ([\d,]+)", caught.value.do)[1].replace(",", ""))
     assert min(
         num_parameters(one.shape(TEACHER)) for one in Sizes(**given, target_params=least).resolve(TEACHER)
@@ -71,13 +72,13 @@ def test_a_target_out_of_reach_names_the_smallest_one_that_is_not(given):
 def test_given_sizes_that_miss_their_target():
     with pytest.raises(UsageError) as caught:
         Sizes(num_layers=24, ffn_hidden_size=1536, target_params=50_000_000).resolve(TEACHER)
-    assert caught.value.code == "target-params-too-small"
+    assert Reported.of(caught.value) == "out-of-range: cannot be met by fewer layers or"
 
 
 def test_a_target_beyond_the_teacher():
     with pytest.raises(UsageError) as caught:
         Sizes(target_params=200_000_000).resolve(TEACHER)
-    assert caught.value.code == "student-larger-than-teacher"
+    assert Reported.of(caught.value) == "out-of-range: is more than the teacher's"
 
 
 def test_layers_by_position():

@@ -21,6 +21,7 @@ from mkd.pruning.student import make_student, possible_sizes
 from mkd.tokenizers.load import load_tokenizer
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.pruning.masked_reference import masked_teacher
+from tests.reported import Reported
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tiny_vision_models import make_vision_model
 
@@ -129,7 +130,7 @@ def test_a_teacher_that_is_not_finite_is_named(ranks, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     model.lm_head.weight.data[:, 7] = 3e38
     model.save_pretrained(teacher)
-    with pytest.raises(AssertionError, match="teacher-not-finite"):
+    with pytest.raises(AssertionError, match="model-not-finite"):
         ranks.run(code_on_rank, 1, request(teacher, text, tmp_path / "student", DEPTH))
     assert not (tmp_path / "student").exists()
 
@@ -270,23 +271,26 @@ def test_without_text_a_block_in_the_middle_is_removed(llama, tmp_path):
 
 
 BAD = {
-    "student-size-missing": dict(sizes=Sizes()),
-    "student-larger-than-teacher": dict(sizes=Sizes(num_layers=5)),
-    "target-params-too-small": dict(sizes=Sizes(target_params=1000)),
-    "student-not-loadable": dict(sizes=Sizes(hidden_size=32)),  # 6 heads: Llama needs a multiple of 6
-    "cut-needs-text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
-    "student-overwrites-teacher": dict(out="teacher"),
-    "folder-not-writable": dict(out="text.jsonl/student"),
-    "measured-text-too-short": dict(text="short.jsonl"),
-    "data-path-not-found": dict(text="missing.jsonl"),
-    "model-type-not-supported": dict(teacher="mamba"),
-    "experts-cut-not-supported": dict(teacher="mixtral"),
-    "images-cut-not-supported": dict(teacher="smolvlm"),
-    "hf-weights-missing": dict(teacher="no-weights"),
+    "add-flag: no size of the student is given": dict(sizes=Sizes()),
+    "out-of-range: is more than the teacher's": dict(sizes=Sizes(num_layers=5)),
+    "out-of-range: cannot be met by fewer layers or": dict(sizes=Sizes(target_params=1000)),
+    "cut-not-supported: transformers refuses the": dict(
+        sizes=Sizes(hidden_size=32)
+    ),  # 6 heads: Llama needs a multiple of 6
+    "add-flag: needs text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
+    "choose-another-folder: is the teacher's folder": dict(out="teacher"),
+    "not-writable": dict(out="text.jsonl/student"),
+    "too-little-data: tokens, fewer than one sequence of": dict(text="short.jsonl"),
+    "data-path-not-found: nothing found": dict(text="missing.jsonl"),
+    "model-type-not-supported: is not supported": dict(teacher="mamba"),
+    "cut-not-supported: model with experts": dict(teacher="mixtral"),
+    "cut-not-supported: cut its text model": dict(teacher="smolvlm"),
+    "hf-weights-missing: holds neither": dict(teacher="no-weights"),
 }
-EXIT_CODES = {"measured-text-too-short": EXIT_DATA, "data-path-not-found": EXIT_DATA} | {
-    "hf-weights-missing": EXIT_CHECKPOINT
-}
+EXIT_CODES = {
+    "too-little-data: tokens, fewer than one sequence of": EXIT_DATA,
+    "data-path-not-found: nothing found": EXIT_DATA,
+} | {"hf-weights-missing: holds neither": EXIT_CHECKPOINT}
 
 
 @pytest.mark.parametrize("code", BAD)
@@ -313,7 +317,7 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
     monkeypatch.setattr("mkd.pruning.student.ParallelContext", None)  # models are built behind it
     with pytest.raises(Exception) as caught:
         make_student(asked, say=lambda line: None)
-    assert caught.value.code == code and caught.value.exit_code == EXIT_CODES.get(code, EXIT_USAGE)
+    assert Reported.of(caught.value) == code and caught.value.exit_code == EXIT_CODES.get(code, EXIT_USAGE)
     assert not (tmp_path / "student").exists()
 
 
@@ -324,7 +328,7 @@ def test_a_target_that_only_channels_reach_needs_text(tmp_path):
     asked = Sizes(target_params=500_000)
     with pytest.raises(UsageError) as caught:
         make_student(request(teacher, None, tmp_path / "student", asked), say=lambda line: None)
-    assert caught.value.code == "cut-needs-text" and "--target-params" in caught.value.what
+    assert caught.value.code == "add-flag" and "--target-params" in caught.value.what
     shape = ModelShape.from_hf_dir(teacher)
     assert [one.num_layers for one in possible_sizes(request(teacher, text, None, asked), shape)] == [2]
 
@@ -340,11 +344,13 @@ def test_ways_to_a_target_that_cannot_be_written_are_left_out(tmp_path, monkeypa
     assert [one.ffn_hidden_size for one in possible_sizes(both, shape)] == [512]
     with pytest.raises(UsageError) as caught:
         possible_sizes(request(teacher, text, None, Sizes(ffn_hidden_size=40)), shape)
-    assert caught.value.code == "width-cut-not-supported"
+    assert Reported.of(caught.value) == "cut-not-supported: mkd cannot cut the width of a"
 
 
 def test_gemma_keeps_its_hidden_size(tmp_path):
     teacher, text = make_teacher(tmp_path, "gemma3")
     with pytest.raises(Exception) as caught:
         make_student(request(teacher, text, tmp_path / "student", WIDTH))
-    assert caught.value.code == "hidden-cut-not-supported" and not isinstance(caught.value, ErrorList)
+    assert Reported.of(caught.value) == "cut-not-supported: --hidden-size cannot cut a" and not isinstance(
+        caught.value, ErrorList
+    )

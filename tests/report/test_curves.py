@@ -31,7 +31,7 @@ def test_curves_of_one_and_of_two_runs(tmp_path, capsys):
     assert colours(both) > colours(one) > 2  # more lines, more colours
     assert not list(tmp_path.rglob("*.html"))
     assert main([a, "--png", str(one)]) == 64
-    assert reported_codes(capsys.readouterr().err) == ["out-exists"]
+    assert reported_codes(capsys.readouterr().err) == ["already-exists: exists"]
     assert main([a, "--png", str(one), "--overwrite"]) == 0
 
 

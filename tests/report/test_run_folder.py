@@ -97,14 +97,14 @@ def test_what_cannot_be_reported_is_refused(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "bad", [{"loss": 1.0}])
     before = sorted(tmp_path.rglob("*"))
     for argv, exit_code, code in (
-        (["folder"], 64, "report-not-a-run"),
-        (["nowhere"], 64, "report-not-a-run"),
-        (["a", "link"], 64, "report-run-twice"),
-        (["a", "a/metrics.jsonl"], 64, "report-run-twice"),
-        (["empty"], 65, "metrics-empty"),
-        (["bad"], 65, "metrics-record-not-valid"),
-        (["a", "--out", "none/r.html"], 64, "report-not-writable"),
-        (["a", "--out", "a/metrics.jsonl"], 64, "report-not-html"),
+        (["folder"], 64, "path-not-found: is not a run"),
+        (["nowhere"], 64, "path-not-found: is not a run"),
+        (["a", "link"], 64, "names-equal: is named twice"),
+        (["a", "a/metrics.jsonl"], 64, "names-equal: is named twice"),
+        (["empty"], 65, "metrics-empty: no records in"),
+        (["bad"], 65, "metrics-unreadable: not a metrics record"),
+        (["a", "--out", "none/r.html"], 64, "not-writable: cannot be written"),
+        (["a", "--out", "a/metrics.jsonl"], 64, "value-not-valid: is not the name of a page"),
     ):
         assert main(argv) == exit_code, argv
         assert reported_codes(capsys.readouterr().err) == [code], argv

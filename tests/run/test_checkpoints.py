@@ -69,7 +69,9 @@ def test_nothing_whole_to_go_on_from(files, folder, ranks):
     assert (first.exit_code, second.exit_code) == (66, 66)
     assert reported_codes(first.stderr) == ["checkpoint-none-whole"] and second.stderr == ""
     (result,) = go_on(ranks, files, folder, "--ckpt-step", 1)
-    assert result.exit_code == 66 and reported_codes(result.stderr) == ["checkpoint-damaged"]
+    assert result.exit_code == 66 and reported_codes(result.stderr) == [
+        "checkpoint-damaged: is not what was saved"
+    ]
 
 
 def test_manifest_and_expected_size(files, saved):
@@ -179,7 +181,9 @@ def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks)
     (result,) = run_main(
         ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student)
     )
-    assert result.exit_code == 66 and reported_codes(result.stderr) == ["checkpoint-of-another-model"]
+    assert result.exit_code == 66 and reported_codes(result.stderr) == [
+        "checkpoint-of-another-model: is a checkpoint of another model"
+    ]
 
 
 def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):

@@ -85,7 +85,7 @@ def test_projection_of_other_tokenizers(files, ranks):
     (made,) = (files / "made").iterdir()
     shutil.copy(made, path)
     argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", path)
-    assert_refused(ranks, argv, USAGE, "projection-does-not-fit", str(path))
+    assert_refused(ranks, argv, USAGE, "projection-does-not-fit: does not fit this run", str(path))
     argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", files / "nowhere.npz")
     assert_refused(ranks, argv, USAGE, "nowhere.npz is not a file")
     (files / "damaged.npz").write_bytes(b"no archive")

@@ -9,6 +9,7 @@ from mkd.errors import ErrorList
 from mkd.operations.disk import Written, checkpoints_to_stay, disk_problems
 from mkd.run.dry_run import verdict_text
 from mkd.run.run_plan import plan_run
+from tests.reported import reports
 from tests.train.command import flags, make_files, write_records
 
 
@@ -76,11 +77,15 @@ def test_a_run_that_does_not_fit_is_not_ok(files):
 @pytest.mark.parametrize(
     ("records", "line", "codes"),
     [
-        (["{"] * 20, ":1: ", ["record-not-json"]),
+        (["{"] * 20, ":1: ", ["record-not-json: not valid JSON"]),
         ([{"txt": "a"}] * 3, ":1: ", ["record-without-known-keys"]),
-        ([], " is empty", ["data-file-empty"]),
-        ([{"text": "a"}, '{"text": "cut o', {"text": "b"}], ":2: ", ["record-not-json"]),
-        ([{"text": "a"}, "{", "{"], ":2: ", [*["record-not-json"] * 2, "too-many-bad-records"]),
+        ([], " is empty", ["data-file-empty: is empty"]),
+        ([{"text": "a"}, '{"text": "cut o', {"text": "b"}], ":2: ", ["record-not-json: not valid JSON"]),
+        (
+            [{"text": "a"}, "{", "{"],
+            ":2: ",
+            [*["record-not-json: not valid JSON"] * 2, "too-many-bad-records"],
+        ),
         ([{"text": "a"}] * 100 + ["{"], "", []),  # the run itself reads the rest
     ],
 )
@@ -91,7 +96,7 @@ def test_the_first_hundred_records_are_checked(records, line, codes, files, tmp_
         plan_run(load_config(flags(files, "records", data_path=path)).config, 1)
     except ErrorList as error:
         found = error.errors
-    assert [error.code for error in found] == codes
+    assert reports(found) == codes
     assert not found or found[0].what.startswith(f"--data-path {path}{line}")
     if codes[1:]:
         verdict(files, "--max-bad-records", 2, data_path=path)
@@ -111,4 +116,4 @@ def test_a_disk_that_takes_nothing_more_is_a_problem():
     from pathlib import Path
 
     (error,) = disk_problems([Written("metrics", "--log-dir", Path("/proc/runs/one"))])
-    assert error.code == "folder-not-writable" and "choose another --log-dir" in error.do
+    assert error.code == "not-writable" and "choose another --log-dir" in error.do

@@ -80,11 +80,11 @@ def test_a_training_run(files):
         ("full", [*run, "--export-hf", files / "new"]),
     )
     assert reported_codes(message) == [
-        "folder-holds-model",
-        "export-hf-is-read",
+        "already-exists: holds a model",
+        "choose-another-folder: is a folder that this run reads",
         *["hf-model-not-found"] * 3,
-        "model-checkpoint-missing",
-        "folder-not-writable",
+        "checkpoint-missing: holds no checkpoint",
+        "not-writable",
         "disk-too-small",
     ]
     assert f"--teacher-hf: {NO_TEACHER}" in message
@@ -134,15 +134,15 @@ def test_commands_that_write_a_model(files):
         ("full", ["convert", "--hf", student, "--save", new]),
     )
     assert reported_codes(message) == [
-        "convert-checkpoint-missing",
-        "folder-holds-model",
-        "convert-layout-not-processes",
+        "checkpoint-missing: holds no checkpoint",
+        "already-exists: holds a model",
+        "number-of-processes: x pipeline-model-parallel-size",
         "disk-too-small",
         *["hf-model-not-found"] * 2,
-        "folder-holds-model",
-        "data-path-not-found",
+        "already-exists: holds a model",
+        "data-path-not-found: nothing found",
         "disk-too-small",
-        "convert-save-not-empty",
+        "save-folder-taken: already holds checkpoints",
         "disk-too-small",
     ]
     assert NO_TEACHER in message and "the folder /nonexistent/model does not exist" in message
@@ -163,14 +163,14 @@ def test_commands_that_read_a_model(files):
         ("", ["topk", "--out", files / "new", *flags(files, "topk", *unread, teacher_hf="nowhere")]),
         ("", ["plan", *missing, "--kd-ratio", 0]),
         ("", ["report", files, "--out", taken / "page.html"]),
-        ("", ["plot", files, "--out", taken / "curves.png"]),
+        ("", ["report", files, "--png", taken / "curves.png"]),
     )
     assert reported_codes(message) == [
         *["hf-model-not-found"] * 2,
-        "out-exists",
-        "out-not-writable",
+        "already-exists: exists",
+        "not-writable",
         *["hf-model-not-found"] * 2,
-        *["out-exists"] * 2,
+        *["already-exists: exists"] * 2,
     ]
     assert f"the folder {files / 'none'} does not exist" in message
     assert {path.read_text() for path in taken.iterdir()} == {"another file"}
@@ -234,7 +234,7 @@ def test_models_of_the_hub(files, tmp_path):
             ("", [*make, "some/gguf"]),
             **environment,
         )
-    expected = ["student-larger-than-teacher", "hf-adapter", "model-config-not-found"]
+    expected = ["out-of-range: is more than the teacher's", "hf-adapter", "hf-weights-missing"]
     assert reported_codes(message) == expected
     assert "some/adapter is an adapter" in message and "merge_and_unload" in message
     assert "the model some/gguf of the Hugging Face hub has no config.json" in message

@@ -124,7 +124,7 @@ def test_accepting_a_name_accepts_its_parts(accepted, named, tmp_path):
 
 @pytest.mark.parametrize("name", ["dat", "loss.kd", "bogus"])
 def test_a_name_that_is_none_is_refused(name, tmp_path):
-    with refused("accept-change-unknown"):
+    with refused("remove-flag: names nothing that is compared"):
         require_same(tmp_path, SAVED, SAVED, [name])
 
 

@@ -15,7 +15,7 @@ from mkd.run.stored_teacher import StoredTeacher
 from mkd.run.topk_description import ExportSettings
 from mkd.run.topk_export import _describe, plan_export
 from tests.data.images.tiny_processors import make_qwen
-from tests.reported import refused
+from tests.reported import refused, reports
 from tests.train.command import flags
 from tests.train.two_processors import with_text, with_weights
 
@@ -65,16 +65,16 @@ def test_an_export_knows_the_processor_and_the_patches(files):
     pytest.importorskip("pyarrow")
     plan, meta = describe(files, "--max-patches-per-pack", 64)
     assert describe(files, "--max-patches-per-pack", 64)[1] == meta, "it can be resumed"
-    with refused("teacher-cache-of-another-run"):
+    with refused("teacher-cache-in-the-way: holds another teacher cache"):
         describe(files)
     problems = []
     argv = flags(files, "run", "--teacher-topk", files / "cache", **FIELDS | {"teacher_hf": None})
     stored = StoredTeacher.find(problems, load_config([str(word) for word in argv]).config, None, None)
-    assert [problem.code for problem in problems] == ["teacher-cache-setting-differs"]
+    assert reports(problems) == ["teacher-cache-differs: was made with"]
     assert "--max-patches-per-pack" in str(problems[0])
     change_mean(files / "student")
-    with refused("teacher-cache-of-another-run"):
+    with refused("teacher-cache-in-the-way: holds another teacher cache"):
         describe(files, "--max-patches-per-pack", 64)
     changed = plan_export(plan.config, 1)
-    with refused("teacher-cache-image-processor-differs"):
+    with refused("teacher-cache-differs: is of another image processor or"):
         stored.attach(None, None, changed.tokenizer, ALONE, changed.images)

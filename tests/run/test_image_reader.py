@@ -37,9 +37,9 @@ def test_the_flags_reach_the_reader(folder, tmp_path):
 
 
 def test_a_root_that_cannot_be_used_is_refused(folder, tmp_path):
-    with refused("image-root-not-found"):
+    with refused("path-not-found: --image-root"):
         open_(folder, "--image-root", tmp_path / "missing")
-    with refused("image-root-of-text-model"):
+    with refused("remove-flag: --image-root is given, and the"):
         open_(add_tokenizer(tmp_path), "--image-root", tmp_path)
 
 
@@ -47,7 +47,7 @@ def test_a_teacher_that_sees_other_images_is_refused(folder, tmp_path):
     finer = make_smolvlm(tmp_path / "finer", tiles=4)
     with refused("image-processors-differ"):
         open_(folder, teachers=[finer])
-    with refused("image-token-missing"):
+    with refused("tokenizer-of-another-model: the tokenizer has no token"):
         open_(folder, teachers=[make_qwen(tmp_path / "qwen")])
     images = open_(folder, "--max-image-side", 40, teachers=[finer])
     assert images is not None, "with the same limit both make the same tiles"
@@ -58,9 +58,9 @@ def test_a_model_whose_image_token_is_not_the_tokenizers_is_refused(folder, tmp_
     other = make_smolvlm(tmp_path / "other")
     path = other / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"image_token_id": 5}))
-    with refused("image-token-differs"):
+    with refused("tokenizer-of-another-model: but the tokenizer's image token"):
         open_(other)
-    with refused("image-token-differs"):
+    with refused("tokenizer-of-another-model: but the tokenizer's image token"):
         open_(folder, teachers=[other])
 
 
@@ -84,9 +84,9 @@ def test_a_teacher_of_images_without_its_processor_is_refused(folder, tmp_path):
 def test_an_unknown_family_and_a_damaged_processor_are_refused(folder, tmp_path):
     copy = make_smolvlm(tmp_path)
     (copy / PREPROCESSOR_FILE).write_text("{")
-    with refused("image-processor-not-loadable"):
+    with refused("image-processor-not-valid: the image processor cannot be"):
         open_(copy)
     config = json.loads((folder / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))
-    with refused("image-family-unknown"):
+    with refused("model-type-not-supported: models are not supported"):
         open_(copy)

@@ -39,7 +39,7 @@ def without_pixels_here(argv: list[str], command: str) -> tuple[int, str, str]:
 
     def elsewhere(self, image):
         if os.getpid() == rank:
-            raise DataError("pixels are made in the process of the models", code="image-damaged")
+            raise DataError("pixels are made in the process of the models", code="image-not-valid")
         return pixels(self, image)
 
     before = multiprocessing.get_start_method()

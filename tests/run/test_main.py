@@ -129,7 +129,7 @@ def test_a_log_folder_that_cannot_be_written_ends_the_run_before_it_starts(block
     (folder / blocked).mkdir(parents=True)
     argv = flags(files, "/proc/self" if not blocked else folder)
     (result,) = run_main(ranks, argv)
-    assert result.exit_code == 64 and reported_codes(result.stderr) == ["folder-not-writable"]
+    assert result.exit_code == 64 and reported_codes(result.stderr) == ["not-writable"]
     assert "Traceback" not in result.stderr and "training" not in result.stdout.partition("loss = ")[2]
     assert [path.name for path in folder.iterdir()] == ([blocked] if blocked else [])
 

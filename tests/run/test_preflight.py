@@ -17,7 +17,7 @@ from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList
 from mkd.operations import disk
 from mkd.run.run_plan import plan_run
-from tests.reported import assert_all_reported
+from tests.reported import Reported, assert_all_reported
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tokenizers.trained import spm_file, write_ranks  # noqa: F401
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records
@@ -75,10 +75,10 @@ def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files,
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
     early = {
         "hf-model-not-found": tmp_path / "nowhere",
-        "min-lr-above-lr": "lr 0.001",
-        "batch-not-divisible": "use 3 or 6",
-        "layers-not-divisible": "use --teacher-pipeline-layout 2,1",
-        "folder-not-writable": files / "text.jsonl" / "checkpoints",
+        "numbers-contradict: is above lr": "lr 0.001",
+        "batch-not-divisible: is not divisible by": "use 3 or 6",
+        "layers-not-divisible: layers do not divide over": "use --teacher-pipeline-layout 2,1",
+        "not-writable": files / "text.jsonl" / "checkpoints",
     }
     assert_all_reported(run_main(ranks, argv, world_size=2), early)
     settings["teachers"].pop()
@@ -86,9 +86,9 @@ def test_eight_conflicts_are_reported_in_two_lists_with_their_fixes(more, files,
     settings["teachers"][0]["pipeline_layout"] = "2,1"
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
     late = {
-        "tokenizers-differ": tmp_path / "stranger",
-        "data-file-empty": tmp_path / "empty.jsonl",
-        "data-file-kind-unknown": tmp_path / "table.csv",
+        "tokenizers-differ: has another tokenizer than the": tmp_path / "stranger",
+        "data-file-empty: is empty": tmp_path / "empty.jsonl",
+        "data-file-kind-unknown: is not a known kind of file": tmp_path / "table.csv",
     }
     argv[argv.index("--save") + 1] = str(files / "checkpoints")
     assert_all_reported(run_main(ranks, argv, world_size=2), late)
@@ -114,10 +114,10 @@ def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
     last = load_vocabulary_size(narrow) - 1
     assert last >= 280
     (teacher,) = problems_of(flags(files, "narrow", teacher_hf=narrow))
-    assert teacher.code == "tokenizer-beyond-vocabulary"
+    assert Reported.of(teacher) == "tokenizer-of-another-model: the tokenizer's ids go up to"
     assert all(text in teacher.what for text in (f" {last}", f"teacher ({narrow})", " 279"))
     (student,) = problems_of(flags(files, "narrow", "--kd-ratio", 0, student_hf=narrow, teacher_hf=None))
-    assert student.code == "tokenizer-beyond-vocabulary" and "--tokenizer-model" in student.do
+    assert student.code == "tokenizer-of-another-model" and "--tokenizer-model" in student.do
     assert f"student ({narrow})" in student.what
     padded = shutil.copytree(files / "teacher", tmp_path / "padded")
     add_special_token(padded, beyond=306)
@@ -153,7 +153,7 @@ def test_a_model_without_tokenizer(files, tmp_path):
     assert own.code == "tokenizer-missing" and own.what.startswith("the teacher ")
     (bare / "tokenizer.json").write_text("{")
     (damaged,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
-    assert damaged.code == "tokenizer-not-loadable"
+    assert Reported.of(damaged) == "tokenizer-missing: no Hugging Face tokenizer could be"
     assert damaged.what.startswith("the teacher's tokenizer: ") and str(bare) in damaged.what
 
 
@@ -164,7 +164,9 @@ def test_a_configuration_that_transformers_refuses(files, tmp_path):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"swiglu_limit": 7}))
     (error,) = problems_of(flags(files, "refused", student_hf=folder))
-    assert error.code == "model-config-refused" and str(path) in error.what and "swiglu_limit" in error.why
+    assert (
+        error.code == "tokenizer-file-not-valid" and str(path) in error.what and "swiglu_limit" in error.why
+    )
 
 
 def test_an_export_destroys_nothing(files, tmp_path):
@@ -173,7 +175,10 @@ def test_an_export_destroys_nothing(files, tmp_path):
     argv = flags(files, "over", "--tokenizer-model", tokenizer)
     for read in (files / "student", files / "teacher", tokenizer):
         (error,) = problems_of([*argv, "--export-hf", str(read)])
-        assert (error.exit_code, error.code) == (64, "export-hf-is-read") and str(read) in error.what
+        assert (error.exit_code, Reported.of(error)) == (
+            64,
+            "choose-another-folder: is a folder that this run reads",
+        ) and str(read) in error.what
 
 
 def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa: F811
@@ -225,13 +230,13 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
 
 def test_folders_without_checkpoints_are_named_with_their_flag(files, tmp_path):
     (student,) = problems_of(flags(files, "empty", "--student-load", tmp_path))
-    assert student.code == "model-checkpoint-missing" and student.what.startswith("the student")
+    assert student.code == "checkpoint-missing" and student.what.startswith("the student")
     assert student.do.endswith(" --student-load")
     (tmp_path / "run.yaml").write_text(
         json.dumps({"teachers": [{"hf": str(files / "teacher")}, {"load": str(tmp_path)}]})
     )
     (teacher,) = problems_of(flags(files, "empty", "--config", tmp_path / "run.yaml", teacher_hf=None))
-    assert teacher.code == "model-checkpoint-missing" and teacher.what.startswith("the teacher test_folders")
+    assert teacher.code == "checkpoint-missing" and teacher.what.startswith("the teacher test_folders")
     assert "--teacher-load" in teacher.do
 
 
@@ -271,7 +276,7 @@ def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_pat
     assert meta["kinds"] == ["text"]
     (tmp_path / "corpus.meta.json").write_text(json.dumps(meta | {"kinds": ["messages", "text"]}))
     (refused,) = problems_of(own)
-    assert refused.code == "corpus-of-conversations-for-teacher"
+    assert Reported.of(refused) == "corpus-of-another-model: is a tokenised corpus of"
     assert refused.what.startswith(f"--data-path {tmp_path / 'corpus'} ")
     assert problems_of(flags(files, "same tokens", data_path=tmp_path / "corpus")) == []
 
@@ -305,7 +310,7 @@ def test_a_corpus_of_another_tokenizer_and_a_damaged_one(files, tmp_path):
     ]
     assert preprocess([*map(str, argv)]) == 0
     (other,) = problems_of(flags(files, "corpus", data_path=tmp_path / "corpus"))
-    assert other.code == "corpus-of-another-tokenizer"
+    assert Reported.of(other) == "corpus-of-another-model: with another tokenizer"
     assert other.what.startswith(f"--data-path {tmp_path / 'corpus'} ")
     (tmp_path / "corpus.idx").write_bytes(b"")
     (damaged,) = problems_of(flags(files, "corpus", data_path=tmp_path / "corpus"))
@@ -344,7 +349,7 @@ def test_one_path_in_the_way_is_one_problem(files):
     argv = flags(files, "x", "--save", files / "text.jsonl" / "below", data_cache_path=None)
     at = argv.index("--log-dir")
     (blocked,) = problems_of(argv[:at] + argv[at + 2 :])
-    assert blocked.code == "folder-not-writable" and blocked.do.endswith(" --save")
+    assert blocked.code == "not-writable" and blocked.do.endswith(" --save")
     assert all(text in blocked.why for text in ("checkpoint", "metrics", "tokenised text"))
 
 
@@ -362,7 +367,7 @@ def check_as_nobody(folder):
     if os.geteuid() == 0:
         os.setuid(NOBODY)
     (error,) = disk.disk_problems([disk.Written("a checkpoint", "--save", folder)])
-    assert error.code == "folder-not-writable" and str(folder) in error.what
+    assert error.code == "not-writable" and str(folder) in error.what
 
 
 def test_problems_of_one_kind_keep_its_exit_code():

@@ -10,6 +10,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
 from mkd.run.run_plan import plan_run
+from tests.reported import reports
 from tests.train.command import write_records
 from tests.train.rollout_run import argv, make_files
 
@@ -25,7 +26,7 @@ def codes(arguments: list[str]) -> list[str]:
     try:
         plan_run(load_config(arguments).config, 1)
     except ErrorList as error:
-        return [one.code for one in error.errors]
+        return reports(error.errors)
     return []
 
 
@@ -52,7 +53,10 @@ def test_a_teacher_that_ends_texts_elsewhere_is_refused(student, teacher, is_ref
         for name, ids in (("student", student), ("teacher", teacher))
     }
     flags = [str(word) for flag in pair.items() for word in flag]
-    assert codes([*argv(files, "stops"), *flags]) == ["stop-ids-differ"] * is_refused
+    assert (
+        codes([*argv(files, "stops"), *flags])
+        == ["stop-ids-not-valid: but completions of the student end"] * is_refused
+    )
 
 
 def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
@@ -60,7 +64,7 @@ def test_a_student_without_a_stop_token_is_refused(files, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("eos_token")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert codes([*argv(files, "none"), "--student-hf", str(folder)]) == ["stop-ids-missing"]
+    assert codes([*argv(files, "none"), "--student-hf", str(folder)]) == ["stop-ids-not-valid"]
 
 
 def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
@@ -86,25 +90,27 @@ def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
 def test_stop_tokens_that_are_never_sampled_are_refused(ids, role, files, tmp_path):
     """The student has 307 rows, the teacher 300, the tokenizer 289 ids."""
     folder = with_stops(files / role, tmp_path / role, ids)
-    wanted = ["stop-ids-invalid"]
+    wanted = ["stop-ids-not-valid: eos_token_id"]
     if role == "teacher" and ids == [0, 295]:
-        wanted = ["stop-ids-differ"]  # a row of the teacher, for which the student has no text
+        wanted = [
+            "stop-ids-not-valid: but completions of the student end"
+        ]  # a row of the teacher, for which the student has no text
     assert codes([*argv(files, "ids"), f"--{role}-hf", str(folder)]) == wanted
 
 
 @pytest.mark.parametrize("ids", ["2", [-1], True, [0, 1.5], {}])
 def test_stop_tokens_that_are_no_ids_are_refused(ids, files, tmp_path):
     folder = with_stops(files / "student", tmp_path / "student", ids, ["generation_config.json"])
-    assert codes([*argv(files, "ids"), "--student-hf", str(folder)]) == ["stop-ids-invalid"]
+    assert codes([*argv(files, "ids"), "--student-hf", str(folder)]) == ["stop-ids-not-valid: eos_token_id"]
 
 
 @pytest.mark.parametrize(
     "records, code",
     [
-        ((), "prompts-empty"),
-        (({"text": "a"},), "prompt-missing"),
+        ((), "data-file-empty: --prompt-data-path"),
+        (({"text": "a"},), "record-incomplete"),
         (({"messages": [{"role": "user", "content": "a"}]},), "chat-template-missing"),
-        (None, "data-path-not-found"),
+        (None, "data-path-not-found: nothing found"),
     ],
 )
 def test_prompts_are_looked_at(records, code, files, tmp_path):

@@ -212,7 +212,7 @@ def test_other_tokenizer(cache, files, ranks):
     make_model(files / "stranger", **TEACHER)
     add_tokenizer(files / "stranger", text="pack my box with five dozen liquor jugs. ")
     argv = offline(files, "tokenizer", cache, *T2, "--tokenizer-model", files / "stranger")
-    assert_refused(ranks, argv, 65, "teacher-cache-tokenizer-differs")
+    assert_refused(ranks, argv, 65, "teacher-cache-differs: is of another tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_other_tokenizer(cache, files, ranks):
 )
 def test_other_data_flags_are_named(more, cache, files, ranks):
     argv = offline(files, "data", cache, *T2, *more)
-    assert_refused(ranks, argv, 65, "teacher-cache-setting-differs", more[0])
+    assert_refused(ranks, argv, 65, "teacher-cache-differs: was made with", more[0])
 
 
 def test_another_split(cache, files, ranks):
     argv = offline(files, "data", cache, *T2, "--split", "70,30,0")
-    assert_refused(ranks, argv, 65, "teacher-cache-length-differs")
+    assert_refused(ranks, argv, 65, "teacher-cache-differs: the teacher cache has")
 
 
 def test_other_text(cache, files, ranks):
@@ -243,7 +243,10 @@ def test_other_text(cache, files, ranks):
     argv = offline(files, "text", cache, *T2, data_path="changed.jsonl")
     (result,) = run_main(ranks, argv)
     (code,) = reported_codes(result.stderr)
-    assert result.exit_code == 65 and code in ("teacher-cache-pack-differs", "teacher-cache-length-differs")
+    assert result.exit_code == 65 and code in (
+        "teacher-cache-differs: the teacher saw another",
+        "teacher-cache-differs: the teacher cache has",
+    )
 
 
 def test_other_temperature(cache, files, ranks):
@@ -299,7 +302,7 @@ def test_a_cache_says_in_which_precision_its_teacher_ran(files, ranks):
 
 def test_only_forward_kl(cache, files, ranks):
     argv = offline(files, "divergence", cache, *T2, "--kd-divergence", "reverse_kl")
-    assert_refused(ranks, argv, 64, "stored-teacher-divergence", "reverse_kl")
+    assert_refused(ranks, argv, 64, "stored-teacher-excludes: cannot be computed from", "reverse_kl")
 
 
 def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
@@ -309,10 +312,10 @@ def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
     assert result.exit_code == 0, result.stderr
     held_out = ("--split", "1", "--valid-data-path", files / "text.jsonl")
     argv = offline(files, "no valid run", "no valid", *T2, *EVALUATED, *held_out)
-    assert_refused(ranks, argv, 65, "teacher-cache-part-missing", "drop --eval-interval")
+    assert_refused(ranks, argv, 65, "teacher-cache-differs: has no", "drop --eval-interval")
     (files / "no valid" / "train-00002.parquet").unlink()
     argv = offline(files, "part", "no valid", *T2, "--split", "1")
-    assert_refused(ranks, argv, 65, "teacher-cache-incomplete")
+    assert_refused(ranks, argv, 65, "teacher-cache-incomplete: the teacher cache")
 
 
 def test_a_smaller_student_needs_an_export_for_it(files, ranks):
@@ -325,6 +328,6 @@ def test_a_smaller_student_needs_an_export_for_it(files, ranks):
     exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)
     exported(ranks, files, "cache over 301", "--k", 8, student_hf="small")
     argv = offline(files, "small", "cache over 307", student_hf="small")
-    assert_refused(ranks, argv, 65, "teacher-cache-vocabulary-differs", "--student-hf")
+    assert_refused(ranks, argv, 65, "teacher-cache-differs: ids, the student has", "--student-hf")
     (result,) = run_main(ranks, offline(files, "small", "cache over 301", student_hf="small"))
     assert result.exit_code == 0, result.stderr

@@ -223,7 +223,7 @@ def test_marks_that_are_missing_or_of_unknown_messages_are_refused(tmp_path):
     assert f"of {tmp_path} has no" in caught.value.what
     all_in_one = "{% generation %}" + EOS_AT_THE_END + "{% endgeneration %}"
     assert len(predicted_text(all_in_one, CHAT)) == 1
-    with refused("chat-mark-not-placed", DataError):
+    with refused("chat-marks-not-usable: its marks cannot be told from", DataError):
         predicted_text(all_in_one, CHAT, ChatSettings("last"))
 
 
@@ -234,6 +234,6 @@ def test_only_records_whose_template_has_no_marks_are_refused(tmp_path):
         bare, given = Conversation(CHAT), Conversation(CHAT, TOOLS)
         read, without_marks = (bare, given) if marked == "default" else (given, bare)
         assert any(tokenizer.apply_chat_template(read)[1])
-        with refused("chat-record-without-marks", DataError) as caught:
+        with refused("chat-marks-not-usable: --chat-loss marks: the chat", DataError) as caught:
             tokenizer.apply_chat_template(without_marks)
         assert f"for records {records} has no" in caught.value.what

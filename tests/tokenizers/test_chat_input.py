@@ -21,11 +21,11 @@ DATED = "{{ '<|im_start|>' + strftime_now('%d %b %Y') + strftime_now(\"/%m\") + 
 @pytest.mark.parametrize(
     ("variables", "date", "code"),
     [
-        ("{", None, "chat-template-kwargs-invalid"),
-        ("[1]", None, "chat-template-kwargs-invalid"),
-        ('{"enable_thinking": true, "tools": []}', None, "chat-template-kwargs-reserved"),
-        (None, "26.11.2026", "chat-date-invalid"),
-        (None, "20261126", "chat-date-invalid"),
+        ("{", None, "value-not-valid: --chat-template-kwargs"),
+        ("[1]", None, "value-not-valid: --chat-template-kwargs"),
+        ('{"enable_thinking": true, "tools": []}', None, "remove-flag: --chat-template-kwargs sets"),
+        (None, "26.11.2026", "value-not-valid: is not a date"),
+        (None, "20261126", "value-not-valid: is not a date"),
     ],
 )
 def test_flags_that_are_not_valid_are_refused(variables, date, code):
@@ -40,9 +40,9 @@ def test_flags_become_settings():
 
 @pytest.mark.parametrize("variables", [3, {"add_generation_prompt": True}])
 def test_a_record_sets_no_reserved_name(variables):
-    with refused("record-template-kwargs", DataError):
+    with refused("record-value-not-valid", DataError):
         check_template_kwargs(variables)
-    with refused("record-template-kwargs", DataError):
+    with refused("record-value-not-valid", DataError):
         HuggingFaceTokenizer(train_hf_tokenizer()).apply_chat_template(
             Conversation(PLAIN, template_kwargs=variables)
         )

@@ -116,13 +116,21 @@ def test_a_call_of_a_template_without_prompt_starts_behind_the_message_before(wi
     [
         (OPEN_CALL, Conversation(ONE_CALL, TOOLS), "chat-turn-not-found"),
         (DROPS_CALLS, Conversation([user("a"), said("b", tool_calls=ONE_CALL[1]["tool_calls"])]), "call"),
-        (DROPS_CALLS, Conversation(PLAIN, TOOLS), "chat-tools-not-rendered"),
-        (HEADERS, Conversation(TWO_CALLS, TOOLS), "chat-call-dropped"),
-        (CHATML_TOOLS, Conversation(PLAIN, loss=[True, None, None, None]), "chat-loss-of-other-role"),
+        (
+            DROPS_CALLS,
+            Conversation(PLAIN, TOOLS),
+            "chat-template-drops-tools: does not write the record's tools",
+        ),
+        (HEADERS, Conversation(TWO_CALLS, TOOLS), "chat-template-drops-tools: does not write its tool_calls"),
+        (
+            CHATML_TOOLS,
+            Conversation(PLAIN, loss=[True, None, None, None]),
+            "record-loss-flag-not-valid: is flagged to have loss",
+        ),
     ],
 )
 def test_what_a_template_does_not_write_is_refused(template, conversation, code, with_template):
-    code = "chat-call-dropped" if code == "call" else code
+    code = "chat-template-drops-tools: does not write its tool_calls" if code == "call" else code
     for method in ("apply_chat_template", "encode_turns"):
         with refused(code, DataError):
             getattr(with_template(template)[1], method)(conversation)

@@ -16,6 +16,7 @@ from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.chat_template import with_parts
 from mkd.tokenizers.load import load_tokenizer
+from tests.reported import Reported
 from tests.tokenizers.chat_templates import INLINE, ONE_CALL, PLAIN, REPEATED, ROUNDS, THINK, TOOLS, TWO_CALLS
 from tests.tokenizers.trained import train_hf_tokenizer
 
@@ -65,9 +66,14 @@ NO_TOOLS = {
     "smolvlm",
 }
 REFUSED = {  # templates that drop tools, all calls or the second one; a turn with a call has no end
-    **dict.fromkeys(((name, case) for name in NO_TOOLS for case in WITH_CALLS), "chat-tools-not-rendered"),
-    **dict.fromkeys((("lfm2", case) for case in WITH_CALLS), "chat-call-dropped"),
-    ("gptoss", "calls"): "chat-call-dropped",
+    **dict.fromkeys(
+        ((name, case) for name in NO_TOOLS for case in WITH_CALLS),
+        "chat-template-drops-tools: does not write the record's tools",
+    ),
+    **dict.fromkeys(
+        (("lfm2", case) for case in WITH_CALLS), "chat-template-drops-tools: does not write its tool_calls"
+    ),
+    ("gptoss", "calls"): "chat-template-drops-tools: does not write its tool_calls",
     **dict.fromkeys((("diffusion_gemma", case) for case in WITH_CALLS), "chat-turn-not-found"),
 }
 
@@ -167,7 +173,7 @@ def test_marks_decide_and_turns_without_them_agree(templates, tmp_path):
             try:
                 ids, mask = turns.apply_chat_template(conversation)
             except DataError as error:
-                refusals[model, case] = error.code
+                refusals[model, case] = Reported.of(error)
                 if error.code == "chat-turn-not-found":  # with marks it is not needed
                     assert by_marks.apply_chat_template(conversation) == expected
                 continue

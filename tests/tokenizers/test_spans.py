@@ -161,7 +161,7 @@ def test_a_lone_surrogate_is_refused(kind, tokenizer, spm_file, tmp_path):
         pytest.importorskip("tiktoken")
     other = {"byte level": lambda: tokenizer, "sentencepiece": lambda: open_tokenizer(spm_file)}
     subject = other.get(kind, lambda: open_tokenizer(write_ranks(tmp_path)))()
-    with refused("record-surrogate", DataError):
+    with refused("record-text-damaged: character", DataError):
         subject.encode_spans("ab\udc00")
 
 
@@ -169,5 +169,5 @@ def test_a_tokenizer_whose_tokens_have_no_known_bytes_is_refused():
     bert = HuggingFaceTokenizer(
         BertTokenizer(vocab={"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4, "fox": 5})
     )
-    with refused("token-bytes-unknown", UsageError):
+    with refused("tokenizer-missing: the bytes of the tokenizer's", UsageError):
         bert.encode_spans("fox")

@@ -145,11 +145,11 @@ def test_rank_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "code"),
     [
-        ("mine.tiktoken", b"", "tiktoken-encoding-unknown"),
+        ("mine.tiktoken", b"", "tokenizer-file-not-valid"),
         (
             "r50k_base.tiktoken",
             b"version https://git-lfs.github.com/spec/v1\n",
-            "tokenizer-file-not-tiktoken",
+            "tokenizer-file-not-valid: Git LFS pointer",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_rank_files_that_cannot_be_read(tmp_path, name, content, code):
 
 def test_rank_files_need_their_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with refused("tiktoken-missing", UsageError):
+    with refused("package-missing: needs the package tiktoken", UsageError):
         open_tokenizer(write_ranks(tmp_path))
 
 

@@ -136,10 +136,10 @@ def test_a_shared_special_token_under_another_id_is_a_difference(tokenizer):
 @pytest.mark.parametrize(
     ("kind", "model", "code"),
     [
-        ("GPT2BPETokenizer", "x", "tokenizer-type-unknown"),
-        ("HuggingFaceTokenizer", "EMPTY", "tokenizer-missing"),
-        ("SentencePieceTokenizer", "missing.model", "tokenizer-file-missing"),
-        ("SentencePieceTokenizer", "JUNK", "tokenizer-file-not-sentencepiece"),
+        ("GPT2BPETokenizer", "x", "value-unknown: --tokenizer-type"),
+        ("HuggingFaceTokenizer", "EMPTY", "tokenizer-missing: no tokenizer"),
+        ("SentencePieceTokenizer", "missing.model", "path-not-found: --tokenizer-model"),
+        ("SentencePieceTokenizer", "JUNK", "tokenizer-file-not-valid: is not a SentencePiece model"),
     ],
 )
 def test_errors_of_loading(kind, model, code, tmp_path):

@@ -245,14 +245,14 @@ def test_kimi_conversations_and_exports(tmp_path):
 
 def test_other_rank_files_are_refused_by_name(tmp_path):
     folder = Path(write_kimi(tmp_path / "moonlight"))
-    with refused("tiktoken-encoding-unknown", UsageError) as caught:
+    with refused("tokenizer-file-not-valid", UsageError) as caught:
         load_tokenizer("TiktokenTokenizer", str(folder / "tiktoken.model"))
     assert str(folder) in caught.value.do
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "QWenTokenizer"}))
-    with refused("tiktoken-class-unknown", UsageError):
+    with refused("tokenizer-missing: and its tokenizer_class is", UsageError):
         load_tokenizer("HuggingFaceTokenizer", str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "tiktoken.model").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with refused("tokenizer-file-not-tiktoken", UsageError):
+    with refused("tokenizer-file-not-valid: Git LFS pointer", UsageError):
         load_tokenizer("HuggingFaceTokenizer", str(folder))

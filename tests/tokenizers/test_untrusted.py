@@ -14,6 +14,7 @@ from mkd.errors import UsageError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer_files import rebuilt_example
+from tests.reported import Reported
 from tests.tokenizers.trained import SENTENCES, llama_tokenizer, write_ranks
 
 
@@ -39,7 +40,7 @@ def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class, monkeypatch):
     try:
         ids = load_tokenizer("HuggingFaceTokenizer", str(folder)).encode("The fox")
     except UsageError as error:
-        assert error.code == "model-config-refused"
+        assert Reported.of(error) == "tokenizer-file-not-valid: transformers refuses"
     else:
         assert ids == load_tokenizer("HuggingFaceTokenizer", hf_dir).encode("The fox")
     assert rebuilt_example(str(folder)) is None

@@ -1,4 +1,4 @@
-"""Check that generated pages are fresh: flags, metrics, errors, and the table of all figures."""
+"""Check that generated pages are fresh: flags, metrics, and the table of all figures."""
 
 from __future__ import annotations
 

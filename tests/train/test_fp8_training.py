@@ -7,6 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import ErrorList, MkdError
 from tests.models.fp8_stand_in import stand_in_recipes
+from tests.reported import reports
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train import cross_tokenizer_invariance as cross
 from tests.train.command import flags, make_files
@@ -96,4 +97,4 @@ def test_a_machine_without_fp8_refuses_before_anything_is_built(tmp_path):
         plan_run(config, 1)
     problems: list = []
     assert plan_model(problems, config, 1, 0) is None
-    assert caught.value.codes == [one.code for one in problems] == ["fp8-without-gpu"]
+    assert reports(caught.value) == reports(problems) == ["fp8-not-possible: needs a GPU"]

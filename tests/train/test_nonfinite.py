@@ -221,7 +221,10 @@ def test_skips_in_a_row_are_limited(files, ranks):
     argv = flags(files, "row", "--train-iters", 9, "--non-finite", "skip", "--max-non-finite-skips", 3)
     ((exit_code, stdout, stderr),) = ranks.run(with_fault, 1, argv, "nan@in_step")
     assert exit_code == 70
-    assert reported_codes(stderr) == ["steps-not-finite"] and "4 steps in a row" in stderr
+    assert (
+        reported_codes(stderr) == ["step-not-finite: steps in a row were not finite"]
+        and "4 steps in a row" in stderr
+    )
     assert stdout.count("skipped the update of iteration") == 3 and stdout.count("  skipped 1") == 3
     actions = [
         json.loads(line)["action"] for line in (files / "row" / "non_finite.jsonl").read_text().splitlines()

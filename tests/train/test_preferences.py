@@ -140,7 +140,9 @@ def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
     path = write_records(files / "bad.jsonl", *(pair_of(i) for i in range(4)), bad)
     arguments = argv(files, "command", "--data-path", path, reference=None)
     (result,) = run_main(ranks, arguments)
-    assert result.exit_code == 65 and reported_codes(result.stderr) == ["pair-without-difference"]
+    assert result.exit_code == 65 and reported_codes(result.stderr) == [
+        "pair-not-valid: chosen and rejected are the same"
+    ]
     (result,) = run_main(ranks, [*arguments, "--max-bad-records", "1", "--global-batch-size", "2"])
     assert result.exit_code == 0, result.stderr
     assert "bad.jsonl:5" not in result.stderr and "  margin " in result.stdout
@@ -149,4 +151,6 @@ def test_the_command_says_what_it_does_and_skips_bad_pairs(files, ranks):
     assert "-ln sigmoid(z), z = 0.3" in card and "reference student" in card
     text = write_records(files / "t.jsonl", {"text": "a"})
     (result,) = run_main(ranks, [*arguments, "--data-path", str(text)])
-    assert result.exit_code == 65 and reported_codes(result.stderr) == ["dpo-without-pairs"]
+    assert result.exit_code == 65 and reported_codes(result.stderr) == [
+        "pairs-and-others: has no preference pairs"
+    ]

@@ -161,13 +161,13 @@ def test_several_updates_resume_bitwise(case, files, ranks):
 @pytest.mark.parametrize(
     "reward, more, code",
     [
-        ("raises_sometimes", (), "reward-raised"),
+        ("raises_sometimes", (), "reward-failed: --reward raised"),
         ("hangs_once", ("--reward-timeout-s", 1), "reward-timed-out"),
-        ("never_a_number", ("--max-failed-rewards", 3), "reward-not-finite"),
+        ("never_a_number", ("--max-failed-rewards", 3), "reward-failed: and a reward is a number from"),
     ],
 )
 def test_too_many_failures_end_the_run_on_all_ranks(reward, more, code, files, ranks):
-    results = run_main(ranks, argv(files, f"ended {code}", *more, reward=reward), 2)
+    results = run_main(ranks, argv(files, f"ended {reward}", *more, reward=reward), 2)
     assert [result.exit_code for result in results] == [65, 65]
     assert reported_codes(results[0].stderr) == [code] and "prompts.jsonl:" in results[0].stderr
 

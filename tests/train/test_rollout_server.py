@@ -103,7 +103,7 @@ def test_recorded_completions_are_replayed_without_the_server(unbroken, files, r
     with small_server(files / "student") as server:
         again = on_server(files, server, "replayed", "--load", files / "replayed", "--ckpt-step", 2)
         (result,) = run_main(ranks, again)
-    assert result.exit_code == 65 and reported_codes(result.stderr) == ["rollout-record-damaged"]
+    assert result.exit_code == 65 and reported_codes(result.stderr) == ["cached-file-damaged: is damaged"]
 
 
 def test_staleness_1_trains_on_completions_of_the_weights_before(files, ranks):
@@ -131,8 +131,8 @@ def refusal(files, ranks, run: str, server, *more: object) -> tuple[int, list[st
 @pytest.mark.parametrize(
     "behaviour, code",
     [
-        (dict(has_dev_mode=False), "rollout-server-without-refit"),
-        (dict(max_model_len=47), "rollout-server-too-short"),
+        (dict(has_dev_mode=False), "rollout-server-not-ready: cannot exchange its weights"),
+        (dict(max_model_len=47), "rollout-server-not-ready: tokens, --seq-length is"),
         (dict(api_key="secret"), "rollout-server-token"),
     ],
 )
@@ -144,13 +144,19 @@ def test_a_server_that_cannot_serve_the_run_is_refused_before_training(behaviour
 def test_no_server(files, ranks):
     with small_server(files / "student") as server:
         pass
-    assert refusal(files, ranks, "none", server) == (64, ["rollout-server-unreachable"])
+    assert refusal(files, ranks, "none", server) == (
+        64,
+        ["rollout-server-not-ready: there is no rollout server at"],
+    )
 
 
 def test_another_tokenizer_is_refused(files, ranks, tmp_path):
     add_tokenizer(tmp_path, 280, "the quack brawn fix ")
     with small_server(files / "student", tokenizer=tmp_path) as server:
-        assert refusal(files, ranks, "tokenizer", server) == (64, ["rollout-server-tokenizer"])
+        assert refusal(files, ranks, "tokenizer", server) == (
+            64,
+            ["rollout-server-not-ready: has another tokenizer than the"],
+        )
 
 
 def test_another_model_is_refused(files, ranks, tmp_path):
@@ -158,22 +164,34 @@ def test_another_model_is_refused(files, ranks, tmp_path):
     sizes = dict(hidden_size=40, num_attention_heads=4, num_key_value_heads=2)
     add_tokenizer(make_model(tmp_path / "other", "llama", **sizes, **EOS))
     with small_server(tmp_path / "other") as server:
-        assert refusal(files, ranks, "other", server) == (1, ["rollout-server-refit"])
+        assert refusal(files, ranks, "other", server) == (
+            1,
+            ["rollout-server-weights: the rollout server cannot read the"],
+        )
         assert not server.is_paused
     with small_server(tmp_path / "other", keeps_weights=True) as server:
-        assert refusal(files, ranks, "kept", server) == (1, ["rollout-server-weights"])
+        assert refusal(files, ranks, "kept", server) == (
+            1,
+            ["rollout-server-weights: the rollout server does not have"],
+        )
 
 
 def test_weights_that_stay_those_of_the_step_before_are_noticed(files, ranks):
     """The first exchange changes nothing, so only the second one shows it."""
     with small_server(files / "student", keeps_weights=True) as server:
-        assert refusal(files, ranks, "stuck", server) == (1, ["rollout-server-weights"])
+        assert refusal(files, ranks, "stuck", server) == (
+            1,
+            ["rollout-server-weights: the rollout server does not have"],
+        )
     assert len(trained(files, "stuck")) == 1
 
 
 def test_a_server_that_was_started_again_is_noticed(files, ranks):
     with small_server(files / "student", forgets_version=PER_STEP + 2) as server:
-        assert refusal(files, ranks, "again", server, "--rollout-slots", 1) == (1, ["rollout-server-version"])
+        assert refusal(files, ranks, "again", server, "--rollout-slots", 1) == (
+            1,
+            ["rollout-server-weights: the rollout server has weights"],
+        )
     lines = (files / "again" / "rollouts" / "step_0000002.jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2, "its completions are not kept"
 

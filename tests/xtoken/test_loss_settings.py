@@ -12,11 +12,11 @@ from tests.reported import refused
 @pytest.mark.parametrize(
     ("setting", "code"),
     [
-        (dict(loss="kl"), "kd-rule-unknown"),
-        (dict(temperature=0.0), "kd-temperature-out-of-range"),
-        (dict(temperature=float("inf")), "kd-temperature-out-of-range"),
-        (dict(temperature_scaling="cubed"), "kd-rule-unknown"),
-        (dict(top_k=0), "xtoken-top-k-below-one"),
+        (dict(loss="kl"), "value-unknown"),
+        (dict(temperature=0.0), "out-of-range: choose a finite value above 0"),
+        (dict(temperature=float("inf")), "out-of-range: choose a finite value above 0"),
+        (dict(temperature_scaling="cubed"), "value-unknown"),
+        (dict(top_k=0), "out-of-range: xtoken top-k is"),
     ],
 )
 def test_refused(setting, code):

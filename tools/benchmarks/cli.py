@@ -205,7 +205,7 @@ def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
             "--device cuda, but torch sees no GPU",
             "",
             "use --device cpu, or a machine with a GPU",
-            code="benchmark-without-gpu",
+            code="gpu-missing",
         )
     if kind == "cpu":
         torch.set_num_threads(args.threads)

@@ -41,7 +41,7 @@ def benchmark(machine: Machine, shape: HeadShape, block_rows: int | None = None)
             what,
             "every process holds an equal shard",
             "change --shape or the number of processes",
-            code="benchmark-vocabulary-not-divisible",
+            code="model-not-divisible",
         )
     case = HeadCase(shape, machine)
     width = shape.vocab // size

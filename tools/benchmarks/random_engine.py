@@ -142,10 +142,7 @@ def random_engine(settings: PairSettings, machine: Machine, context: ParallelCon
     if machine.device.type != context.device.type:
         what = f"--device {machine.device.type} on a machine with a GPU"
         raise UsageError(
-            what,
-            "the engine runs on the GPU where there is one",
-            "leave --device out",
-            code="benchmark-device-taken",
+            what, "the engine runs on the GPU where there is one", "leave --device out", code="remove-flag"
         )
     plan = random_plan(settings, machine, context)
     return build_engine(plan, context)[0], plan

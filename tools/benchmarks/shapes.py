@@ -148,7 +148,7 @@ def config_of(name: str) -> dict:
             f"shape {name!r} is not known",
             "",
             f"choose one of: {', '.join(SHAPES)}; NAME:N has N of its layers",
-            code="benchmark-shape-unknown",
+            code="value-unknown",
         )
     return SHAPES[known] | (dict(num_hidden_layers=int(layers)) if layers else {})
 

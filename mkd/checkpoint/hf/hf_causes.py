@@ -121,7 +121,7 @@ def _quantised(place: str, stored: Counter[str], is_described: bool) -> Checkpoi
         f"{place}: {count} tensors are stored as {kinds}, and {lacks}",
         "their values cannot be known",
         "download the model again, or use the original checkpoint of this model",
-        code="hf-quantisation-unknown",
+        code="hf-quantisation-not-supported",
     )
 
 

@@ -32,7 +32,7 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
         if name == LM_HEAD:
             do += ", or set tie_word_embeddings to true in config.json if the head shares the embedding"
         why = "config.json calls for it"
-        problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
+        problems.append(CheckpointError(what, why, do, code="hf-files-damaged"))
     why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
     for name in found.keys() - expected.keys() - allowed.keys():
         if layer_of(name) not in left_out and not DERIVED_TENSOR.fullmatch(name):
@@ -57,12 +57,12 @@ def _header_problems(
         return
     if header.shape != full:
         what = f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}"
-        yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-shape")
+        yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-unexpected")
     if header.dtype not in FLOAT_DTYPES:
         what = f"{where}: tensor {name} is stored as {header.dtype}"
         why = f"mkd reads {', '.join(sorted(FLOAT_DTYPES))}, and quantised weights that config.json describes"
         do = "use the original checkpoint of this model"
-        yield CheckpointError(what, why, do, code="hf-tensor-dtype")
+        yield CheckpointError(what, why, do, code="hf-quantisation-not-supported")
 
 
 def layer_of(tensor: str) -> int | None:

@@ -58,7 +58,7 @@ def model_in_the_way(flag: str, folder: Path) -> UsageError | None:
     more = f" and {len(found) - NUM_SHOWN} more" if len(found) > NUM_SHOWN else ""
     what = f"{flag} {folder} holds a model: {', '.join(found[:NUM_SHOWN])}{more}"
     do = "choose another folder, or give --overwrite to replace the model"
-    return UsageError(what, "its files would be replaced", do, code="folder-holds-model")
+    return UsageError(what, "its files would be replaced", do, code="already-exists")
 
 
 def start_writing(folder: Path) -> Path:

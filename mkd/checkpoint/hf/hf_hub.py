@@ -56,7 +56,7 @@ def config_folder(directory_or_id: str | Path) -> Path:
         f"the model {name} of the Hugging Face hub has no config.json",
         "mkd reads the sizes of a model there. A repository of GGUF files, for example, has none",
         "name a repository with config.json and *.safetensors files, such as the one that it was made from",
-        code="model-config-not-found",
+        code="hf-weights-missing",
     )
 
 

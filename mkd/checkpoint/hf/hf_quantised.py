@@ -169,7 +169,7 @@ def _not_valid(
 ) -> MkdError:
     found = "no scales" if scales is None else f"{scales.dtype} scales of shape {list(scales.shape)}"
     what = f"{directory}: {name} is stored as {values.dtype} of shape {list(values.shape)} with {found}"
-    return CheckpointError(what, f"it needs {expected}", DAMAGED, code="hf-scales-not-valid")
+    return CheckpointError(what, f"it needs {expected}", DAMAGED, code="hf-files-damaged")
 
 
 def logical_headers(

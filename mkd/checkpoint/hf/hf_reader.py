@@ -106,9 +106,11 @@ class HFCheckpoint:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{path} is not an index of safetensors shards: {error!r}"
             why = 'it must hold {"weight_map": {tensor name: file name}}'
-            raise CheckpointError(what, why, "download it again", code="hf-index-not-valid") from None
+            raise CheckpointError(what, why, "download it again", code="hf-files-damaged") from None
         if not entries:
-            raise CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
+            raise CheckpointError(
+                f"{path} lists no tensors", "", "download it again", code="hf-files-damaged"
+            )
         unsafe = [one for one in entries if not (isinstance(one[1], str) and SAFE_NAME.fullmatch(one[1]))]
         raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
         return weight_map
@@ -143,10 +145,10 @@ class HFCheckpoint:
             return safe_open(contained_file(self.directory, name), framework="pt", device="cpu")
         except FileNotFoundError:
             why, do = f"{INDEX_FILE} lists it", "download the model again"
-            raise CheckpointError(f"{path} is missing", why, do, code="hf-shard-missing") from None
+            raise CheckpointError(f"{path} is missing", why, do, code="hf-files-damaged") from None
         except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             what, why = f"{path} cannot be opened: {error}", "the file is damaged, cut short or not readable"
-            raise CheckpointError(what, why, "download it again", code="hf-shard-unreadable") from None
+            raise CheckpointError(what, why, "download it again", code="hf-files-damaged") from None
 
     def _read_headers(self, weight_map: dict[str, str] | None) -> dict[str, TensorHeader]:
         stored = {name: set(file.keys()) for name, file in self._files.items()}
@@ -168,7 +170,7 @@ class HFCheckpoint:
         for tensor, file in weight_map.items():
             if tensor not in stored[file]:
                 what, why = f"{self.directory / file} has no tensor {tensor}", f"{INDEX_FILE} lists it there"
-                yield CheckpointError(what, why, "download both again", code="hf-tensor-not-in-shard")
+                yield CheckpointError(what, why, "download both again", code="hf-files-damaged")
         for file, tensors in stored.items():
             for tensor in sorted(name for name in tensors if weight_map.get(name) != file):
                 if DERIVED_TENSOR.fullmatch(tensor):
@@ -176,7 +178,7 @@ class HFCheckpoint:
                 listed = f"lists it in {weight_map[tensor]}" if tensor in weight_map else "does not list it"
                 what = f"{self.directory / file} has tensor {tensor}, and {INDEX_FILE} {listed}"
                 do = "download both again, or save the model again with save_pretrained()"
-                yield CheckpointError(what, "it would be left out", do, code="hf-tensor-not-in-index")
+                yield CheckpointError(what, "it would be left out", do, code="hf-files-damaged")
 
 
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
@@ -184,5 +186,5 @@ def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
         "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere",
         "do not use this checkpoint unless you know who made it",
-        code="hf-shard-outside-folder",
+        code="untrusted-files",
     )

@@ -78,7 +78,7 @@ def export_plan(
     if dtype not in DTYPE_NAMES:
         do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         why = "Hugging Face weights are floating point"
-        raise UsageError(f"cannot export {dtype}", why, do, code="export-dtype-not-supported")
+        raise UsageError(f"cannot export {dtype}", why, do, code="value-unknown")
     on_disk = DiskNames.of_shape(shape).on_disk
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0

@@ -99,7 +99,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
             f"{checkpoint.directory}: {LM_HEAD} differs from {EMBEDDING}",
             "config.json ties them (tie_word_embeddings), so one of the two would be lost",
             "set tie_word_embeddings to false in config.json, or remove the tensor that does not belong",
-            code="hf-head-not-tied",
+            code="hf-tensor-unexpected",
         )
 
 
@@ -119,7 +119,7 @@ def map_part(
         if tensor_map is None or not tensor_map.fits(own, tp_size):
             what = f"parameter {name} {list(own)} has no source in a {shape.family} checkpoint"
             do = "build the model from the checkpoint's own config.json"
-            problems.append(CheckpointError(what, why, do, code="hf-parameter-without-source"))
+            problems.append(CheckpointError(what, why, do, code="hf-tensor-unexpected"))
     raise_all(problems)
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
@@ -127,7 +127,7 @@ def map_part(
         is_elsewhere = expert_of(tensor) not in (None, *experts)
         if layer_of(tensor) in layers and tensor not in covered and not is_elsewhere:
             what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
-            problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
+            problems.append(CheckpointError(what, why, code="hf-tensor-unexpected"))
     raise_all(problems)
     return maps
 
@@ -146,7 +146,7 @@ def load_tower(model_part: nn.Module, checkpoint: HFCheckpoint) -> None:
     for name in sorted(tower.keys() ^ checkpoint.tower.keys()):
         is_missing = name in tower
         text = "is missing" if is_missing else "is not expected"
-        code = "hf-tensor-missing" if is_missing else "hf-tensor-unexpected"
+        code = "hf-files-damaged" if is_missing else "hf-tensor-unexpected"
         what = f"{where}: tensor {checkpoint.names.on_disk(name)} {text}"
         problems.append(CheckpointError(what, why, "check config.json against the weights", code=code))
     for name in sorted(tower.keys() & checkpoint.tower.keys()):
@@ -154,7 +154,7 @@ def load_tower(model_part: nn.Module, checkpoint: HFCheckpoint) -> None:
         if found != full:
             what = f"{where}: tensor {checkpoint.names.on_disk(name)} has shape {list(found)}"
             do = "check config.json against the weights"
-            problems.append(CheckpointError(what, f"expected {list(full)}", do, code="hf-tensor-shape"))
+            problems.append(CheckpointError(what, f"expected {list(full)}", do, code="hf-tensor-unexpected"))
     if problems:
         raise ErrorList(problems)
     for name, parameter in tower.items():

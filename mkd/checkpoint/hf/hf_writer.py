@@ -136,7 +136,7 @@ class _Sources:
             some = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
             what, why = f"no pipeline stage holds {some}", "the export would be incomplete"
             do = "export the model with the configuration that it was built from"
-            raise CheckpointError(what, why, do, code="export-stage-missing")
+            raise CheckpointError(what, why, do, code="checkpoint-of-another-model")
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the ranks that send."""
@@ -247,7 +247,7 @@ def write_folder(
         what = f"the Hugging Face export to {out_dir} failed: {error}"
         why = f"it needs {plan.total_bytes / 2**30:.2f} GiB"
         do = "make room or choose another folder; the training checkpoint is not affected"
-        return CheckpointError(what, why, do, code="export-failed")
+        return CheckpointError(what, why, do, code="save-failed")
     return None
 
 
@@ -281,19 +281,19 @@ def prepare_folder(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Except
         what = f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}"
         why = "the export takes its config.json from there"
         do = "pass the Hugging Face folder that the model was built from"
-        return CheckpointError(what, why, do, code="export-of-another-model")
+        return CheckpointError(what, why, do, code="checkpoint-of-another-model")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         overwritten = next(filter(out_dir.samefile, assets.folders), None)
         if overwritten is not None:
             what = f"the export would overwrite {overwritten}"
             why = "its configuration or its tokenizer is copied from there"
-            return CheckpointError(what, why, OTHER_FOLDER, code="export-overwrites-source")
+            return CheckpointError(what, why, OTHER_FOLDER, code="save-folder-taken")
         (start_writing(out_dir) / "probe").write_bytes(b"")
         give_up(out_dir)
     except OSError as error:
         what, why = f"cannot write to {out_dir}: {error}", "the export goes there"
-        return CheckpointError(what, why, OTHER_FOLDER, code="export-folder-not-writable")
+        return CheckpointError(what, why, OTHER_FOLDER, code="save-not-writable")
     return None
 
 

@@ -133,7 +133,7 @@ def _with_images(aligned: AlignedText, record: Record, pair: Pair) -> AlignedTex
             "the conversation has images, and one of the models reads none",
             "teacher and student would answer different questions",
             "use two vision-language models, or remove the records with images",
-            code="images-for-text-model",
+            code="images-not-read",
         )
     messages, read = record.values[0].messages, pair.student_images.read(record.images)
     ours = pair.student_images.place(messages, np.asarray(aligned.student_ids, np.int32), read)

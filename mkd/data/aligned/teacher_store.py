@@ -61,7 +61,7 @@ class TeacherStore:
                     f"{prefix} does not fit {student.prefix}",
                     f"a teacher's corpus has the same {len(student)} documents, and a mark for each token",
                     "remove it: the next run aligns the corpus again",
-                    code="teacher-corpus-does-not-fit",
+                    code="cached-file-damaged",
                 )
             self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
 

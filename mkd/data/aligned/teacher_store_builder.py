@@ -215,5 +215,5 @@ def _other_documents(student: TokenStore, document: int, why: str) -> DataError:
         f"{student.prefix}: document {document} cannot be aligned",
         why,
         "remove the corpus: the next run tokenises the file again",
-        code="document-not-alignable",
+        code="cached-file-damaged",
     )

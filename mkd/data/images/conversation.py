@@ -128,7 +128,7 @@ class ConversationImages:
                     f"{place} spells {spelled[0]}, a control token of images",
                     "the model would take it for an image that is not there",
                     "remove it, or write an image part",
-                    code="image-placeholder-in-text",
+                    code="image-placeholders-differ",
                 )
 
 
@@ -148,13 +148,13 @@ def image_reader(
             f"--image-root is given, and the model {folder} reads no images",
             f"it has neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}, or no vision part in config.json",
             "leave the flag out, or use a vision-language model",
-            code="image-root-of-text-model",
+            code="remove-flag",
         )
     if root is not None and not Path(root).is_dir():
         raise UsageError(
             f"--image-root {root} is no folder",
             "records name their images by paths below it",
             "check the path",
-            code="image-root-not-found",
+            code="path-not-found",
         )
     return ConversationImages(processor, ImageSource(root and str(Path(root).resolve()), max_pixels))

@@ -24,7 +24,7 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
     """
     if not content:
         what, why = "the image is empty", "its file has no bytes"
-        raise DataError(what, why, "write it again, or remove it", code="image-file-empty")
+        raise DataError(what, why, "write it again, or remove it", code="image-not-valid")
     image_module, transpose = _pillow()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own limit replaces the warning of Pillow's
@@ -44,14 +44,14 @@ def decode_image(content: bytes, max_pixels: int) -> np.ndarray:
                 f"the image is of an unknown format: it begins with {content[:SHOWN_BYTES]!r}",
                 f"it is none of {', '.join(FORMATS)}, or its first bytes are damaged",
                 "convert or remove it",
-                code="image-format-unknown",
+                code="image-not-valid",
             ) from error
         except Exception as error:  # Pillow's decoders raise errors of many types for damaged files
             raise DataError(
                 f"the image is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
                 "its pixels cannot be read",
                 "repair or remove it",
-                code="image-damaged",
+                code="image-not-valid",
             ) from error
 
 
@@ -74,7 +74,7 @@ def _pillow() -> tuple[Any, Any]:
             "images need Pillow, which is not installed",
             str(error),
             "pip install 'megatron-kd[images]'",
-            code="pillow-missing",
+            code="data-package-missing",
         ) from error
     return Image, ImageOps.exif_transpose
 
@@ -87,7 +87,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
             f"the image is too narrow: {width} x {height}",
             f"image processors refuse one side of more than {MAX_ASPECT} times the other",
             "crop or remove it",
-            code="image-too-narrow",
+            code="image-not-valid",
         )
 
 
@@ -97,7 +97,7 @@ def _check_mode(mode: str) -> None:
             f"the image has pixels of the mode {mode}",
             "a conversion to 8 bits would clip them to white",
             "convert it to 8 bits for each colour",
-            code="image-mode-unknown",
+            code="image-not-valid",
         )
 
 

@@ -49,7 +49,7 @@ class ImageSource:
                 f"the image {name} is a path, and there is no folder of images",
                 "paths are read only below a folder that the run names",
                 "name it with --image-root",
-                code="image-root-missing",
+                code="image-outside-root",
             )
         if not name:
             why, do = "its path is empty", "name a file below --image-root"
@@ -84,7 +84,7 @@ class ImageSource:
                 f"the image {name} has more than {most} bytes",
                 f"no image of --max-image-pixels {self.max_pixels} needs so many",
                 "make it smaller, or raise --max-image-pixels",
-                code="image-file-too-large",
+                code="image-too-large",
             )
         return content
 
@@ -112,5 +112,5 @@ def _from_data_uri(uri: str) -> bytes:
             f"the data URI {uri[:40]}... cannot be read",
             str(error),
             "write data:image/png;base64, and the bytes in base64",
-            code="image-data-uri-not-valid",
+            code="image-unreadable",
         ) from error

@@ -133,7 +133,7 @@ class ImageTable:
                 f"{table} is damaged or incomplete",
                 str(error),
                 "tokenise the corpus again: `mkd preprocess`",
-                code="image-table-damaged",
+                code="corpus-damaged",
             ) from error
         self._sources = sources
 

@@ -51,7 +51,7 @@ class ImageProcessor(ABC):
                 f"the tokenizer has no token {placeholder}",
                 "it is the place of an image in this family's conversations",
                 "use the tokenizer of the vision-language model itself",
-                code="image-token-missing",
+                code="tokenizer-of-another-model",
             )
         self.image_token_id = tokenizer.vocabulary[placeholder]
         self._reserve(s for s in self.structure if s in tokenizer.special_tokens)
@@ -197,7 +197,7 @@ class IdeficsImages(ImageProcessor):
                 f"the image processor enlarges images to {longest} pixels, and a tile has {tile}",
                 "the number of tiles of an image would not follow from its size",
                 f"set size.longest_edge in {PREPROCESSOR_FILE} to a multiple of {tile}",
-                code="image-side-not-divisible",
+                code="image-processor-not-valid",
             )
         rows = range(1, longest // tile + 1)
         tiles = [f"<row_{row}_col_{column}>" for row in rows for column in rows]
@@ -267,7 +267,7 @@ def load_image_processor(
             f"{folder}: images of {kind} models are not supported",
             "each family has its own way to write an image into a conversation",
             f"use a model of {', '.join((*IDEFICS_TYPES, *QWEN_TYPES))}",
-            code="image-family-unknown",
+            code="model-type-not-supported",
         )
     backend = _load_backend(folder)
     if kind in QWEN_TYPES:
@@ -298,7 +298,7 @@ def _load_backend(folder: Path) -> Any:
             f"{folder}: the image processor cannot be loaded",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             "pip install 'megatron-kd[images]', or repair preprocessor_config.json",
-            code="image-processor-not-loadable",
+            code="image-processor-not-valid",
         ) from error
 
 

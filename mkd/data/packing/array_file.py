@@ -47,7 +47,7 @@ class ArrayFile:
                 f"{path} is damaged or outdated",
                 str(error),
                 "remove it: the next start writes it again",
-                code="array-file-damaged",
+                code="cached-file-damaged",
             ) from error
 
     def __reduce__(self) -> tuple[type[ArrayFile], tuple[Path, str]]:
@@ -134,7 +134,7 @@ class ArrayFileWriter:
             str(error),
             "name a folder with free space that rank 0 can write and all processes can read: "
             "--data-cache-path",
-            code="data-cache-not-writable",
+            code="data-not-writable",
         )
 
 

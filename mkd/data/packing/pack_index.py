@@ -276,7 +276,7 @@ def _no_loss_tokens(store: TokenStore, settings: PackSettings, dropped: Dropped)
             "they are left out: their later pieces would be answers without the question",
             f"raise --seq-length (the longest document has {longest} tokens), or keep the end of each: "
             "--overlong-conversations truncate-left",
-            code="conversations-too-long",
+            code="longer-than-seq-length",
         )
     why = f"all tokens of its {last - first} documents that could be labels are masked"
     if str(dropped):

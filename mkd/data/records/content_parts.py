@@ -50,7 +50,7 @@ def _part(part: Any, name: str, queue: list[Any], found: list[str | Mapping[str,
             f"{name} is {'of type ' + repr(kind) if isinstance(part, dict) else 'a ' + json_name(part)}",
             "parts of a message are texts and images",
             'use {"type": "text", "text": "..."} and {"type": "image", "image": "PATH"}',
-            code="record-part-unknown",
+            code="record-images-not-valid",
         )
     image = next((part[key] for key in IMAGE_PARTS[kind] if part.get(key) is not None), None)
     if kind == "image_url" and isinstance(image, dict):
@@ -64,7 +64,7 @@ def _part(part: Any, name: str, queue: list[Any], found: list[str | Mapping[str,
             f"{name} is an image without content",
             "neither the part nor the record's `images` has one for it",
             "add a path, a data URI or {bytes, path} as `image`, or to the list `images`",
-            code="record-image-missing",
+            code="record-images-not-valid",
         )
     found.append(_checked(image, name))
     return {"type": "image"}
@@ -81,7 +81,7 @@ def _checked(image: Any, name: str) -> str | Mapping[str, Any]:
             f"{name} is the URL {path[:80]}",
             "mkd never fetches images over the network",
             "download the image, and name its path below --image-root",
-            code="record-image-url",
+            code="image-unreadable",
         )
     return path
 
@@ -94,7 +94,7 @@ def _column(column: Any) -> list[Any]:
             f"images is a {json_name(column)}",
             "it is the list of a record's images, in the order of the image parts",
             "write a list, also for a single image",
-            code="record-images-not-list",
+            code="record-images-not-valid",
         )
     return list(enumerate(column))
 
@@ -104,7 +104,7 @@ def _out_of_order(name: str, index: Any, place: int) -> DataError:
         f"{name} has the index {index}, and the next of the record's images is number {place}",
         "images are taken in the order of their places in the conversation",
         "sort the list `images`, or put the images into the parts",
-        code="record-images-out-of-order",
+        code="record-images-not-valid",
     )
 
 
@@ -113,5 +113,5 @@ def _count_differs(listed: int, used: int) -> DataError:
         f"images lists {listed} images, and the messages have places for {used}",
         "each image needs its place in the conversation",
         'add a part {"type": "image"} to a message for each, or remove the others',
-        code="record-images-unused",
+        code="record-images-not-valid",
     )

@@ -49,7 +49,7 @@ class ConversationReader:
         given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         if prompt in ("", []):
             what, why = "the prompt is empty", "both answers are judged as answers to it"
-            raise DataError(what, why, "repair or remove the record", code="pair-prompt-empty")
+            raise DataError(what, why, "repair or remove the record", code="record-empty")
         if not any(isinstance(value, list) for value in given.values()):
             for name, value in given.items():
                 check_string(value, name)
@@ -58,7 +58,7 @@ class ConversationReader:
         read = [read_messages(value, name=name, is_table=self.is_table) for name, value in given.items()]
         if any(images for _, images in read):
             what, why = "the pair has images", "mkd learns preferences from text only"
-            raise DataError(what, why, "remove the record", code="pair-with-images")
+            raise DataError(what, why, "remove the record", code="images-not-read")
         (first, _), (second, _), (third, _) = read
         return self._with_tools(without_loss(first, len(first.messages))), second, third
 
@@ -78,7 +78,7 @@ def without_loss(conversation: Conversation, count: int) -> Conversation:
             f"message {asking} of the prompt asks for loss",
             "the model learns to write the answer, and only reads the prompt",
             "remove the flag, or write the record as messages",
-            code="record-loss-on-prompt",
+            code="record-loss-flag-not-valid",
         )
     roles = [message["role"] for message in conversation.messages[:count]]
     prompt = [False if role == ASSISTANT else None for role in roles]
@@ -95,10 +95,10 @@ def _check_lists(given: Mapping[str, Any]) -> None:
             "they are all texts, or all lists of messages",
             "write all of them in one form"
             + (f"; if both answers hold the prompt too, {PAIR_HINT}" if whole else ""),
-            code="record-of-two-forms",
+            code="record-ambiguous",
         )
     empty = next((key for key, value in given.items() if not value), None)
     if empty is not None:
         what = f"{empty} is an empty list"
         why = "a conversation is a list of at least one message"
-        raise DataError(what, why, "repair or remove the record", code="record-messages-not-list")
+        raise DataError(what, why, "repair or remove the record", code="record-value-not-valid")

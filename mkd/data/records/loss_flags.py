@@ -30,7 +30,7 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
                 f"{name}: {key} is {value!r}",
                 "a message has loss (true or 1) or none (false or 0), with nothing between",
                 "round it, or remove the key",
-                code="record-loss-flag-not-binary",
+                code="record-loss-flag-not-valid",
             )
     if len({bool(value) for value in given.values()}) > 1:
         shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
@@ -38,7 +38,7 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
             f"{name}: {shown} contradict each other",
             "each says whether the message has loss",
             "keep one of them",
-            code="record-loss-flags-differ",
+            code="record-loss-flag-not-valid",
         )
     flag = next((bool(value) for value in given.values()), None)
     if flag and message.get("role") != ASSISTANT:
@@ -47,7 +47,7 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
             f"{name}: {key} asks for loss on a message of the role {message.get('role')}",
             "the model learns to write what the assistant says, and only reads the rest",
             "set it to false, or remove the key",
-            code="record-loss-on-other-role",
+            code="record-loss-flag-not-valid",
         )
     return flag if message.get("role") == ASSISTANT else None
 
@@ -64,5 +64,5 @@ def _finer(what: str) -> DataError:
         what,
         "a message has loss as a whole or not at all, and the key would be ignored",
         "give the flag to the message, or split the record",
-        code="record-loss-flag-of-part",
+        code="record-loss-flag-not-valid",
     )

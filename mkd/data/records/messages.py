@@ -96,7 +96,7 @@ def _list(messages: Any, name: str) -> list[Any]:
             f"{name or 'messages'} is {'an empty list' if found == [] else 'a ' + json_name(found)}",
             "a conversation is a list of at least one message, or its JSON as a text",
             'use [{"role": "user", "content": "..."}, ...]',
-            code="record-messages-not-list",
+            code="record-value-not-valid",
         )
     return found
 
@@ -107,7 +107,7 @@ def _check_object(message: Any, where: str) -> None:
             f"{where} is a {json_name(message)}",
             "a message is an object with role and content",
             'use {"role": "user", "content": "..."}',
-            code="record-message-not-object",
+            code="record-value-not-valid",
         )
 
 
@@ -135,5 +135,5 @@ def _check_caller(role: str, where: str) -> None:
             f"{where} has tool_calls, and the role {role}",
             "only the assistant calls tools",
             "repair or remove the record",
-            code="record-tool-calls-of-other-role",
+            code="record-value-not-valid",
         )

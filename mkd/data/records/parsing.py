@@ -58,7 +58,7 @@ def _check_images(fields: Mapping[str, Any], keys: Sequence[str], used: Sequence
             f"the record has images beside {' and '.join(keys)}",
             "only a conversation says where an image stands",
             'give {"messages": ...} with image parts, or remove images',
-            code="record-images-without-messages",
+            code="record-images-not-valid",
         )
 
 
@@ -78,7 +78,7 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
             f"{nulls[0]} is null",
             "there is nothing to train on",
             "remove the record, or give it a value",
-            code="record-field-null",
+            code="record-field-not-text",
         )
     absent = {kind: [key for key in kind.keys if key not in fields] for kind in KINDS.values()}
     nearest = max(absent, key=lambda kind: (len(kind.keys) - len(absent[kind]), -len(absent[kind])))

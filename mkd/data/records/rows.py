@@ -74,7 +74,7 @@ def raw_fields(row: Row) -> Mapping:
             f"a JSON {json_name(value)}, not an object",
             "every line must be one JSON object",
             "a file that is one JSON array becomes lines with: jq -c '.[]'",
-            code="record-not-object",
+            code="record-not-json",
         )
     return value
 
@@ -94,7 +94,9 @@ def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
-            f"{path} needs pyarrow, which is not installed", do="pip install pyarrow", code="pyarrow-missing"
+            f"{path} needs pyarrow, which is not installed",
+            do="pip install pyarrow",
+            code="data-package-missing",
         ) from error
     try:
         if path.suffix == ".parquet":
@@ -113,7 +115,7 @@ def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
             f"{path} is not a valid {path.suffix[1:]} file",
             str(error),
             "check that it was written completely",
-            code="data-file-not-valid",
+            code="data-file-unreadable",
         ) from error
 
 
@@ -204,7 +206,7 @@ def _known_columns(names: list[str], path: Path) -> list[str]:
             f"{path} has two columns {twice}",
             "it is not clear which of them is meant",
             "rename or drop one",
-            code="column-twice",
+            code="record-ambiguous",
         )
     return known
 
@@ -221,7 +223,7 @@ def _not_utf8(error: UnicodeDecodeError) -> DataError:
         f"not UTF-8: {error.reason} at byte {error.start + 1}",
         "the text would be changed silently",
         "convert the file with: iconv -t UTF-8",
-        code="record-not-utf8",
+        code="record-not-json",
     )
 
 

@@ -57,7 +57,7 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
             "the record has `system`, and its messages begin with a system message",
             "it is not clear which of them the model reads",
             "keep one of them",
-            code="record-system-twice",
+            code="record-ambiguous",
         )
     return [{"role": "system", "content": system}, *messages]
 
@@ -69,6 +69,6 @@ def _role(speaker: Any, name: str) -> str:
             f"{name}: `from` is {shown}",
             f"known are {', '.join(KNOWN_SPEAKERS)}",
             "use one of them, or write messages with `role` and `content`",
-            code="record-speaker-unknown",
+            code="record-value-not-valid",
         )
     return speaker

@@ -64,5 +64,5 @@ def _list(value: Any, name: str) -> list[Any]:
         f"{name} is a {json_name(value)}",
         "it must be a list, or its JSON as a text",
         "write a list, also for a single one",
-        code="record-value-of-wrong-type",
+        code="record-value-not-valid",
     )

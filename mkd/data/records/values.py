@@ -32,14 +32,14 @@ def check_string(value: Any, name: str) -> None:
             f"{name} has half of a surrogate pair at character {error.start + 1}",
             "it is not valid text, and tokenizers refuse it",
             "repair or remove the record",
-            code="record-surrogate",
+            code="record-text-damaged",
         ) from error
     if "\0" in value:
         raise DataError(
             f"{name} has a NUL at character {value.index(chr(0)) + 1}",
             "texts do not contain NUL; a broken copy or a full disk leaves it",
             "repair or remove the record",
-            code="record-nul",
+            code="record-text-damaged",
         )
 
 
@@ -61,7 +61,7 @@ def from_json(value: Any, name: str, *kinds: type) -> Any:
         f"{name} is a {json_name(value)}",
         f"it must be {wanted}, or its JSON as a text",
         "repair or remove the record",
-        code="record-value-of-wrong-type",
+        code="record-value-not-valid",
     )
 
 

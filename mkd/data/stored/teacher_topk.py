@@ -82,7 +82,7 @@ class TopKMeta:
                 f"{path} is no description of a teacher cache",
                 str(error),
                 "export the cache again",
-                code="teacher-cache-description-not-valid",
+                code="teacher-cache-incomplete",
             ) from error
 
     def write(self, folder: Path) -> None:
@@ -219,7 +219,7 @@ class TopKPart:
                 "the export had none of it",
                 "export again with the data flags of this run (--valid-data-path, --split), "
                 "or drop --eval-interval",
-                code="teacher-cache-part-missing",
+                code="teacher-cache-differs",
             )
         missing = meta.missing_shards(folder, part)
         if missing:
@@ -253,7 +253,7 @@ class TopKPart:
                 "the text, the tokenizer or a setting that decides how documents become packs "
                 "has changed since the export",
                 "use the data of the export, or export again into another folder",
-                code="teacher-cache-pack-differs",
+                code="teacher-cache-differs",
             )
         ids, logprobs, statistics = (
             _values(table[name], place) for name in ("ids", "logprobs", "statistics")
@@ -303,7 +303,7 @@ class TaughtDataset(BlendedDataset):
                 f"{part._folder}: the teacher cache has {exported} packs, this run has {len(self)}",
                 "it was made from other data, or with other settings of it",
                 "use the data of the export, or export again into another folder",
-                code="teacher-cache-length-differs",
+                code="teacher-cache-differs",
             )
         for index in {0, len(self) // 2, len(self) - 1}:
             self[index]
@@ -328,7 +328,7 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
         raise DataError(
             "a teacher cache needs pyarrow, which is not installed",
             do="pip install pyarrow",
-            code="teacher-cache-needs-pyarrow",
+            code="data-package-missing",
         ) from error
     return pyarrow, pyarrow.parquet
 
@@ -343,5 +343,5 @@ def _damaged(path: Path, why: str) -> DataError:
         f"{path} is damaged",
         why,
         "delete this file and export again: only what is missing is made",
-        code="teacher-cache-damaged",
+        code="teacher-cache-incomplete",
     )

@@ -63,24 +63,24 @@ class GRPO(Kind):
         given = f"reward is {reward.reward}"
         if not REWARD.fullmatch(reward.reward or ""):
             what, why = f"reward {reward.reward!r} is not module:function", "it is imported by this name"
-            yield UsageError(what, why, "write it as my_rewards:exact", code="reward-name-not-valid")
+            yield UsageError(what, why, "write it as my_rewards:exact", code="value-not-valid")
         if rollout.on_policy_fraction != 1:
             what = f"{given}, but on-policy-fraction is {rollout.on_policy_fraction}"
             why = "rewards judge what the student samples, and stored text has none"
-            yield UsageError(what, why, "use --on-policy-fraction 1", code="reward-without-rollouts")
+            yield UsageError(what, why, "use --on-policy-fraction 1", code="reward-needs")
         if rollout.samples_per_prompt < 2:
             what = f"{given}, but samples-per-prompt is {rollout.samples_per_prompt}"
             why = "a reward counts relative to those of other completions of the same prompt"
-            yield UsageError(what, why, "use --samples-per-prompt 8", code="reward-without-group")
+            yield UsageError(what, why, "use --samples-per-prompt 8", code="reward-needs")
         if rollout.rollout_temperature != 1:
             what = f"{given}, but rollout-temperature is {rollout.rollout_temperature}"
             why = "the policy gradient is that of text that the student itself samples"
-            yield UsageError(what, why, "use --rollout-temperature 1", code="reward-at-other-temperature")
+            yield UsageError(what, why, "use --rollout-temperature 1", code="reward-needs")
         if ratio == 1:
             what = f"{given}, but kd-ratio is 1"
             why = "the loss is (1 - kd-ratio) x policy loss + kd-ratio x KD"
             do = "use --kd-ratio 0, or a little more for a divergence from a reference"
-            yield UsageError(what, why, do, code="reward-without-weight")
+            yield UsageError(what, why, do, code="reward-needs")
         if not reward.has_ratio and reward.clip_range != RewardConfig.clip_range:
             why = "with one update of each step's completions the ratio is 1"
             yield no_effect(f"clip-range {reward.clip_range}", why, "add --rollout-updates 2")
@@ -139,7 +139,7 @@ def _reference(config: Config) -> Iterator[UsageError]:
             what = f"the reference is the initial student, but its divergence is {name}"
             why = "what holds a policy near its reference is KL(student || reference)"
             do = "add --kd-divergence reverse_kl, or use --kd-ratio 0"
-            yield UsageError(what, why, do, code="reference-divergence")
+            yield UsageError(what, why, do, code="reward-needs")
 
 
 def _place(*names: str | None) -> tuple[str | None, ...]:

@@ -58,18 +58,18 @@ class Pairs(Kind):
         if len(losses) > 1:
             flags = " and ".join(one.flag for one in losses)
             why = "each is a loss of the same pairs, and a run has one of them"
-            yield UsageError(f"{flags} exclude each other", why, "keep one", code="pair-losses-exclusive")
+            yield UsageError(f"{flags} exclude each other", why, "keep one", code="exclude-each-other")
         if config.kd.kd_ratio != 0:
             yield UsageError(
                 f"{given}, but kd-ratio is {config.kd.kd_ratio}",
                 "a divergence would also teach the rejected answers",
                 "use --kd-ratio 0, or distil in a run of its own",
-                code="dpo-with-distillation",
+                code="preferences-exclude",
             )
         if config.rollout.is_on:
             what = f"{given}, but on-policy-fraction is {config.rollout.on_policy_fraction}"
             why = "pairs are stored answers, and nobody has judged the student's own"
-            yield UsageError(what, why, "remove one of them", code="dpo-with-rollouts")
+            yield UsageError(what, why, "remove one of them", code="preferences-exclude")
         if losses[0].needs_reference:
             yield from _reference(config, given)
         yield from _divergences(config, losses[0].title)
@@ -125,16 +125,16 @@ def _reference(config: Config, given: str) -> Iterator[UsageError]:
     teachers = config.teachers
     if len(teachers) > 1:
         what, why = f"{given} with {len(teachers)} teachers", "the student is compared with one reference"
-        yield UsageError(what, why, "keep one of them", code="dpo-with-several-references")
+        yield UsageError(what, why, "keep one of them", code="preferences-exclude")
     if any(one.topk for one in teachers):
         what = f"{given} with a stored teacher"
         why = "the reference scores both answers, and stored predictions lack most tokens"
-        yield UsageError(what, why, "give --teacher-hf, or no teacher", code="dpo-with-stored-reference")
+        yield UsageError(what, why, "give --teacher-hf, or no teacher", code="preferences-exclude")
     if any(one.xtoken for one in teachers):
         what = f"{given} with a cross-tokenizer teacher"
         why = "both models score the same tokens"
         do = "use a reference with the student's tokenizer"
-        yield UsageError(what, why, do, code="dpo-with-cross-tokenizer-reference")
+        yield UsageError(what, why, do, code="preferences-exclude")
 
 
 def _divergences(config: Config, title: str) -> Iterator[UsageError]:

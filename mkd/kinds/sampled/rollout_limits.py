@@ -28,13 +28,13 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
     if not rollout.prompt_data_path:
         what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
         do = "give --prompt-data-path FILE"
-        yield UsageError(what, "the student completes prompts", do, code="prompt-data-path-missing")
+        yield UsageError(what, "the student completes prompts", do, code="data-path-missing")
     if config.kd.kd_ratio != 1 and not config.grpo.is_on:
         yield UsageError(
             f"on-policy-fraction is {rollout.on_policy_fraction}, but kd-ratio is {config.kd.kd_ratio}",
             "the cross entropy with the student's own samples has a mean gradient of 0: it is only noise",
             f"use --kd-ratio 1, {OFF}",
-            code="rollout-with-cross-entropy",
+            code="rollouts-exclude",
         )
     if rollout.max_new_tokens >= config.training.seq_length:
         yield UsageError(
@@ -42,7 +42,7 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
             f"{config.training.seq_length}",
             "a prompt and its completion are one document of a pack",
             "lower --max-new-tokens, or raise --seq-length",
-            code="max-new-tokens-too-many",
+            code="numbers-contradict",
         )
     yield from _server(rollout)
     yield from _staleness(config)
@@ -60,10 +60,10 @@ def _server(rollout: RolloutConfig) -> Iterator[UsageError]:
     url = rollout.rollout_server_url
     if url is None:
         what, do = "rollout-source is server, but there is no address", "give --rollout-server-url URL"
-        yield UsageError(what, "mkd does not start servers", do, code="rollout-server-url-missing")
+        yield UsageError(what, "mkd does not start servers", do, code="add-flag")
     elif (host := _host(url)) is None:
         what, why = f"rollout-server-url {url} is not an address", "a scheme, a host and a port are needed"
-        yield UsageError(what, why, "write it as http://127.0.0.1:8000", code="rollout-server-url-invalid")
+        yield UsageError(what, why, "write it as http://127.0.0.1:8000", code="value-not-valid")
     elif not (rollout.rollout_server_remote or _is_loopback(host)):
         what = f"rollout-server-url {url} is not on this machine"
         why = "whoever reaches such a server can run code on it, and its answers become training data"
@@ -76,7 +76,7 @@ def _staleness(config: Config) -> Iterator[UsageError]:
         what = "max-staleness is 1 with a reward"
         why = "the gradient of one update leaves out the ratio to the older weights that sampled"
         do = "use --max-staleness 0, or --rollout-updates 2, whose loss has this ratio"
-        yield UsageError(what, why, do, code="staleness-without-ratio")
+        yield UsageError(what, why, do, code="reward-needs")
 
 
 def _host(url: str) -> str | None:
@@ -103,7 +103,7 @@ def _teachers(facts: RunFacts) -> Iterator[UsageError]:
     if facts.has_stored_teacher:
         what = "rollouts cannot have a stored teacher"
         why = "its predictions are of stored text, and the student's own text is new in every step"
-        yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollout-with-stored-teacher")
+        yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollouts-exclude")
 
 
 def _layout(config: Config) -> Iterator[UsageError]:
@@ -111,9 +111,7 @@ def _layout(config: Config) -> Iterator[UsageError]:
     if parallel.context_parallel_size > 1:
         what = f"rollouts cannot have context-parallel-size {parallel.context_parallel_size}"
         why = "the keys and values of a sequence must be on one process while it grows"
-        yield UsageError(
-            what, why, f"use --context-parallel-size 1, {OFF}", code="rollout-with-context-parallel"
-        )
+        yield UsageError(what, why, f"use --context-parallel-size 1, {OFF}", code="rollouts-exclude")
 
 
 def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
@@ -135,7 +133,7 @@ def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     if reason is not None:
         what = f"the student has {reason}, with which mkd cannot sample yet"
         why = "keys and values of earlier tokens are cached as they are"
-        yield UsageError(what, why, f"use another student, {OFF}", code="rollout-architecture")
+        yield UsageError(what, why, f"use another student, {OFF}", code="rollouts-exclude")
     if any(one is not None and one.vision for one in facts.teachers):
         what, why = "rollouts cannot have a teacher that reads images yet", "completions are packed as text"
-        yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollout-with-images")
+        yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollouts-exclude")

@@ -30,7 +30,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]
                     what,
                     "completions end at these ids",
                     "write an id or a list of ids",
-                    code="stop-ids-invalid",
+                    code="stop-ids-not-valid",
                 )
             return frozenset(ids)
     eos = None if tokenizer is None else tokenizer.eos_id
@@ -47,7 +47,7 @@ def require_tokens(stops: Collection[int], tokenizer: Tokenizer, num_ids: int, r
             f"ids, the models {num_ids}",
             "completions would never end there: such an id is never sampled",
             "remove it from eos_token_id of generation_config.json (or config.json), or correct it",
-            code="stop-ids-invalid",
+            code="stop-ids-not-valid",
         )
 
 

@@ -72,7 +72,7 @@ def _teacher_rows(
             f"kd-ratio is {objective.kd_ratio} but there are no ids or log-probabilities of a teacher",
             "the divergence compares the student with the teacher",
             "give the loss a teacher, or set kd-ratio to 0",
-            code="kd-teacher-rows-missing",
+            code="model-missing",
         )
     assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (ids.shape, logprobs.shape, rows)
     assert 0 < ids.shape[-1] <= objective.num_shared_ids, "more ids than both models have"

@@ -25,7 +25,7 @@ def check_expert_settings(facts: RunFacts) -> Iterator[UsageError]:
         what = f"expert-tensor-parallel-size {expert_tensor} is not supported"
         why = "every expert is whole on its process"
         do = f"remove it, and raise {STUDENT} instead"
-        yield UsageError(what, why, do, code="expert-tensor-parallel-not-supported")
+        yield UsageError(what, why, do, code="remove-flag")
     modules, granularity = config.training.recompute_modules, config.training.recompute_granularity
     for unknown in (one for one in modules if one not in RECOMPUTED):
         what = f"recompute-modules: {unknown!r} is not a known value"
@@ -72,7 +72,7 @@ def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
         what = f"{model.expert_flag.removeprefix('--')} {given}, but the {model.role} has no experts"
         why = "there is nothing to spread over these processes"
         do = "remove it" + ("; a teacher's is --teacher-expert-model-parallel-size" if is_student else "")
-        yield UsageError(what, why, do, code="expert-parallel-without-experts")
+        yield UsageError(what, why, do, code="remove-flag")
 
 
 def _spread(facts: RunFacts, model: PlannedModel, num_experts: int) -> Iterator[UsageError]:
@@ -92,16 +92,16 @@ def _spread(facts: RunFacts, model: PlannedModel, num_experts: int) -> Iterator[
     if num_experts % size:
         what = f"the {model.role}'s {num_experts} experts are not divisible by {flag} {size}"
         why = "every process holds the same number of experts"
-        yield UsageError(what, why, use, code="experts-not-divisible")
+        yield UsageError(what, why, use, code="model-not-divisible")
     elif not rest and of_stage % size and not (inherits and student_has_experts):  # reported of the student
         what = f"{of_stage} processes of a pipeline stage are not divisible by {flag} {size}"
         why = "the tensor, context and data-parallel processes of a stage share its experts"
-        yield UsageError(what, why, use, code="expert-parallel-not-divisible")
+        yield UsageError(what, why, use, code="world-not-divisible")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         what = f"the {model.role} has experts, and tensor-model-parallel-size is "
         what += f"{parallel.tensor_model_parallel_size} without sequence-parallel"
         why = "every tensor-parallel process would route the same tokens"
-        yield UsageError(what, why, "add --sequence-parallel", code="experts-without-sequence-parallel")
+        yield UsageError(what, why, "add --sequence-parallel", code="add-flag")
 
 
 def require_expert_layers(facts: RunFacts) -> None:
@@ -119,4 +119,4 @@ def require_expert_layers(facts: RunFacts) -> None:
             what = f"pipeline rank {rank} has {len(layers)} layers of the student, none of them with experts"
             why = "the distributed optimizer cannot save the empty optimizer of its experts"
             do = f"give it a layer with experts ({STUDENT_FLAG}), or remove --use-distributed-optimizer"
-            raise UsageError(what, why, do, code="pipeline-rank-without-experts")
+            raise UsageError(what, why, do, code="layout-not-valid")

@@ -32,7 +32,7 @@ def check_data(facts: RunFacts) -> Iterator[MkdError]:
         what = f"eval-interval {training.eval_interval} has no held-out data"
         why = f"split {data.split} leaves none for validation, and there is no valid-data-path"
         do = f"give --valid-data-path PATH, or --split {EXAMPLE_SPLIT}"
-        yield UsageError(what, why, do, code="held-out-data-missing")
+        yield UsageError(what, why, do, code="data-path-missing")
 
 
 def check_tasks(facts: RunFacts) -> Iterator[UsageError]:
@@ -56,14 +56,14 @@ def check_folders(facts: RunFacts) -> Iterator[UsageError]:
         if value and checkpoint.no_save:
             what = f"{name.replace('_', '-')} {value} contradicts no-save"
             yield UsageError(
-                what, "the run writes no checkpoints", "leave out one of them", code="save-missing"
+                what, "the run writes no checkpoints", "leave out one of them", code="exclude-each-other"
             )
     if checkpoint.accept_change and not checkpoint.load:
         why = "a run is compared only with the checkpoint that it resumes from"
         yield no_effect("accept-change", why, "add --load DIR")
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
         what = f"ckpt-step {checkpoint.ckpt_step} has no folder"
-        yield UsageError(what, "", "give --load DIR", code="ckpt-step-without-load")
+        yield UsageError(what, "", "give --load DIR", code="add-flag")
 
 
 def check_log(facts: RunFacts) -> Iterator[UsageError]:
@@ -82,14 +82,14 @@ def check_log(facts: RunFacts) -> Iterator[UsageError]:
     steps = [int(step) for step in log.profile_steps if step.isdecimal()]
     if len(log.profile_steps) != 2 or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         what, why = f"{setting} is not a first and a last iteration", "iterations count from 1"
-        yield UsageError(what, why, "use for example --profile-steps 11 12", code="profile-steps-not-valid")
+        yield UsageError(what, why, "use for example --profile-steps 11 12", code="value-not-valid")
     elif facts.config.training.train_iters < steps[0]:
         yield no_effect(setting, f"the run ends at {facts.config.training.train_iters}", "lower them")
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
         what = f"profile-ranks {' '.join(wrong)} are not ranks" if wrong else "profile-ranks is empty"
         do = "use for example --profile-ranks 0 1"
-        yield UsageError(what, "ranks are whole numbers from 0", do, code="profile-ranks-not-valid")
+        yield UsageError(what, "ranks are whole numbers from 0", do, code="value-not-valid")
 
 
 def _eval_tasks(config: Config) -> tuple[str, ...]:

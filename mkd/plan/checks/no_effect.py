@@ -8,6 +8,4 @@ from mkd.errors import UsageError
 def no_effect(setting: str, why: str, do: str) -> UsageError:
     """Return the error for `setting`. `do` gives it an effect, or is "remove it"."""
     what = f"{setting} would have no effect"
-    return UsageError(
-        what, why, do if do == "remove it" else f"{do}, or remove it", code="setting-without-effect"
-    )
+    return UsageError(what, why, do if do == "remove it" else f"{do}, or remove it", code="remove-flag")

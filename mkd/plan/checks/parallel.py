@@ -26,13 +26,13 @@ def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
             f"{by_stages} exclude each other",
             "both set the number of virtual stages",
             "give one of them",
-            code="virtual-stages-given-twice",
+            code="exclude-each-other",
         )
     if parallel.pipeline_model_parallel_size == 1 and (by_layers is not None or (by_stages or 1) > 1):
         what = "virtual pipeline stages need pipeline-model-parallel-size above 1"
         why = "interleaving shrinks the bubble of a pipeline, and there is no pipeline"
         do = "raise --pipeline-model-parallel-size, or remove the virtual stages"
-        yield UsageError(what, why, do, code="virtual-stages-without-pipeline")
+        yield UsageError(what, why, do, code="remove-flag")
     layouts = zip(given_layouts(config), layout_flags(config), strict=True)
     flags = [flag for layout, flag in layouts if layout]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
@@ -41,13 +41,13 @@ def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
         what = f"--pipeline-layout auto and {given} exclude each other"
         why = "both split layers over the pipeline; auto chooses the splits of all models together"
         do = f"remove {given}, or --pipeline-layout auto"
-        yield UsageError(what, why, do, code="auto-layout-with-layout")
+        yield UsageError(what, why, do, code="exclude-each-other")
     overlaps_both = parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
     if parallel.overlap_param_gather and not overlaps_both:
         what = "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce"
         why = "only the distributed optimizer gathers parameters; Megatron overlaps both directions together"
         do = "add --use-distributed-optimizer --overlap-grad-reduce"
-        yield UsageError(what, why, do, code="overlap-without-distributed-optimizer")
+        yield UsageError(what, why, do, code="add-flag")
 
 
 def check_sequences(facts: RunFacts) -> Iterator[UsageError]:
@@ -70,7 +70,7 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
             "many",
             "document boundaries are 32-bit positions",
             f"lower {option.place} or --micro-batch-size",
-            code="pack-too-long",
+            code="numbers-contradict",
         )
     if seq_length % multiple:
         yield UsageError(
@@ -78,7 +78,7 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
             f"{multiple}",
             "context parallelism gives every process two equal parts of each document",
             f"use {option.place} {fitting}",
-            code="seq-length-not-divisible",
+            code="length-not-divisible",
         )
     elif tokens % shards:
         by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
@@ -87,7 +87,7 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
             f"divisible by tensor-model-parallel-size {tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
             f"use {option.place} {fitting}, or remove --sequence-parallel",
-            code="sequence-parallel-not-divisible",
+            code="length-not-divisible",
         )
 
 
@@ -107,7 +107,7 @@ def check_batch(facts: RunFacts) -> Iterator[MkdError]:
             f"pipeline-model-parallel-size {pipeline}",
             "the interleaved schedule runs micro-batches in groups of the pipeline's size",
             f"use --global-batch-size {' or '.join(map(str, sizes))}",
-            code="microbatches-not-divisible",
+            code="batch-not-divisible",
         )
 
 
@@ -122,7 +122,7 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
                 f"context-parallel-size {context} does not work with the {role}'s attention sinks",
                 "its attention needs all keys of a document on one process",
                 "use --context-parallel-size 1, and more tensor or pipeline parallelism to save memory",
-                code="sinks-with-context-parallel",
+                code="exclude-each-other",
             )
         elif shape.sliding_windows and groups % context:
             yield UsageError(
@@ -131,7 +131,7 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
                 f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism "
                 "then trades tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
-                code="heads-not-divisible",
+                code="model-not-divisible",
             )
 
 
@@ -150,7 +150,7 @@ def check_ffn(facts: RunFacts) -> Iterator[UsageError]:
                 f"tensor-model-parallel-size {tensor}",
                 "every tensor-parallel process holds the same number of MLP channels",
                 f"use --tensor-model-parallel-size {fitting[-1]}",
-                code="ffn-not-divisible",
+                code="model-not-divisible",
             )
 
 

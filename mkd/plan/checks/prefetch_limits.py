@@ -39,7 +39,7 @@ def check_prefetch(facts: RunFacts) -> Iterator[UsageError]:
     if ahead < 0:
         why = "it is the number of micro-batches that teacher forwards may be ahead of the loss"
         what, do = f"{_given(config)} is no such number", "give 0 or more, or auto"
-        yield UsageError(what, why, do, code="teacher-prefetch-not-valid")
+        yield UsageError(what, why, do, code="value-not-valid")
     elif ahead > 0 and config.needs_models:  # plain training reads no setting of teachers
         yield from _obstacles(config)
 
@@ -50,23 +50,23 @@ def _obstacles(config: Config) -> Iterator[UsageError]:
     if parallel.pipeline_model_parallel_size == 1:
         what = f"{given}, but --pipeline-model-parallel-size is 1"
         why = "teacher forwards ahead fill the time that a pipeline waits, and there is none"
-        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-without-pipeline")
+        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")
     by_layers = parallel.num_layers_per_virtual_pipeline_stage
     by_stages = parallel.num_virtual_stages_per_pipeline_rank
     if by_layers is not None or (by_stages or 1) > 1:
         what = f"{given} with virtual pipeline stages"
         why = "teacher forwards ahead are planned for the gaps of the schedule without interleaving"
         do = f"{DO_WITHOUT}, or the virtual stages, which then gain little"
-        yield UsageError(what, why, do, code="teacher-prefetch-with-interleaving")
+        yield UsageError(what, why, do, code="teacher-prefetch-not-possible")
     if not config.needs_models or not config.teachers or any(teacher.topk for teacher in config.teachers):
         what = f"{given}, but no teacher runs"
         why = "a stored teacher needs no teacher forward"
-        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-without-teacher")
+        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")
     if config.rollout.is_on:
         what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
         why = "the next completions, and the number of their micro-batches, depend on the update of this step"
         do = f"{DO_WITHOUT}, or train on stored text: --on-policy-fraction 0"
-        yield UsageError(what, why, do, code="rollout-with-teacher-prefetch")
+        yield UsageError(what, why, do, code="teacher-prefetch-not-possible")
 
 
 def _given(config: Config) -> str:

@@ -69,7 +69,7 @@ def check_ranges(facts: RunFacts, names: Collection[str] | None = None) -> Itera
         if names is None or option.name in names:
             what = f"{option.label} {value} must be {wanted}"
             why = f"{option.label}: {option.help}"
-            yield UsageError(what, why, f"change {option.place}", code="value-out-of-range")
+            yield UsageError(what, why, f"change {option.place}", code="out-of-range")
 
 
 def options_out_of_range(facts: RunFacts) -> set[str]:

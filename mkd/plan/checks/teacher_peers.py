@@ -41,7 +41,7 @@ def check_peers(facts: RunFacts) -> Iterator[UsageError]:
             what = f"{place}residency peers, but no {place}peers"
             why = "it sets how many processes split each layer"
             do = f"give {place}peers, for example the GPUs of a machine"
-            yield UsageError(what, why, do, code="teacher-peers-missing")
+            yield UsageError(what, why, do, code="add-flag")
 
 
 def check_replicas(facts: RunFacts) -> Iterator[UsageError]:
@@ -60,12 +60,12 @@ def check_replicas(facts: RunFacts) -> Iterator[UsageError]:
             what = f"{split.place}residency peers, but no two processes hold the same weights of the teacher"
             why = f"a pipeline stage has {of_stage} processes, with {split.divided_by}"
             do = f"{DO_WITHOUT}, use {split.place}residency host, or more processes"
-            yield UsageError(what, why, do, code="teacher-without-peers")
+            yield UsageError(what, why, do, code="world-not-divisible")
         elif alike % split.peers:
             what = f"{split.place}peers {split.peers} does not divide {alike} processes"
             why = f"so many of the {of_stage} processes of a pipeline stage hold the same weights, with "
             why += split.divided_by
-            yield UsageError(what, why, split.advice(alike), code="teacher-peers-not-divisible")
+            yield UsageError(what, why, split.advice(alike), code="world-not-divisible")
 
 
 def check_machine(facts: RunFacts, processes: int) -> Iterator[UsageError]:
@@ -77,7 +77,7 @@ def check_machine(facts: RunFacts, processes: int) -> Iterator[UsageError]:
             what += f"processes, which do not divide the {processes} of a machine"
             why = "peers exchange the teacher's layers in every forward pass: networks are too slow for that"
             do = split.advice(max(1, processes // split.shards))
-            yield UsageError(what, why, do, code="teacher-peers-across-machines")
+            yield UsageError(what, why, do, code="world-not-divisible")
 
 
 def place_of(index: int) -> str:

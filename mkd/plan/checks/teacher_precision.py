@@ -37,7 +37,7 @@ def check_precision(facts: RunFacts) -> Iterator[UsageError]:
             if not config.training.bf16:
                 why = "everything but the products stays in bf16, and the run is in fp32"
                 do = f"add --bf16, or remove {place}precision"
-                yield UsageError(f"{place}precision fp8 without --bf16", why, do, code="fp8-without-bf16")
+                yield UsageError(f"{place}precision fp8 without --bf16", why, do, code="add-flag")
             yield from _check_rows(config, teacher, place)
         elif teacher.fp8_recipe != TeacherConfig.fp8_recipe:
             name = f"{place}fp8_recipe" if index else "--teacher-fp8-recipe"
@@ -64,7 +64,7 @@ def _check_rows(config: Config, teacher: TeacherConfig, place: str) -> Iterator[
             f"multiple of {rows} tokens",
             "FP8 products take only such numbers of rows",
             f"use {label} {unit * math.ceil(length / unit)}",
-            code="fp8-rows-not-divisible",
+            code="length-not-divisible",
         )
 
 
@@ -93,10 +93,10 @@ def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> 
     do = f"remove {place}: --teacher-residency peers or host saves memory, too"
     if shape.moe is not None:
         what, why = f"{place}, but the teacher has experts", "FP8 products of experts are not supported yet"
-        yield UsageError(what, why, do, code="fp8-with-experts")
+        yield UsageError(what, why, do, code="fp8-not-possible")
     elif any(layer.mla is not None for layer in shape.layers):
         what = f"{place}, but the teacher has latent attention"
-        yield UsageError(what, "its FP8 products are not supported yet", do, code="fp8-with-latent-attention")
+        yield UsageError(what, "its FP8 products are not supported yet", do, code="fp8-not-possible")
     else:
         tensor = config.parallel.tensor_model_parallel_size
         widths = sorted(width for width in _widths(shape, tensor) if width % WIDTHS)
@@ -106,13 +106,13 @@ def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> 
             )
             why = f"blocks of activations have {hidden} channels"
             do = "use --teacher-fp8-recipe tensorwise"
-            yield UsageError(what, why, do, code="fp8-blocks-not-divisible")
+            yield UsageError(what, why, do, code="fp8-not-possible")
         if widths:
             given = ", ".join(map(str, widths))
             what = f"{place}, but weights of the teacher have {given} channels on a process"
             why = f"FP8 products take multiples of {WIDTHS}"
             do = f"{do}; a smaller --tensor-model-parallel-size may fit" if tensor > 1 else do
-            yield UsageError(what, why, do, code="fp8-widths-not-divisible")
+            yield UsageError(what, why, do, code="fp8-not-possible")
 
 
 def _widths(shape: ModelShape, tensor: int) -> set[int]:

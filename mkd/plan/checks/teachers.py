@@ -25,7 +25,7 @@ def check_models(facts: RunFacts) -> Iterator[UsageError]:
     config = facts.config
     if not (config.student.hf or config.student.load):
         do = "give --student-hf DIR or --student-load CKPT"
-        yield UsageError("no student is given", "there is nothing to train", do, code="student-missing")
+        yield UsageError("no student is given", "there is nothing to train", do, code="model-missing")
     teachers, ratio = config.teachers, config.kd.kd_ratio
     if not config.needs_models:  # plain training loads no teacher
         return
@@ -33,13 +33,13 @@ def check_models(facts: RunFacts) -> Iterator[UsageError]:
         what = f"no teacher is given, but kd-ratio is {ratio}"
         why = "the loss needs the teacher's logits"
         do = "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or train with --kd-ratio 0"
-        yield UsageError(what, why, do, code="teacher-missing")
+        yield UsageError(what, why, do, code="model-missing")
         return
     for index, teacher in enumerate(teachers):
         if not _has_model(teacher):
             what = f"teachers[{index}] names no model"
             why = "every entry is a teacher"
-            yield UsageError(what, why, "give its hf or load, or remove it", code="teacher-without-model")
+            yield UsageError(what, why, "give its hf or load, or remove it", code="model-missing")
     yield from _stored(config)
     yield from _names(facts.teacher_names)
     yield from _weights(config)
@@ -57,13 +57,13 @@ def _stored(config: Config) -> Iterator[UsageError]:
         what = f"{_given(stored)}, and {len(config.teachers)} teachers"
         why = "stored log-probabilities take the place of the only teacher"
         do = "give hf or load instead, or keep one teacher alone"
-        yield UsageError(what, why, do, code="stored-teacher-not-alone")
+        yield UsageError(what, why, do, code="stored-teacher-excludes")
     related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
     if related:
         what = f"{_given(related)} for a teacher with xtoken settings"
         why = "it stores probabilities of the student's tokens, and this teacher has another tokenizer"
         do = "run this teacher from its hf or load, or remove xtoken"
-        yield UsageError(what, why, do, code="stored-teacher-with-xtoken")
+        yield UsageError(what, why, do, code="stored-teacher-excludes")
     divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
     for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
         yield UsageError(
@@ -72,7 +72,7 @@ def _stored(config: Config) -> Iterator[UsageError]:
             "of the ids outside the teacher's top-k only their total is stored, which suffices for "
             "forward_kl alone",
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
-            code="stored-teacher-divergence",
+            code="stored-teacher-excludes",
         )
     for residency in sorted({teacher.residency for teacher in stored.values()} - {"device"}):
         yield no_effect(f"teacher-residency {residency}", "a stored teacher has no weights", "remove it")
@@ -89,11 +89,11 @@ def _names(names: Sequence[str]) -> Iterator[UsageError]:
         if count > 1:
             what = f"{count} teachers have the name {name}"
             why = "metrics of each teacher carry its name"
-            yield UsageError(what, why, "give each teacher another name", code="teacher-names-equal")
+            yield UsageError(what, why, "give each teacher another name", code="names-equal")
         if not re.fullmatch(r"[\w.-]+", name):
             what = f"teacher name {name!r} is not a plain word"
             why = "it becomes part of the names of metrics, kd_loss/NAME"
-            yield UsageError(what, why, "use letters, digits and . _ -", code="teacher-name-not-valid")
+            yield UsageError(what, why, "use letters, digits and . _ -", code="value-not-valid")
 
 
 def _weights(config: Config) -> Iterator[UsageError]:
@@ -102,19 +102,19 @@ def _weights(config: Config) -> Iterator[UsageError]:
         if weights != [1]:
             why = "a single teacher has the whole weight"
             do = "remove it; --kd-ratio sets the share of distillation in the loss"
-            yield UsageError(f"teachers[0].weight is {weights[0]}", why, do, code="teacher-weight-of-single")
+            yield UsageError(f"teachers[0].weight is {weights[0]}", why, do, code="remove-flag")
         return
     if not any(weights):
         what = f"the weights of all {len(weights)} teachers are 0"
         why = "weights are divided by their sum"
-        yield UsageError(what, why, "give weights above 0", code="teacher-weights-all-zero")
+        yield UsageError(what, why, "give weights above 0", code="out-of-range")
         return
     for index, weight in enumerate(weights):
         if weight <= 0:
             what = f"teachers[{index}].weight {weight} must be above 0"
             why = "a teacher of weight 0 would run for nothing, and one below 0 would be unlearnt"
             do = "give a weight above 0, or remove this teacher"
-            yield UsageError(what, why, do, code="teacher-weight-not-positive")
+            yield UsageError(what, why, do, code="out-of-range")
         elif weight != 1 and kd.selects_teacher:
             why = "teacher-combination select takes the best teacher of each pack whole"
             yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
@@ -158,7 +158,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
             what = f"teacher-combination average, but teachers[{index}] has xtoken settings"
             why = "probabilities of different tokens have no mean"
             do = "use --teacher-combination weighted_sum"
-            yield UsageError(what, why, do, code="average-of-different-tokens")
+            yield UsageError(what, why, do, code="exclude-each-other")
         for field in ("temperature", *TEACHER_FIELDS):
             if getattr(teacher, field) is not None:
                 setting = f"teachers[{index}].{field} {getattr(teacher, field)}"

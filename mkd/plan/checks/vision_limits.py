@@ -24,7 +24,7 @@ def check_train_parts(facts: RunFacts) -> Iterator[UsageError]:
     if "text" not in parts:
         what = f"{FLAG} {' '.join(parts)} leaves out text"
         why = "the divergence is on the tokens of the text model, which mkd always trains"
-        yield UsageError(what, why, "add text", code="train-parts-without-text")
+        yield UsageError(what, why, "add text", code="value-not-valid")
 
 
 def check_vision(facts: RunFacts) -> Iterator[MkdError]:
@@ -59,5 +59,5 @@ def first_part_problems(model: PlannedModel, layout: PipelineLayout) -> Iterator
         "features of the vision tower",
         "the tower is on that stage, and its features do not travel to others",
         f"give the first stage {needed} layers or more with {model.layout_flag}, or use fewer stages",
-        code="deepstack-beyond-first-stage",
+        code="layout-not-valid",
     )

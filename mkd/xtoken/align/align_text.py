@@ -52,9 +52,7 @@ def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.nda
     """Return a mode's function (student, teacher) -> chunks of `text`. Raises UsageError for other modes."""
     if mode not in MODES:
         raise UsageError(
-            f"alignment mode {mode} is not known",
-            do=f"use one of {', '.join(MODES)}",
-            code="alignment-mode-unknown",
+            f"alignment mode {mode} is not known", do=f"use one of {', '.join(MODES)}", code="value-unknown"
         )
     if mode == "byte_offset":
         return align_spans

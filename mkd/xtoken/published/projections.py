@@ -67,5 +67,5 @@ def _refused(path: Path, why: str) -> UsageError:
         f"{path} is not a projection matrix for these tokenizers",
         why,
         "build one with `mkd projection` from this run's tokenizers, or drop the setting: mkd then builds it",
-        code="projection-not-valid",
+        code="projection-does-not-fit",
     )

@@ -84,7 +84,7 @@ class ChunkVocabulary:
                 "student and teacher have no common token among the rows of their heads",
                 "a chunk loss compares them on common tokens",
                 "check the tokenizers and the vocabulary sizes of both models",
-                code="no-common-token-in-heads",
+                code="tokenizers-differ",
             )
         assert not (slots.common & ~student_real).any(), "a padded row of the student is not a token"
         students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)

@@ -30,13 +30,13 @@ class ProjectionSettings:
             what = f"--stages {','.join(self.stages)} makes no projection matrix"
             why = f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made"
             do = f"use for example --stages {','.join(STAGES)}"
-            raise UsageError(what, why, do, code="projection-stages-empty")
+            raise UsageError(what, why, do, code="value-not-valid")
         if self.top_k < 1:
             what, do = (
                 f"--top-k {self.top_k} leaves no entry in a row",
                 "use 1 or more; the published runs use 4",
             )
-            raise UsageError(what, do=do, code="projection-top-k-zero")
+            raise UsageError(what, do=do, code="out-of-range")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
             f"the tokenizers have no token in common: no two of {sizes[0]} and {sizes[1]} are the same bytes",
             "probabilities cannot be compared: more likely a wrong path or a damaged file than a real pair",
             "check the tokenizers of student and teacher",
-            code="no-common-token",
+            code="tokenizers-differ",
         )
     by_role = role_pairs(student.roles, teacher.roles)
     by_bytes = {ours[piece]: theirs[piece] for piece in ours if piece in theirs}

@@ -110,7 +110,7 @@ def _from_file(
         raise UsageError(
             f"projection {path} is not a file",
             do="give the path of a projection matrix, or drop the setting: mkd then builds it",
-            code="projection-not-found",
+            code="path-not-found",
         )
     if _is_ours(path):
         return load_relation(path, student, teacher)

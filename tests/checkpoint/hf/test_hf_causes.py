@@ -15,7 +15,7 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.errors import CheckpointError, ErrorList, UsageError
 from mkd.plan.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
-from tests.reported import refused
+from tests.reported import refused, reports
 from tests.tiny_models import make_model
 
 
@@ -127,7 +127,7 @@ def test_weights_that_are_quantised_without_a_word(llama, tmp_path):
     tensors = {n: t.to(torch.float8_e4m3fn) if t.dim() == 2 else t for n, t in all_tensors(llama).items()}
     scales = {f"{n}_scale_inv": torch.ones(1, 1) for n, t in tensors.items() if t.dim() == 2}
     save_file(tensors | scales, tmp_path / "model" / "model.safetensors")
-    with refused("hf-quantisation-unknown", CheckpointError) as caught:
+    with refused("hf-quantisation-not-supported: tensors are stored as", CheckpointError) as caught:
         check(tmp_path / "model")
     assert "30 tensors are stored as F8_E4M3" in caught.value.what
 
@@ -137,7 +137,7 @@ def test_single_differences_stay_problems_of_their_own(llama, tmp_path):
     folder = renamed(llama, tmp_path / "model", lambda n: None if n in gone else n)
     with pytest.raises(ErrorList) as caught:
         check(folder)
-    assert caught.value.codes == ["hf-tensor-missing"] * 2
+    assert reports(caught.value) == ["hf-files-damaged: tensor"] * 2
 
 
 def test_an_adapter_is_to_be_merged(llama, tmp_path):

@@ -22,7 +22,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
-from tests.reported import refused
+from tests.reported import Reported, refused, reports
 from tests.tiny_models import make_model
 
 
@@ -97,7 +97,7 @@ def test_slices_are_those_of_the_whole_tensors_and_are_counted(folder):
 @pytest.mark.fault(31)
 def test_weight_map_may_only_name_files_of_the_folder(folder, value):
     edit_index(folder, **{"model.norm.weight": value})
-    with refused("hf-shard-outside-folder", CheckpointError) as caught:
+    with refused("untrusted-files: weight_map sends tensor", CheckpointError) as caught:
         HFCheckpoint(folder)
     assert "model.norm.weight" in caught.value.what and repr(value) in caught.value.what
 
@@ -106,7 +106,10 @@ def test_all_unsafe_entries_are_reported_at_once(folder):
     edit_index(folder, **{"model.norm.weight": "../a.safetensors", "lm_head.weight": "/b.safetensors"})
     with pytest.raises(ErrorList) as caught:
         HFCheckpoint(folder)
-    assert caught.value.codes == ["hf-shard-outside-folder"] * 2 and caught.value.exit_code == 66
+    assert (
+        reports(caught.value) == ["untrusted-files: weight_map sends tensor"] * 2
+        and caught.value.exit_code == 66
+    )
 
 
 @pytest.mark.fault(31)
@@ -143,7 +146,7 @@ def test_links_in_a_circle(folder):
     shard = next(folder.glob("model-*.safetensors"))
     shard.unlink()
     shard.symlink_to(shard)
-    with refused("hf-shard-unreadable", CheckpointError):
+    with refused("hf-files-damaged: cannot be opened", CheckpointError):
         HFCheckpoint(folder)
 
 
@@ -174,14 +177,19 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
 
 
 def test_folder_without_weights(tmp_path):
-    with refused("hf-weights-missing", CheckpointError):
+    with refused("hf-weights-missing: holds neither", CheckpointError):
         HFCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '"x"'])
 def test_malformed_index(folder, text):
     (folder / INDEX_FILE).write_text(text)
-    with refused("hf-index-empty" if text == '{"weight_map": {}}' else "hf-index-not-valid", CheckpointError):
+    with refused(
+        "hf-files-damaged: lists no tensors"
+        if text == '{"weight_map": {}}'
+        else "hf-files-damaged: is not an index of safetensors",
+        CheckpointError,
+    ):
         HFCheckpoint(folder)
 
 
@@ -191,7 +199,7 @@ def test_missing_shards_are_named(folder):
         next(folder.glob(f"model-0000{number}-of-*")).unlink()
     with pytest.raises(ErrorList) as caught:
         HFCheckpoint(folder)
-    assert caught.value.codes == ["hf-shard-missing"] * 2
+    assert reports(caught.value) == ["hf-files-damaged: .safetensors"] * 2
     assert [f"model-0000{n}-of-" in caught.value.errors[n - 1].what for n in (1, 2)] == [True] * 2
 
 
@@ -199,7 +207,7 @@ def test_missing_shards_are_named(folder):
 def test_truncated_shard_is_named(folder):
     shard = next(folder.glob("model-00002-of-*"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    with refused("hf-shard-unreadable", CheckpointError) as caught:
+    with refused("hf-files-damaged: cannot be opened", CheckpointError) as caught:
         HFCheckpoint(folder)
     assert shard.name in caught.value.what
 
@@ -222,13 +230,13 @@ def test_truncated_shard_is_named(folder):
 def test_absurd_header_is_refused(header, folder):
     shard = next(folder.glob("model-00002-of-*"))
     shard.write_bytes(header + bytes(8))
-    with refused("hf-shard-unreadable", CheckpointError):
+    with refused("hf-files-damaged: cannot be opened", CheckpointError):
         HFCheckpoint(folder)
 
 
 def test_index_that_names_a_tensor_its_shard_lacks(folder):
     edit_index(folder, **{"model.layers.9.mlp.up_proj.weight": next(folder.glob("model-00001-of-*")).name})
-    with refused("hf-tensor-not-in-shard", CheckpointError):
+    with refused("hf-files-damaged: has no tensor", CheckpointError):
         HFCheckpoint(folder)
 
 
@@ -239,7 +247,7 @@ def test_no_tensor_of_a_shard_is_left_out(folder):
     edit_tensor(folder, norm, lambda tensors: tensors.update({up: torch.ones(96, 48)}))
     with pytest.raises(ErrorList) as caught:
         HFCheckpoint(folder)
-    assert caught.value.codes == ["hf-tensor-not-in-index"] * 2
+    assert reports(caught.value) == ["hf-files-damaged: has tensor"] * 2
     assert f"{up}, and {INDEX_FILE} lists it in" in str(caught.value)
 
 
@@ -251,7 +259,7 @@ def test_every_mismatch_is_reported_before_anything_is_read(folder):
     index = json.loads((folder / INDEX_FILE).read_text())
     edit_index(folder, **{more: index["weight_map"]["model.norm.weight"]})
     problems = problems_of(folder)
-    assert [p.code for p in problems] == ["hf-tensor-shape", "hf-tensor-unexpected"]
+    assert reports(problems) == ["hf-tensor-unexpected: has shape", "hf-tensor-unexpected: is not expected"]
     assert problems[0].what == f"{folder}: tensor {name} has shape [95, 48], expected [96, 48]"
     assert all(p.why and p.do for p in problems)
 
@@ -264,14 +272,14 @@ def test_missing_tensor(folder):
     del index["weight_map"][name]
     (folder / INDEX_FILE).write_text(json.dumps(index))
     (problem,) = problems_of(folder)
-    assert problem.code == "hf-tensor-missing" and "layers.3.self_attn.k_proj.weight" in problem.what
+    assert problem.code == "hf-files-damaged" and "layers.3.self_attn.k_proj.weight" in problem.what
 
 
 def test_quantised_tensor(folder):
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensor(folder, name, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     (problem,) = problems_of(folder)
-    assert problem.code == "hf-tensor-dtype" and name in problem.what
+    assert problem.code == "hf-quantisation-not-supported" and name in problem.what
 
 
 def test_stored_rotary_frequencies_are_ignored(folder):
@@ -310,7 +318,7 @@ def load(folder, tp, dtype=torch.float32, change=None):
             chunk, shape, checkpoint, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size
         )
     except MkdError as error:
-        return checkpoint.bytes_read, error.code
+        return checkpoint.bytes_read, Reported.of(error)
     return checkpoint.bytes_read, {name: parameter.detach() for name, parameter in chunk.named_parameters()}
 
 
@@ -348,12 +356,12 @@ def test_weights_arrive_in_the_models_dtype(ranks, folder):
 
 def test_parameter_without_source_is_an_error(ranks, folder):
     ((read, code),) = ranks.run(load, 1, folder, 1, torch.float32, "extra parameter")
-    assert (read, code) == (0, "hf-parameter-without-source")
+    assert (read, code) == (0, "hf-tensor-unexpected: has no source in a")
 
 
 def test_tensor_without_parameter_is_an_error(ranks, folder):
     ((read, code),) = ranks.run(load, 1, folder, 1, torch.float32, "no norm")
-    assert (read, code) == (0, "hf-tensor-without-parameter")
+    assert (read, code) == (0, "hf-tensor-unexpected: the model has no parameter for")
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -367,4 +375,4 @@ def test_stored_head_of_a_tied_model_must_equal_the_embedding(ranks, tmp_path, e
     if equal:
         assert torch.equal(result["embedding.word_embeddings.weight"][:307], tensors["lm_head.weight"])
     else:
-        assert result == "hf-head-not-tied"
+        assert result == "hf-tensor-unexpected: differs from"

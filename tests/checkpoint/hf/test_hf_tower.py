@@ -15,12 +15,13 @@ from mkd.checkpoint.folders import TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.convert.models import build_model, load_from_hf
-from mkd.errors import ErrorList, MkdError
+from mkd.errors import MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
 from tests.checkpoint.hf.test_hf_writer import import_export
 from tests.checkpoint.saved_tensors import all_tensors
+from tests.reported import reports
 from tests.tiny_vision_models import FAMILIES, make_vision_model
 
 LAYOUTS = {"smolvlm": (2, (1, (3, 1), 1)), "qwen3_vl": (4, (2, (2, 2), 1))}  # the others on one process
@@ -72,10 +73,8 @@ def load_codes(folder):
     context = ParallelContext.create(detect())
     try:
         load_from_hf(folder, ModelShape.from_hf_dir(folder), torch.float32, context)
-    except ErrorList as problems:
-        return sorted(one.code for one in problems.errors)
     except MkdError as problem:
-        return [problem.code]
+        return reports(problem)
     return []
 
 
@@ -93,5 +92,9 @@ def test_a_damaged_tower_is_refused_by_name(tmp_path, ranks):
     changed["model.connector.further"] = torch.ones(1)
     save_file(changed, source / "model.safetensors", {"format": "pt"})
     (codes,) = ranks.run(load_codes, 1, source)
-    assert codes == ["hf-tensor-missing", "hf-tensor-shape", "hf-tensor-unexpected"]
+    assert codes == [
+        "hf-tensor-unexpected: is not expected",
+        "hf-files-damaged: tensor",
+        "hf-tensor-unexpected: has shape",
+    ]
     shutil.rmtree(source)

@@ -281,18 +281,18 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_older_export(ranks
 def test_a_folder_that_cannot_be_made(ranks, originals, tmp_path):
     (tmp_path / "file").write_text("")
     results = ranks.run(import_export, 2, originals("llama"), tmp_path / "file" / "out", (1, (2, 2), 1))
-    assert all(message.startswith("error[export-folder-not-writable]") for message in results)
+    assert all(message.startswith("error[save-not-writable]") for message in results)
 
 
 def test_the_reference_is_never_overwritten(ranks, originals):
     source = originals("llama")
     (message,) = ranks.run(import_export, 1, source, source, (1, (4,), 1))
-    assert message.startswith("error[export-overwrites-source]")
+    assert message.startswith("error[save-folder-taken]")
 
 
 def test_a_reference_of_another_model(ranks, originals, tmp_path):
     (message,) = ranks.run(export_with_other_reference, 1, originals("llama"), originals("qwen3"), tmp_path)
-    assert message.startswith("error[export-of-another-model]") and "head_dim 16 instead of 8" in message
+    assert message.startswith("error[checkpoint-of-another-model]") and "head_dim 16 instead of 8" in message
 
 
 def export_with_other_reference(source, reference, out):
@@ -308,7 +308,7 @@ def test_a_problem_of_one_stage_is_raised_on_all(ranks, originals, tmp_path):
     results = ranks.run(
         import_export, 2, originals("llama"), tmp_path, (1, (2, 2), 1), None, 60_000, 0, None, "extra"
     )
-    assert all(message.startswith("error[hf-parameter-without-source]") for message in results)
+    assert all(message.startswith("error[hf-tensor-unexpected]") for message in results)
 
 
 def test_plan_counts_shards_from_shapes_alone(originals):
@@ -333,5 +333,5 @@ def test_plan_counts_shards_from_shapes_alone(originals):
 
 
 def test_integers_cannot_be_exported(originals):
-    with refused("export-dtype-not-supported", UsageError):
+    with refused("value-unknown: cannot export", UsageError):
         export_plan(ModelShape.from_hf_dir(originals("llama")), torch.int8)

@@ -121,7 +121,7 @@ def test_a_teacher_without_room_keeps_whole_images(open_pair):
 def test_a_text_model_beside_images_is_refused(open_pair):
     with pytest.raises(ErrorList) as caught:
         open_pair("qwen", "smolvlm", images=None)
-    assert set(caught.value.codes) == {"images-for-text-model", "too-many-bad-records"}
+    assert set(caught.value.codes) == {"images-not-read", "too-many-bad-records"}
 
 
 def test_packs_are_bounded_by_the_patches_of_either_model(open_pair):

@@ -71,8 +71,8 @@ def test_files_of_another_corpus_are_refused(corpus, make_store, tmp_path):
     store, _ = corpus
     prefix = store.tokens.prefix
     for documents in ([range(7)], [range(n) for n in (40, 0, 5, 1, 0, 71)]):
-        with refused("teacher-corpus-does-not-fit"):
+        with refused("cached-file-damaged: does not fit"):
             TeacherStore(prefix, make_store(documents, name="other"))
     TeacherStoreFiles(prefix).teacher_marks.unlink()
-    with refused("teacher-corpus-does-not-fit"):
+    with refused("cached-file-damaged: does not fit"):
         TeacherStore(prefix, store.student)

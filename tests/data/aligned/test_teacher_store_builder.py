@@ -81,7 +81,7 @@ def test_tokenised_conversations_are_refused(write_jsonl, tmp_path):
     build_store([write_jsonl("chat.jsonl", chat, {"text": "the fox"})], prefix, student, True)
     same = dict(tokenizer=student, vocab_size=student.vocab_size)
     assert len(open_pair(prefix, tmp_path, SharedTokens(), **same)[0])
-    with refused("corpus-of-conversations-for-teacher"):
+    with refused("corpus-of-another-model: is a tokenised corpus of"):
         open_pair(prefix, tmp_path, teacher_text(), **same)
 
 
@@ -124,7 +124,7 @@ def test_a_torn_cache_is_built_again(path, student, tmp_path):
 def test_the_students_corpus_must_be_that_of_the_file(path, student, write_jsonl, tmp_path, records, what):
     changed = texts(151)[:records] or ["another text", *texts(150)[1:]]
     other = write_jsonl("other.jsonl", *({"text": text} for text in changed))
-    with refused("document-not-alignable") as caught:
+    with refused("cached-file-damaged: cannot be aligned") as caught:
         build(other, student, tmp_path / "cache")
     assert what in caught.value.what
     assert not files_of(tmp_path / "cache")
@@ -138,5 +138,5 @@ def test_records_that_the_teacher_refuses(write_jsonl, tmp_path):
 
 
 def test_ids_that_the_teachers_model_does_not_know(path, student, tmp_path):
-    with refused("corpus-token-beyond-vocabulary"):
+    with refused("token-beyond-vocabulary: the model knows 0 to"):
         build(path, student, tmp_path / "cache", teacher_text(vocab_size=100))

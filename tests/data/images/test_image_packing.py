@@ -127,10 +127,10 @@ def test_a_corpus_with_images_needs_the_processor_that_made_it(corpus, reader, t
     images, store = corpus
     options = dict(tokenizer=images.processor.tokenizer, seq_length=SEQ_LENGTH, vocab_size=400)
     options |= dict(data_path=[store.prefix], cache_dir=str(tmp_path / "cache"))
-    with refused("corpus-with-images"):
+    with refused("images-not-read: has images, and a model of this"):
         open_datasets(**options)
     images.processor.backend.size = {"shortest_edge": 64, "longest_edge": 1024}
-    with refused("corpus-of-another-image-processor"):
+    with refused("corpus-of-another-model: another image processor"):
         open_datasets(**options, images=images)
 
 

@@ -48,11 +48,11 @@ def test_the_command_draws_packs_with_their_images(folders, family, tmp_path, ca
     assert (
         main([str(word) for word in [*argv[:-1], tmp_path / "missing" / "pack.png"]]) == UsageError.exit_code
     )
-    assert "error[picture-not-writable]" in capsys.readouterr().err
+    assert "error[not-writable]" in capsys.readouterr().err
 
 
 def test_missing_pillow_is_reported_before_anything_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     argv = ["--input", tmp_path / "none.jsonl", "--student", tmp_path, "--picture", tmp_path / "pack.png"]
     assert main([str(word) for word in argv]) == UsageError.exit_code
-    assert "error[picture-needs-pillow]" in capsys.readouterr().err
+    assert "error[package-missing]" in capsys.readouterr().err

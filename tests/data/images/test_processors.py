@@ -61,7 +61,7 @@ def test_a_side_that_is_no_multiple_of_a_tile_is_refused(tmp_path):
     folder = make_smolvlm(tmp_path)
     settings = json.loads((folder / PREPROCESSOR_FILE).read_text())
     (folder / PREPROCESSOR_FILE).write_text(json.dumps({**settings, "size": {"longest_edge": 70}}))
-    with refused("image-side-not-divisible"):
+    with refused("image-processor-not-valid: the image processor enlarges"):
         load(folder)
 
 
@@ -102,7 +102,7 @@ def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
     settings |= {"image_processor_type": "Remote", "auto_map": {"AutoImageProcessor": "remote.Remote"}}
     (folder / PREPROCESSOR_FILE).write_text(json.dumps(settings))
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    with refused("image-processor-not-loadable"):
+    with refused("image-processor-not-valid: the image processor cannot be"):
         load(folder)
     assert not mark.exists()
 

@@ -160,7 +160,9 @@ def test_records_that_are_left_out_are_listed_with_their_lines(records, tokenize
         return [entry["line"] for entry in found], found, sets
 
     if split:
-        with refused("conversations-too-long") as caught:  # both held-out documents
+        with refused(
+            "longer-than-seq-length: documents are conversations longer"
+        ) as caught:  # both held-out documents
             lines()
         assert caught.value.exit_code == 65 and records in caught.value.what and "2 of 2" in caught.value.what
     else:

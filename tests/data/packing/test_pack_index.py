@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(store, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError) as caught:
         pack_into_file(store, SETTINGS, str(tmp_path / "file"), KnownFiles(None))
-    assert caught.value.code == "data-cache-not-writable" and "--data-cache-path" in caught.value.do
+    assert caught.value.code == "data-not-writable" and "--data-cache-path" in caught.value.do
 
 
 def test_an_all_masked_corpus_is_refused(store):

@@ -84,12 +84,18 @@ def test_only_flagged_turns_are_aligned_with_a_teacher():
 @pytest.mark.parametrize(
     ("messages", "code"),
     [
-        ([ASK, GOOD | {"weight": 0.5}], "record-loss-flag-not-binary"),
-        ([ASK, GOOD | {"loss": "no"}], "record-loss-flag-not-binary"),
-        ([ASK, GOOD | {"loss": True, "weight": 0}], "record-loss-flags-differ"),
-        ([ASK | {"train": True}, GOOD], "record-loss-on-other-role"),
-        ([ASK, GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 2}]}], "record-loss-flag-of-part"),
-        ([ASK, GOOD | {"content": [{"type": "text", "text": "a", "weight": 0}]}], "record-loss-flag-of-part"),
+        ([ASK, GOOD | {"weight": 0.5}], "record-loss-flag-not-valid: with nothing between"),
+        ([ASK, GOOD | {"loss": "no"}], "record-loss-flag-not-valid: with nothing between"),
+        ([ASK, GOOD | {"loss": True, "weight": 0}], "record-loss-flag-not-valid: contradict each other"),
+        ([ASK | {"train": True}, GOOD], "record-loss-flag-not-valid: asks for loss on a message of the"),
+        (
+            [ASK, GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 2}]}],
+            "record-loss-flag-not-valid: as a whole or not at all",
+        ),
+        (
+            [ASK, GOOD | {"content": [{"type": "text", "text": "a", "weight": 0}]}],
+            "record-loss-flag-not-valid: as a whole or not at all",
+        ),
     ],
 )
 def test_flags_that_are_refused(messages, code):
@@ -102,5 +108,5 @@ def test_a_prompt_cannot_have_loss():
         {"prompt": [ASK, GOOD | {"loss": True}, ASK], "completion": [GOOD]},
         {"prompt": [ASK, GOOD | {"loss": True}, ASK], "chosen": [GOOD], "rejected": [BAD]},
     ):
-        with refused("record-loss-on-prompt", DataError):
+        with refused("record-loss-flag-not-valid: of the prompt asks for loss", DataError):
             parse_row(record)

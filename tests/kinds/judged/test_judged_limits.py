@@ -12,6 +12,7 @@ from mkd.config.load import load_config
 from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.preferences import Pairs
 from tests.plan.checks.test_problems import BASE, codes, shape
+from tests.reported import reports
 from tests.run_facts import problems_of
 
 DPO = ("--dpo-beta", "0.1", "--kd-ratio", "0")
@@ -37,14 +38,17 @@ def test_a_teacher_without_a_model_says_where_the_initial_student_is():
 @pytest.mark.parametrize(
     "flags, code",
     [
-        (("--kd-ratio", "0.5"), "dpo-with-distillation"),
-        (("--kd-divergence", "reverse_kl"), "setting-without-effect"),
-        (("--kd-temperature", "2"), "setting-without-effect"),
-        (("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl"), "dpo-with-rollouts"),
-        (("--teacher-topk", "cache"), "dpo-with-stored-reference"),
-        (("--xtoken-loss", "uld"), "dpo-with-cross-tokenizer-reference"),
-        (("--dpo-beta", "0"), "value-out-of-range"),
-        (("--simpo-beta", "2"), "pair-losses-exclusive"),
+        (("--kd-ratio", "0.5"), "preferences-exclude: but kd-ratio is"),
+        (("--kd-divergence", "reverse_kl"), "remove-flag: no effect"),
+        (("--kd-temperature", "2"), "remove-flag: no effect"),
+        (
+            ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl"),
+            "preferences-exclude: but on-policy-fraction is",
+        ),
+        (("--teacher-topk", "cache"), "preferences-exclude: with a stored teacher"),
+        (("--xtoken-loss", "uld"), "preferences-exclude: with a cross-tokenizer teacher"),
+        (("--dpo-beta", "0"), "out-of-range: must be"),
+        (("--simpo-beta", "2"), "exclude-each-other: exclude each other"),
     ],
 )
 def test_refused_beside_dpo(flags, code):
@@ -55,9 +59,11 @@ def test_simpo_runs_no_reference():
     config = load_config([*BASE[:2], *BASE[4:], *SIMPO]).config
     assert config.teachers == () and not config.needs_models
     assert codes(*SIMPO, student=shape(), teacher=shape()) == []
-    assert codes(*SIMPO, "--simpo-gamma", "-1", student=shape(), teacher=shape()) == ["value-out-of-range"]
-    assert codes(*SIMPO, "--kd-ratio", "0.5", student=shape(), teacher=shape()) == ["dpo-with-distillation"]
-    assert codes("--simpo-gamma", "2", student=shape(), teacher=shape()) == ["setting-without-effect"]
+    assert codes(*SIMPO, "--simpo-gamma", "-1", student=shape(), teacher=shape()) == ["out-of-range: must be"]
+    assert codes(*SIMPO, "--kd-ratio", "0.5", student=shape(), teacher=shape()) == [
+        "preferences-exclude: but kd-ratio is"
+    ]
+    assert codes("--simpo-gamma", "2", student=shape(), teacher=shape()) == ["remove-flag: no effect"]
 
 
 def test_the_loss_card_explains_lengths_only_where_the_formula_has_them():
@@ -75,24 +81,27 @@ def test_one_reference_is_enough(tmp_path):
     (tmp_path / "two.yaml").write_text(json.dumps({"teachers": [{"hf": "a"}, {"hf": "b"}]}))
     argv = [*BASE[:2], *BASE[4:], *DPO, "--config", str(tmp_path / "two.yaml")]
     found = problems_of(load_config(argv).config, 1, shape(), [shape(), shape()])
-    assert [one.code for one in found] == ["dpo-with-several-references"]
+    assert reports(found) == ["preferences-exclude: keep one of them"]
 
 
 @pytest.mark.parametrize(
     "flags, code",
     [
-        (("--reward", "exact"), "reward-name-not-valid"),
-        (("--on-policy-fraction", "0.5"), "reward-without-rollouts"),
-        (("--samples-per-prompt", "1"), "reward-without-group"),
-        (("--rollout-temperature", "0.7"), "reward-at-other-temperature"),
-        (("--kd-ratio", "1"), "reward-without-weight"),
-        (("--dpo-beta", "0.1"), "dpo-with-rollouts"),
-        (("--clip-range", "1"), "value-out-of-range"),
-        (("--rollout-updates", "0"), "value-out-of-range"),
-        (("--max-failed-rewards", "-1"), "value-out-of-range"),
-        (("--teacher-hf", "s", "--kd-ratio", "0.1"), "reference-divergence"),
-        (("--teacher-hf", os.path.abspath("s"), "--kd-ratio", "0.1"), "reference-divergence"),
-        (("--clip-range", "0.1"), "setting-without-effect"),
+        (("--reward", "exact"), "value-not-valid: is not module:function"),
+        (("--on-policy-fraction", "0.5"), "reward-needs: but on-policy-fraction is"),
+        (("--samples-per-prompt", "1"), "reward-needs: but samples-per-prompt is"),
+        (("--rollout-temperature", "0.7"), "reward-needs: but rollout-temperature is"),
+        (("--kd-ratio", "1"), "reward-needs: but kd-ratio is 1"),
+        (("--dpo-beta", "0.1"), "preferences-exclude: but on-policy-fraction is"),
+        (("--clip-range", "1"), "out-of-range: must be"),
+        (("--rollout-updates", "0"), "out-of-range: must be"),
+        (("--max-failed-rewards", "-1"), "out-of-range: must be"),
+        (("--teacher-hf", "s", "--kd-ratio", "0.1"), "reward-needs: the reference is the initial"),
+        (
+            ("--teacher-hf", os.path.abspath("s"), "--kd-ratio", "0.1"),
+            "reward-needs: the reference is the initial",
+        ),
+        (("--clip-range", "0.1"), "remove-flag: no effect"),
     ],
 )
 def test_refused_beside_rewards(flags, code):
@@ -112,9 +121,9 @@ def test_the_divergence_of_the_reference_itself_counts(tmp_path):
     (tmp_path / "own.yaml").write_text(json.dumps({"teachers": [{"divergence": "forward_kl"}]}))
     own = ("--config", str(tmp_path / "own.yaml"), "--kd-ratio", "0.1", "--kd-divergence", "reverse_kl")
     config = load_config([*BASE[:2], *BASE[6:], *GRPO, *own]).config
-    assert "reference-divergence" in [one.code for one in problems_of(config, 1, shape(), [shape()])]
+    assert "reward-needs: the reference is the initial" in reports(problems_of(config, 1, shape(), [shape()]))
 
 
 def test_settings_of_rewards_have_no_effect_without_one():
     for flags in (("--clip-range", "0.1"), ("--rollout-updates", "2"), ("--reward-timeout-s", "3")):
-        assert codes(*flags, student=shape(), teacher=shape()) == ["setting-without-effect"]
+        assert codes(*flags, student=shape(), teacher=shape()) == ["remove-flag: no effect"]

@@ -48,14 +48,14 @@ def test_its_process_is_another_one_without_our_libraries(calls):
 @pytest.mark.parametrize(
     "completion, code",
     [
-        ("raise", "reward-raised"),
-        ("exit", "reward-raised"),
-        ("die", "reward-process-ended"),
-        ("none", "reward-raised"),
-        ("text", "reward-raised"),
-        ("nan", "reward-not-finite"),
-        ("infinite", "reward-not-finite"),
-        ("huge", "reward-not-finite"),
+        ("raise", "reward-failed: --reward raised"),
+        ("exit", "reward-failed: --reward raised"),
+        ("die", "reward-failed: the process of --reward ended"),
+        ("none", "reward-failed: --reward raised"),
+        ("text", "reward-failed: --reward raised"),
+        ("nan", "reward-failed: and a reward is a number from"),
+        ("infinite", "reward-failed: and a reward is a number from"),
+        ("huge", "reward-failed: and a reward is a number from"),
     ],
 )
 def test_a_failure_is_an_error_and_the_next_call_works(calls, completion, code):

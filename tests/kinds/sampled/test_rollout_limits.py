@@ -8,6 +8,7 @@ import pytest
 
 from mkd.config.load import load_config
 from tests.plan.checks.test_problems import BASE, codes, shape
+from tests.reported import reports
 from tests.run_facts import problems_of
 from tests.tiny_models import config_of
 
@@ -26,23 +27,22 @@ ON = (
 def test_a_sound_run_needs_no_stored_text():
     assert codes(*ON, student=shape(), teacher=shape()) == []
     assert problems_of(load_config([*BASE[:4], *BASE[6:], *ON]).config, 1) == []
-    assert [one.code for one in problems_of(load_config([*BASE[:4], *BASE[6:]]).config, 1)] == [
-        "data-path-missing"
-    ]
+    without_data = load_config([*BASE[:4], *BASE[6:]]).config
+    assert reports(problems_of(without_data, 1)) == ["data-path-missing: no training data is given"]
 
 
 @pytest.mark.parametrize(
     "flags, code",
     [
-        (("--kd-ratio", "0.5"), "rollout-with-cross-entropy"),
-        (("--max-new-tokens", "64"), "max-new-tokens-too-many"),
-        (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollout-with-stored-teacher"),
-        (("--context-parallel-size", "2"), "rollout-with-context-parallel"),
-        (("--teacher-prefetch", "4"), "rollout-with-teacher-prefetch"),
-        (("--rollout-temperature", "-1"), "value-out-of-range"),
-        (("--on-policy-fraction", "1.5"), "value-out-of-range"),
-        (("--samples-per-prompt", "0"), "value-out-of-range"),
-        (("--on-policy-fraction", "0"), "setting-without-effect"),
+        (("--kd-ratio", "0.5"), "rollouts-exclude: kd-ratio"),
+        (("--max-new-tokens", "64"), "numbers-contradict: leaves no room for a prompt in"),
+        (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollouts-exclude: a stored teacher"),
+        (("--context-parallel-size", "2"), "rollouts-exclude: context-parallel-size"),
+        (("--teacher-prefetch", "4"), "teacher-prefetch-not-possible: teacher-prefetch"),
+        (("--rollout-temperature", "-1"), "out-of-range: must be"),
+        (("--on-policy-fraction", "1.5"), "out-of-range: must be"),
+        (("--samples-per-prompt", "0"), "out-of-range: must be"),
+        (("--on-policy-fraction", "0"), "remove-flag: no effect"),
     ],
 )
 def test_refused_settings(flags, code):
@@ -60,11 +60,11 @@ SERVER = "--rollout-source", "server", "--rollout-server-url"
         ("http://[::1]:8000", []),
         ("http://10.0.0.7:8000", ["rollout-server-not-loopback"]),
         ("http://127.0.0.1.example.org:8000", ["rollout-server-not-loopback"]),
-        ("http://user@127.0.0.1:8000", ["rollout-server-url-invalid"]),
-        ("127.0.0.1:8000", ["rollout-server-url-invalid"]),
-        ("http://127.0.0.1:8000/v1", ["rollout-server-url-invalid"]),
-        ("http://127.0.0.1:notaport", ["rollout-server-url-invalid"]),
-        ("file:///etc/passwd", ["rollout-server-url-invalid"]),
+        ("http://user@127.0.0.1:8000", ["value-not-valid: is not an address"]),
+        ("127.0.0.1:8000", ["value-not-valid: is not an address"]),
+        ("http://127.0.0.1:8000/v1", ["value-not-valid: is not an address"]),
+        ("http://127.0.0.1:notaport", ["value-not-valid: is not an address"]),
+        ("file:///etc/passwd", ["value-not-valid: is not an address"]),
     ],
 )
 def test_addresses_of_servers(url, expected):
@@ -76,9 +76,9 @@ def test_addresses_of_servers(url, expected):
 @pytest.mark.parametrize(
     "flags, code",
     [
-        (SERVER[:2], "rollout-server-url-missing"),
-        ((*SERVER, "http://127.0.0.1:1", "--max-staleness", "2"), "value-out-of-range"),
-        (("--max-staleness", "1"), "setting-without-effect"),
+        (SERVER[:2], "add-flag: rollout-source is server, but"),
+        ((*SERVER, "http://127.0.0.1:1", "--max-staleness", "2"), "out-of-range: must be"),
+        (("--max-staleness", "1"), "remove-flag: no effect"),
         (
             (
                 *SERVER,
@@ -92,9 +92,9 @@ def test_addresses_of_servers(url, expected):
                 "--samples-per-prompt",
                 "2",
             ),
-            "staleness-without-ratio",
+            "reward-needs: max-staleness is 1 with a reward",
         ),
-        (SERVER[2:] + ("http://127.0.0.1:1",), "setting-without-effect"),
+        (SERVER[2:] + ("http://127.0.0.1:1",), "remove-flag: no effect"),
     ],
 )
 def test_settings_of_servers(flags, code):
@@ -108,7 +108,7 @@ def test_experts_over_processes():
 
 
 def test_prompts_are_required():
-    assert codes(*ON[:2], *ON[4:]) == ["prompt-data-path-missing"]
+    assert codes(*ON[:2], *ON[4:]) == ["data-path-missing: but there are no prompts"]
 
 
 @pytest.mark.parametrize("family", ["deepseek", "gpt_oss", "phi4-long"])
@@ -116,4 +116,6 @@ def test_students_that_cannot_sample(family):
     from mkd.plan.model_shape import ModelShape
 
     student = ModelShape.from_hf_config(json.loads(json.dumps(config_of(family))))
-    assert codes(*ON, student=student, teacher=student) == ["rollout-architecture"]
+    assert codes(*ON, student=student, teacher=student) == [
+        "rollouts-exclude: with which mkd cannot sample yet"
+    ]

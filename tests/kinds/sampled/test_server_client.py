@@ -52,7 +52,7 @@ def test_completions(ids, finish):
     ],
 )
 def test_answers_that_are_no_completion(wrong):
-    with refused("rollout-server-answer", ServerAnswer):
+    with refused("rollout-server-answer: the rollout server's answer is not", ServerAnswer):
         read_completion(wrong, REQUEST, SAMPLING, 0)
 
 
@@ -63,7 +63,7 @@ def test_the_server_is_kept_from_ids_without_a_token():
     assert limits_of(with_holes, 11) == {"allowed_token_ids": [0, 1, 2, 3, 5, 6, 8, 9]}
     large = replace(with_holes, vocab_size=150_000)
     assert limits_of(large, 150_002) == {"logit_bias": dict.fromkeys(("4", "7", "150000", "150001"), -100.0)}
-    with refused("rollout-server-answer", ServerAnswer) as caught:
+    with refused("rollout-server-answer: the rollout server's answer is not", ServerAnswer) as caught:
         read_completion(answer([3, 4, 7]), REQUEST, with_holes, 0)
     assert "2 of its 3 ids, such as 4," in caught.value.why
 
@@ -133,7 +133,7 @@ def test_a_redirect_is_not_followed_and_no_proxy_is_used(monkeypatch):
 def test_a_server_with_two_models_is_refused():
     models = {"data": [{"id": "a", "parent": None}, {"id": "b", "parent": None}]}
     server = Scripted((200, {}, json.dumps(models).encode()), GOOD)
-    with refused("rollout-server-models"):
+    with refused("rollout-server-not-ready: serves"):
         find_model(server.client(), 10)
 
 

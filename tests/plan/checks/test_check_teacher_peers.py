@@ -7,6 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.plan.checks.teacher_peers import check_machine
 from tests.plan.shapes import MOE_TEACHER
+from tests.reported import reports
 from tests.run_facts import facts_of, problems_of, problems_of_one
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64"
@@ -24,26 +25,34 @@ def config(*argv: str):
         (f"{PEERS} --teacher-peers 2", 4, []),
         (f"{PEERS} --teacher-peers 4 --context-parallel-size 2", 4, []),
         (f"{PEERS} --teacher-peers 2 --pipeline-model-parallel-size 2", 4, []),
-        (f"{PEERS} --teacher-peers 3", 4, ["teacher-peers-not-divisible"]),
-        (f"{PEERS} --teacher-peers 4 --tensor-model-parallel-size 2", 4, ["teacher-peers-not-divisible"]),
-        (f"{PEERS} --teacher-peers 2", 1, ["teacher-without-peers"]),
-        (f"{PEERS} --teacher-peers 2 --tensor-model-parallel-size 2", 2, ["teacher-without-peers"]),
-        (f"{PEERS} --teacher-peers 1", 2, ["value-out-of-range"]),
-        (PEERS, 2, ["teacher-peers-missing"]),
-        ("--teacher-peers 2", 2, ["setting-without-effect"]),
-        (f"{PEERS} --teacher-peers 2 --teacher-topk k", 2, ["setting-without-effect"]),
-        ("--teacher-residency host --teacher-topk k", 1, ["setting-without-effect"]),
+        (f"{PEERS} --teacher-peers 3", 4, ["world-not-divisible: does not divide"]),
+        (
+            f"{PEERS} --teacher-peers 4 --tensor-model-parallel-size 2",
+            4,
+            ["world-not-divisible: does not divide"],
+        ),
+        (f"{PEERS} --teacher-peers 2", 1, ["world-not-divisible: residency peers, but no two"]),
+        (
+            f"{PEERS} --teacher-peers 2 --tensor-model-parallel-size 2",
+            2,
+            ["world-not-divisible: residency peers, but no two"],
+        ),
+        (f"{PEERS} --teacher-peers 1", 2, ["out-of-range: must be"]),
+        (PEERS, 2, ["add-flag: residency peers, but no"]),
+        ("--teacher-peers 2", 2, ["remove-flag: no effect"]),
+        (f"{PEERS} --teacher-peers 2 --teacher-topk k", 2, ["remove-flag: no effect"]),
+        ("--teacher-residency host --teacher-topk k", 1, ["remove-flag: no effect"]),
         (f"{PEERS} --teacher-peers 3 --kd-ratio 0", 2, []),
     ],
 )
 def test_codes_of_a_run(argv, world_size, codes):
-    assert [error.code for error in problems_of(config(argv), world_size)] == codes
+    assert reports(problems_of(config(argv), world_size)) == codes
 
 
 def test_a_teacher_that_runs_alone():
     """Without distillation too, an exported teacher is checked; an evaluated student has none."""
     split = config(PEERS, "--teacher-peers 3 --kd-ratio 0")
-    assert [error.code for error in problems_of_one(split, 2, None, 0)] == ["teacher-peers-not-divisible"]
+    assert reports(problems_of_one(split, 2, None, 0)) == ["world-not-divisible: does not divide"]
     assert problems_of_one(split, 3, None, 0) == problems_of_one(split, 2, None) == []
 
 
@@ -53,16 +62,16 @@ def test_a_teacher_that_runs_alone():
         (1, 1, 4, 4, []),
         (1, 4, 2, 8, []),
         (2, 4, 2, 8, []),  # tensor-parallel processes share experts, too
-        (1, 4, 2, 4, ["teacher-without-peers"]),
-        (1, 4, 4, 8, ["teacher-peers-not-divisible"]),
-        (2, 4, 4, 8, ["teacher-peers-not-divisible"]),
+        (1, 4, 2, 4, ["world-not-divisible: residency peers, but no two"]),
+        (1, 4, 4, 8, ["world-not-divisible: does not divide"]),
+        (2, 4, 4, 8, ["world-not-divisible: does not divide"]),
     ],
 )
 def test_processes_with_other_experts_are_no_peers(tensor, experts, peers, world_size, codes):
     sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
     split = config(PEERS, f"--teacher-peers {peers} --sequence-parallel", sizes)
-    assert [error.code for error in problems_of(split, world_size, None, [MOE_TEACHER])] == codes
-    assert [error.code for error in problems_of_one(split, world_size, MOE_TEACHER, 0)] == codes
+    assert reports(problems_of(split, world_size, None, [MOE_TEACHER])) == codes
+    assert reports(problems_of_one(split, world_size, MOE_TEACHER, 0)) == codes
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,6 @@ def test_peers_are_on_one_machine(tensor, experts, peers, is_fine):
     sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
     split = config(PEERS, f"--teacher-peers {peers}", sizes)
     facts = facts_of(split, 48, None, [MOE_TEACHER])
-    codes = [error.code for error in check_machine(facts, 8)]
-    assert codes == ([] if is_fine else ["teacher-peers-across-machines"])
+    codes = reports(check_machine(facts, 8))
+    assert codes == ([] if is_fine else ["world-not-divisible: networks are too slow"])
     assert list(check_machine(facts, 48)) == []

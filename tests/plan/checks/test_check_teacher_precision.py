@@ -11,6 +11,7 @@ from mkd.data.aligned import teacher_pieces
 from mkd.families.layer_shape import MLAShape
 from mkd.plan.checks import teacher_precision
 from tests.plan.shapes import MOE_TEACHER, TEACHER
+from tests.reported import reports
 from tests.run_facts import problems_of, problems_of_one
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 1 --lr 1 --global-batch-size 8"
@@ -23,7 +24,7 @@ def config(*argv: str):
 
 
 def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
-    return [error.code for error in problems_of(settings, world_size, None, [teacher])]
+    return reports(problems_of(settings, world_size, None, [teacher]))
 
 
 @pytest.mark.parametrize(
@@ -32,25 +33,28 @@ def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
         (FP8, []),
         (f"{FP8} --teacher-fp8-recipe blockwise --teacher-residency host", []),
         (f"{FP8} --teacher-residency peers --teacher-peers 2", []),
-        ("--teacher-precision fp8", ["fp8-without-bf16"]),
-        ("--teacher-fp8-recipe blockwise", ["setting-without-effect"]),
-        (f"{FP8} --teacher-topk k", ["setting-without-effect"]),
+        ("--teacher-precision fp8", ["add-flag: precision fp8 without --bf16"]),
+        ("--teacher-fp8-recipe blockwise", ["remove-flag: no effect"]),
+        (f"{FP8} --teacher-topk k", ["remove-flag: no effect"]),
         (f"{FP8} --kd-ratio 0 --seq-length 12", []),
-        (f"{FP8} --seq-length 12", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 12", ["length-not-divisible: is not a multiple of"]),
         (f"{FP8} --seq-length 12 --micro-batch-size 2 --global-batch-size 16", []),
-        (f"{FP8} --seq-length 40 --context-parallel-size 2", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 40 --context-parallel-size 2", ["length-not-divisible: is not a multiple of"]),
         (f"{FP8} --seq-length 48 --context-parallel-size 2", []),
         (f"{FP8} --seq-length 40 --tensor-model-parallel-size 2", []),
         (
             f"{FP8} --seq-length 40 --tensor-model-parallel-size 2 --sequence-parallel",
-            ["fp8-rows-not-divisible"],
+            ["length-not-divisible: is not a multiple of"],
         ),
         (f"{FP8} --seq-length 12 --xtoken-seq-length 64", []),
-        (f"{FP8} --seq-length 12 --xtoken-seq-length 20", ["fp8-rows-not-divisible"]),
+        (f"{FP8} --seq-length 12 --xtoken-seq-length 20", ["length-not-divisible: is not a multiple of"]),
         (f"{FP8} --seq-length 12 --xtoken-loss gold", []),
-        (f"{FP8} {BLOCKS} --seq-length 128", ["fp8-rows-not-divisible"]),
+        (f"{FP8} {BLOCKS} --seq-length 128", ["length-not-divisible: is not a multiple of"]),
         (f"{FP8} {BLOCKS} --seq-length 256", []),
-        (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold", ["fp8-rows-not-divisible"]),
+        (
+            f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold",
+            ["length-not-divisible: is not a multiple of"],
+        ),
         (f"{FP8} {BLOCKS} --seq-length 256 --xtoken-loss gold --xtoken-seq-length 256", []),
     ],
 )
@@ -68,15 +72,19 @@ def test_models():
     """Refused are experts, latent attention, and widths that are no multiples of 16 on a process."""
     fp8, tensor = config(FP8), config(FP8, "--tensor-model-parallel-size 2 --teacher-fp8-recipe blockwise")
     assert codes(fp8, TEACHER) == codes(config("--bf16"), MOE_TEACHER) == []
-    assert codes(fp8, MOE_TEACHER) == ["fp8-with-experts"]
+    assert codes(fp8, MOE_TEACHER) == ["fp8-not-possible: but the teacher has experts"]
     layers = tuple(replace(layer, ffn_hidden_size=24) for layer in TEACHER.layers)
     narrow = replace(TEACHER, layers=layers)
-    assert codes(fp8, narrow) == codes(tensor, narrow) == ["fp8-widths-not-divisible"]
+    assert (
+        codes(fp8, narrow) == codes(tensor, narrow) == ["fp8-not-possible: but weights of the teacher have"]
+    )
     blocks, odd = config(FP8, BLOCKS, "--seq-length 256"), replace(TEACHER, hidden_size=4096 + 16)
     assert codes(blocks, TEACHER) == codes(tensor, odd) == []
-    assert codes(blocks, odd) == ["fp8-blocks-not-divisible"]
+    assert codes(blocks, odd) == ["fp8-not-possible: with blockwise scales and sequence"]
     latent = replace(TEACHER.layers[0], mla=MLAShape(512, 128, 64, 128))
-    assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == ["fp8-with-latent-attention"]
+    assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == [
+        "fp8-not-possible: but the teacher has latent"
+    ]
 
 
 def test_the_length_of_packs_that_follows_from_the_data():
@@ -84,8 +92,10 @@ def test_the_length_of_packs_that_follows_from_the_data():
 
 
 def test_a_teacher_that_runs_alone():
-    for argv, expected in (("", []), ("--seq-length 12", ["fp8-rows-not-divisible"])):
+    for argv, expected in (("", []), ("--seq-length 12", ["length-not-divisible: is not a multiple of"])):
         problems = problems_of_one(config(FP8, argv), 8, TEACHER, 0)
-        assert [error.code for error in problems] == expected
-    assert [one.code for one in problems_of_one(config(FP8), 8, MOE_TEACHER, 0)] == ["fp8-with-experts"]
+        assert reports(problems) == expected
+    assert reports(problems_of_one(config(FP8), 8, MOE_TEACHER, 0)) == [
+        "fp8-not-possible: but the teacher has experts"
+    ]
     assert problems_of_one(config(FP8, "--seq-length 12"), 8, None) == []

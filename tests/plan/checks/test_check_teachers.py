@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
+from tests.reported import Reported, reports
 from tests.run_facts import problems_of
 
 BASE = ["--student-hf", "s", "--data-path", "d.jsonl", "--train-iters", "10", "--seq-length", "64"]
@@ -51,9 +52,11 @@ def test_sound_teachers(problems):
 
 
 def test_no_model(problem):
-    assert problem("[{name: a}]").code == problem("[{}, {}]").code == "teacher-missing"
+    assert (
+        reports([problem("[{name: a}]"), problem("[{}, {}]")]) == ["model-missing: no teacher is given"] * 2
+    )
     error = problem("[{hf: a}, {name: b}]")
-    assert error.code == "teacher-without-model" and error.what.startswith("teachers[1] ")
+    assert error.code == "model-missing" and error.what.startswith("teachers[1] ")
 
 
 def test_plain_training_reads_no_teacher(problems):
@@ -64,27 +67,29 @@ def test_plain_training_reads_no_teacher(problems):
 @pytest.mark.parametrize(
     ("teachers", "code", "named"),
     [
-        ("[{hf: a, weight: 0.5}]", "teacher-weight-of-single", "teachers[0].weight"),
-        ("[{hf: a, weight: 0}, {hf: b}]", "teacher-weight-not-positive", "teachers[0].weight"),
-        ("[{hf: a}, {hf: b, weight: -1}]", "teacher-weight-not-positive", "teachers[1].weight"),
-        ("[{hf: a, weight: 0}, {hf: b, weight: 0}]", "teacher-weights-all-zero", "2 teachers"),
+        ("[{hf: a, weight: 0.5}]", "remove-flag: teachers[0].weight is", "teachers[0].weight"),
+        ("[{hf: a, weight: 0}, {hf: b}]", "out-of-range: must be above 0", "teachers[0].weight"),
+        ("[{hf: a}, {hf: b, weight: -1}]", "out-of-range: must be above 0", "teachers[1].weight"),
+        ("[{hf: a, weight: 0}, {hf: b, weight: 0}]", "out-of-range: the weights of all", "2 teachers"),
     ],
 )
 def test_weights(problem, teachers, code, named):
     error = problem(teachers)
-    assert error.code == code and named in error.what
+    assert Reported.of(error) == code and named in error.what
 
 
 def test_weights_that_nobody_reads(problem, problems):
     error = problem("[{hf: a}, {hf: b, weight: 2}]", "--teacher-combination", "select")
-    assert error.code == "setting-without-effect" and "select" in error.why
+    assert error.code == "remove-flag" and "select" in error.why
     assert error.what.startswith("teachers[1].weight 2.0 ")
     assert problems("[{hf: a}, {hf: b, weight: 2}]", "--teacher-weighting", "entropy") == []
 
 
 def test_names(problem, problems):
-    assert problem("[{hf: a, name: x}, {hf: b, name: x}]").code == "teacher-names-equal"
-    assert problem("[{hf: a, name: x y}]").code == "teacher-name-not-valid"
+    assert (
+        Reported.of(problem("[{hf: a, name: x}, {hf: b, name: x}]")) == "names-equal: teachers have the name"
+    )
+    assert Reported.of(problem("[{hf: a, name: x y}]")) == "value-not-valid: is not a plain word"
     assert problems("[{hf: 'run 1/model'}, {hf: 'run 2/model'}]") == [], (
         "names that mkd makes are plain and unique"
     )
@@ -96,20 +101,24 @@ def test_stored_probabilities(problem, problems):
         ("[{hf: b}, {topk: a}]", "teachers[1].topk"),
     ):
         error = problem(teachers)
-        assert error.code == "stored-teacher-not-alone" and error.what.startswith(f"{place} is given")
+        assert error.code == "stored-teacher-excludes" and error.what.startswith(f"{place} is given")
     both = problems("[{topk: a, residency: host}, {topk: b, residency: host}]", "--kd-divergence", "jsd")
-    assert [error.code for error in both] == [
-        "stored-teacher-not-alone",
-        "stored-teacher-divergence",
-        "setting-without-effect",
+    assert reports(both) == [
+        "stored-teacher-excludes: the place of the only teacher",
+        "stored-teacher-excludes: cannot be computed from",
+        "remove-flag: no effect",
     ]
     assert all("--teacher-topk and teachers[1].topk" in error.what for error in both[:2])
-    assert problem("[{topk: a, xtoken: {}}]").code == "stored-teacher-with-xtoken"
-    assert problem("[{topk: a, residency: host}]").code == "setting-without-effect"
+    assert (
+        Reported.of(problem("[{topk: a, xtoken: {}}]"))
+        == "stored-teacher-excludes: for a teacher with xtoken settings"
+    )
+    assert Reported.of(problem("[{topk: a, residency: host}]")) == "remove-flag: no effect"
     for divergence in ("jsd", "skewed_forward_kl"):
-        assert problem("[{topk: a}]", "--kd-divergence", divergence).code == "stored-teacher-divergence"
+        error = problem("[{topk: a}]", "--kd-divergence", divergence)
+        assert Reported.of(error) == "stored-teacher-excludes: cannot be computed from"
     error = problem("[{topk: a, divergence: reverse_kl}]")
-    assert error.code == "stored-teacher-divergence" and "reverse_kl" in error.what
+    assert error.code == "stored-teacher-excludes" and "reverse_kl" in error.what
     assert (
         problems("[{topk: a}]") == problems("[{topk: a}]", "--kd-ratio", "0", "--kd-divergence", "jsd") == []
     )
@@ -136,12 +145,12 @@ def test_stored_probabilities(problem, problems):
 )
 def test_settings_of_several_teachers_that_do_nothing(problem, teachers, flags, what):
     error = problem(teachers, *flags)
-    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
+    assert error.code == "remove-flag" and error.what.startswith(f"{what} ")
 
 
 def test_an_average_needs_the_same_tokens(problem):
     error = problem("[{hf: a}, {hf: b, xtoken: {}}]", "--teacher-combination", "average")
-    assert error.code == "average-of-different-tokens" and "teachers[1]" in error.what
+    assert error.code == "exclude-each-other" and "teachers[1]" in error.what
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_an_average_needs_the_same_tokens(problem):
 )
 def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
     error = problem(f"[{{hf: t, {teacher}}}]", *flags)
-    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
+    assert error.code == "remove-flag" and error.what.startswith(f"{what} ")
 
 
 @pytest.mark.parametrize(
@@ -203,11 +212,11 @@ def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
 )
 def test_ranges_of_every_teacher(problem, teacher, path):
     error = problem(f"[{{hf: t}}, {{hf: u, {teacher}}}]")
-    assert error.code == "value-out-of-range" and error.do.endswith(f" teachers[1].{path}")
+    assert error.code == "out-of-range" and error.do.endswith(f" teachers[1].{path}")
 
 
 def test_temperature_of_the_first_teacher_is_yaml_only_too(problem):
     error = problem("[{hf: t, temperature: 101}]")
-    assert error.code == "value-out-of-range" and error.do.endswith(" teachers[0].temperature")
+    assert error.code == "out-of-range" and error.do.endswith(" teachers[0].temperature")
     error = problem("[{hf: t}]", "--kd-temperature", "1e-30")
-    assert error.code == "value-out-of-range" and error.do.endswith(" --kd-temperature")
+    assert error.code == "out-of-range" and error.do.endswith(" --kd-temperature")

@@ -10,6 +10,7 @@ from mkd.plan.checks.expert_limits import check_expert_settings, check_experts, 
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as DENSE
+from tests.reported import Reported, reports
 from tests.run_facts import facts_of
 
 COMMON = dict(
@@ -25,7 +26,7 @@ def codes(*argv, world_size=8, student=None, teacher=None):
     config = load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
     facts = facts_of(config, world_size, student or moe(), [teacher or moe(12)])
     found = [*check_expert_settings(facts), *check_experts(facts)]
-    return [problem.code for problem in found]
+    return reports(found)
 
 
 EP, TEACHER_EP = "--expert-model-parallel-size", "--teacher-expert-model-parallel-size"
@@ -39,18 +40,18 @@ SELECTIVE = ("--recompute-granularity", "selective")
         ((), []),
         ((EP, 4), []),
         ((EP, 8, TEACHER_EP, 4), []),
-        ((EP, 8), ["experts-not-divisible"]),  # the teacher's 12
-        ((EP, 3, TEACHER_EP, 1), ["experts-not-divisible"]),
-        ((EP, 4, TEACHER_EP, 6), ["expert-parallel-not-divisible"]),
-        ((EP, 8, PP, 2, TEACHER_EP, 4), ["expert-parallel-not-divisible"]),
-        ((TP, 2), ["experts-without-sequence-parallel"] * 2),
+        ((EP, 8), ["model-not-divisible: experts are not divisible by"]),  # the teacher's 12
+        ((EP, 3, TEACHER_EP, 1), ["model-not-divisible: experts are not divisible by"]),
+        ((EP, 4, TEACHER_EP, 6), ["world-not-divisible: processes of a pipeline stage are"]),
+        ((EP, 8, PP, 2, TEACHER_EP, 4), ["world-not-divisible: processes of a pipeline stage are"]),
+        ((TP, 2), ["add-flag: has experts, and"] * 2),
         ((TP, 2, SP), []),
-        (("--expert-tensor-parallel-size", 2), ["expert-tensor-parallel-not-supported"]),
-        (("--recompute-modules", "mlp", *SELECTIVE), ["value-unknown"]),
-        (("--recompute-modules", "moe"), ["setting-without-effect"]),
+        (("--expert-tensor-parallel-size", 2), ["remove-flag: expert-tensor-parallel-size"]),
+        (("--recompute-modules", "mlp", *SELECTIVE), ["value-unknown: is not a known value"]),
+        (("--recompute-modules", "moe"), ["remove-flag: no effect"]),
         (("--recompute-modules", "moe", "core_attn", *SELECTIVE), []),
         (("--moe-aux-loss-coeff", 0.1, "--moe-z-loss-coeff", 0.1), []),
-        (("--moe-router-bias-update-rate", 0.1), ["setting-without-effect"]),
+        (("--moe-router-bias-update-rate", 0.1), ["remove-flag: no effect"]),
     ],
 )
 def test_models_with_experts(argv, expected):
@@ -67,7 +68,7 @@ def test_a_flag_that_the_teacher_inherits_is_named_as_it_was_given():
     assert of_teacher.what == "the teacher's 12 experts are not divisible by expert-model-parallel-size 8"
     assert of_teacher.do == f"use {EP} 1 or 2 or 4, or give the teacher its own: {TEACHER_EP} 1 or 2 or 4"
     (of_both,) = problems_of(EP, 4, student=moe(), world_size=6)
-    assert of_both.code == "expert-parallel-not-divisible" and f"use {EP} " in of_both.do
+    assert of_both.code == "world-not-divisible" and f"use {EP} " in of_both.do
     _, of_teacher = problems_of(EP, 5, student=DENSE)
     assert (
         of_teacher.do == f"use {TEACHER_EP} 1 or 2 or 4"
@@ -80,10 +81,10 @@ def test_a_flag_that_the_teacher_inherits_is_named_as_it_was_given():
     [
         ((), []),
         ((TEACHER_EP, 4), []),
-        ((EP, 2), ["expert-parallel-without-experts"]),
-        (("--moe-z-loss-coeff", 0.1), ["setting-without-effect"]),
-        (("--moe-router-bias-update-rate", 0.1), ["setting-without-effect"]),
-        (("--recompute-modules", "moe", *SELECTIVE), ["setting-without-effect"]),
+        ((EP, 2), ["remove-flag: has no experts"]),
+        (("--moe-z-loss-coeff", 0.1), ["remove-flag: no effect"]),
+        (("--moe-router-bias-update-rate", 0.1), ["remove-flag: no effect"]),
+        (("--recompute-modules", "moe", *SELECTIVE), ["remove-flag: no effect"]),
     ],
 )
 def test_a_dense_student(argv, expected):
@@ -94,12 +95,12 @@ def test_a_correction_bias_of_the_student_may_move():
     rate, sizes = ("--moe-router-bias-update-rate", 0.001), COMMON | {"first_k_dense_replace": 1}
     student = ModelShape.from_hf_config(dict(model_type="deepseek_v3", **sizes))
     assert codes(*rate, student=student) == []
-    assert codes(*rate, teacher=student) == ["setting-without-effect"]
+    assert codes(*rate, teacher=student) == ["remove-flag: no effect"]
 
 
 def test_a_dense_teacher():
     assert codes(EP, 4, teacher=DENSE) == []
-    assert codes(EP, 4, TEACHER_EP, 2, teacher=DENSE) == ["expert-parallel-without-experts"]
+    assert codes(EP, 4, TEACHER_EP, 2, teacher=DENSE) == ["remove-flag: has no experts"]
 
 
 def test_a_teacher_has_the_students_size_unless_it_has_its_own():
@@ -131,4 +132,4 @@ def test_every_pipeline_rank_has_experts_to_optimise(dense, virtual_stages, flag
         return require_expert_layers(facts)
     with pytest.raises(UsageError) as caught:
         require_expert_layers(facts)
-    assert caught.value.code == "pipeline-rank-without-experts"
+    assert Reported.of(caught.value) == "layout-not-valid: layers of the student, none of"

@@ -7,6 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.plan.checks.model_alone import ModelAlone
 from tests.plan.checks.test_problems import shape
+from tests.reported import reports
 from tests.run_facts import problems_of_one
 
 STUDENT = ["--student-hf", "s"]
@@ -15,7 +16,7 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 
 def codes(*argv: str, world_size: int = 1, model=None, teacher: int | None = None) -> list[str]:
     config = load_config([*argv]).config
-    return [error.code for error in problems_of_one(config, world_size, model, teacher)]
+    return reports(problems_of_one(config, world_size, model, teacher))
 
 
 def test_settings_of_training_may_be_missing_or_wrong():
@@ -32,13 +33,17 @@ def test_the_model_must_be_given():
 @pytest.mark.parametrize(
     ("argv", "world_size", "code"),
     [
-        (["--micro-batch-size", "0"], 1, "value-out-of-range"),
-        (["--tensor-model-parallel-size", "2"], 3, "world-not-divisible"),
-        (["--tensor-model-parallel-size", "5"], 5, "ffn-not-divisible"),
-        (["--context-parallel-size", "2", "--seq-length", "63"], 2, "seq-length-not-divisible"),
-        (["--num-virtual-stages-per-pipeline-rank", "2"], 1, "virtual-stages-without-pipeline"),
-        ([*PP2, "--student-pipeline-layout", "8,8"], 2, "layout-layers-differ"),
-        (["--pipeline-model-parallel-size", "3"], 3, "layers-not-divisible"),
+        (["--micro-batch-size", "0"], 1, "out-of-range: must be"),
+        (["--tensor-model-parallel-size", "2"], 3, "world-not-divisible: cannot be divided into replicas"),
+        (["--tensor-model-parallel-size", "5"], 5, "model-not-divisible: is not divisible by"),
+        (
+            ["--context-parallel-size", "2", "--seq-length", "63"],
+            2,
+            "length-not-divisible: is not divisible by 2 x",
+        ),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], 1, "remove-flag: virtual pipeline stages need"),
+        ([*PP2, "--student-pipeline-layout", "8,8"], 2, "layout-not-valid: layers, the model has"),
+        (["--pipeline-model-parallel-size", "3"], 3, "layers-not-divisible: layers do not divide over"),
     ],
 )
 def test_what_the_model_reads_is_checked(argv, world_size, code):

@@ -6,6 +6,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.plan.checks.prefetch_limits import states_ahead
+from tests.reported import reports
 from tests.run_facts import problems_of
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64 --global-batch-size 8"
@@ -19,20 +20,26 @@ PP4, VPP = "--pipeline-model-parallel-size 4", "--num-virtual-stages-per-pipelin
         (f"{PP4} --teacher-prefetch auto", []),
         ("--teacher-prefetch 0", []),
         (f"{PP4} --teacher-prefetch 0 --kd-ratio 0", []),
-        (f"{PP4} --teacher-prefetch -1", ["teacher-prefetch-not-valid"]),
-        (f"{PP4} --teacher-prefetch some", ["teacher-prefetch-not-valid"]),
-        (f"{PP4} --teacher-prefetch 1.5", ["teacher-prefetch-not-valid"]),
-        ("--teacher-prefetch 1", ["teacher-prefetch-without-pipeline"]),
+        (f"{PP4} --teacher-prefetch -1", ["value-not-valid: is no such number"]),
+        (f"{PP4} --teacher-prefetch some", ["value-not-valid: is no such number"]),
+        (f"{PP4} --teacher-prefetch 1.5", ["value-not-valid: is no such number"]),
+        ("--teacher-prefetch 1", ["teacher-prefetch-not-possible: but --pipeline-model-parallel-size"]),
         ("--teacher-prefetch auto", []),
         (f"{PP4} {VPP} --teacher-prefetch auto", []),
-        ("--pipeline-model-parallel-size 0 --teacher-prefetch 1", ["value-out-of-range"]),
-        (f"{PP4} {VPP} --teacher-prefetch 1", ["teacher-prefetch-with-interleaving"]),
+        ("--pipeline-model-parallel-size 0 --teacher-prefetch 1", ["out-of-range: must be"]),
+        (
+            f"{PP4} {VPP} --teacher-prefetch 1",
+            ["teacher-prefetch-not-possible: with virtual pipeline stages"],
+        ),
         (f"{PP4} --teacher-prefetch 1 --kd-ratio 0", []),
-        (f"{PP4} --teacher-prefetch 1 --teacher-topk k", ["teacher-prefetch-without-teacher"]),
+        (
+            f"{PP4} --teacher-prefetch 1 --teacher-topk k",
+            ["teacher-prefetch-not-possible: but no teacher runs"],
+        ),
     ],
 )
 def test_codes_of_a_run(argv, codes):
-    assert [error.code for error in problems_of(load_config(f"{BASE} {argv}".split()).config, 4)] == codes
+    assert reports(problems_of(load_config(f"{BASE} {argv}".split()).config, 4)) == codes
 
 
 @pytest.mark.parametrize(

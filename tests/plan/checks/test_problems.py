@@ -7,6 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
 from mkd.plan.model_shape import ModelShape
+from tests.reported import Reported, reports
 from tests.run_facts import facts_of, problems_of
 
 BASE = [
@@ -46,7 +47,7 @@ def problem(*argv: str, **kwargs):
 
 
 def codes(*argv: str, **kwargs) -> list[str]:
-    return [error.code for error in problems(*argv, **kwargs)]
+    return reports(problems(*argv, **kwargs))
 
 
 def test_a_sound_configuration():
@@ -66,11 +67,11 @@ def test_sequence_parallel_without_tensor_parallel_is_harmless():
 
 def test_empty_command_line_reports_everything():
     errors = problems_of(load_config([]).config, 1)
-    assert ErrorList(errors).codes == [
-        "train-iters-missing",
-        "student-missing",
-        "teacher-missing",
-        "data-path-missing",
+    assert reports(ErrorList(errors)) == [
+        "add-flag: train-iters is",
+        "model-missing: no student is given",
+        "model-missing: no teacher is given",
+        "data-path-missing: no training data is given",
     ]
 
 
@@ -101,7 +102,7 @@ def test_empty_command_line_reports_everything():
     ],
 )
 def test_ranges(flag, value, wanted):
-    error = next(error for error in problems(flag, value) if error.code == "value-out-of-range")
+    error = next(error for error in problems(flag, value) if error.code == "out-of-range")
     assert error.what == f"{flag[2:]} {value} must be {wanted}"
     assert error.why.startswith(f"{flag[2:]}: ") and error.do == f"change {flag}"
 
@@ -111,18 +112,22 @@ def test_sizes_of_one_are_accepted_where_nothing_else_is():
 
 
 def test_zero_steps():
-    assert problem("--train-iters", "0").code == "train-iters-missing"
+    assert Reported.of(problem("--train-iters", "0")) == "add-flag: train-iters is"
 
 
 def test_a_range_error_does_not_hide_independent_problems():
     found = codes("--lr", "-1.0", "--eval-interval", "5", "--save-interval", "5", "--no-save")
-    assert found == ["value-out-of-range", "held-out-data-missing", "save-missing"]
+    assert found == [
+        "out-of-range: must be",
+        "data-path-missing: has no held-out data",
+        "exclude-each-other: contradicts no-save",
+    ]
 
 
 def test_models():
     teacherless = ["--student-hf", "s", "--data-path", "d", "--train-iters", "1"]
     (error,) = problems_of(load_config(teacherless).config, 1)
-    assert error.code == "teacher-missing" and "--kd-ratio 0" in error.do
+    assert error.code == "model-missing" and "--kd-ratio 0" in error.do
     assert problems_of(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
     assert problems("--kd-ratio", "0") == []
 
@@ -130,23 +135,23 @@ def test_models():
 def test_batch_arithmetic():
     error = problem("--micro-batch-size", "8", "--global-batch-size", "100", world_size=4)
     assert error.code == "batch-not-divisible" and "96 or 128" in error.do
-    assert problem(*TP2, world_size=3).code == "world-not-divisible"
+    assert Reported.of(problem(*TP2, world_size=3)) == "world-not-divisible: cannot be divided into replicas"
 
 
 def test_interleaving_needs_groups_of_microbatches():
     flags = [*PP4, BY_STAGES, "2", "--micro-batch-size", "2"]
     error = problem(*flags, "--global-batch-size", "24", world_size=8)
-    assert error.code == "microbatches-not-divisible" and error.do.endswith("--global-batch-size 16 or 32")
+    assert error.code == "batch-not-divisible" and error.do.endswith("--global-batch-size 16 or 32")
     assert problem(*PP2, BY_STAGES, "2", world_size=2).do.endswith("--global-batch-size 2")
     error = problem(*PP2, BY_LAYERS, "2", world_size=2, student=shape(8))
-    assert error.code == "microbatches-not-divisible" and error.what.startswith("1 ")
+    assert error.code == "batch-not-divisible" and error.what.startswith("1 ")
     assert problems(*PP2, world_size=2) == []
 
 
 def test_virtual_stage_flags_exclude_each_other_and_need_a_pipeline():
     error = problem(*PP2, BY_STAGES, "2", BY_LAYERS, "2", "--global-batch-size", "2", world_size=2)
-    assert error.code == "virtual-stages-given-twice"
-    assert "virtual-stages-without-pipeline" in codes(BY_STAGES, "2")
+    assert Reported.of(error) == "exclude-each-other: num-virtual-stages-per"
+    assert "remove-flag: virtual pipeline stages need" in codes(BY_STAGES, "2")
     assert problems(BY_STAGES, "1") == []
 
 
@@ -159,15 +164,13 @@ def test_layers_that_do_not_divide():
     both = ["--student-pipeline-layout", "8,8,7,7", "--teacher-pipeline-layout", "Et*8|t*8|t*8|t*8L"]
     assert problems(*PP4, *both, world_size=4, student=shape(30), teacher=shape(32)) == []
     error = problem(*PP4, "--student-pipeline-layout", "8,8,8,8", world_size=4, student=shape(30))
-    assert error.code == "layout-layers-differ" and error.what.startswith(
-        "student: --student-pipeline-layout"
-    )
+    assert error.code == "layout-not-valid" and error.what.startswith("student: --student-pipeline-layout")
     both = problems(
         *PP4, BY_STAGES, "2", "--global-batch-size", "4", world_size=4, student=shape(4), teacher=shape(4)
     )
-    assert [(error.code, error.what.partition(":")[0]) for error in both] == [
-        ("layers-not-divisible", "student"),
-        ("layers-not-divisible", "teacher"),
+    assert [(Reported.of(error), error.what.partition(":")[0]) for error in both] == [
+        ("layers-not-divisible: layers do not divide over", "student"),
+        ("layers-not-divisible: layers do not divide over", "teacher"),
     ]
 
 
@@ -206,7 +209,7 @@ def test_every_teacher_has_its_own_layout(tmp_path):
     (error,) = problems_of(
         three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)]
     )
-    assert error.code == "auto-layout-with-layout"
+    assert Reported.of(error) == "exclude-each-other: --pipeline-layout auto and"
     assert "--teacher-pipeline-layout and teachers[1].pipeline_layout" in error.what
 
 
@@ -222,7 +225,7 @@ def test_auto_layout_balances_all_teachers(tmp_path):
         "whoever could not read the shape has reported it"
     )
     (error,) = problems_of(config, 4, shape(30), [shape(35), shape(1)])
-    assert error.code == "layers-fewer-than-stages" and "35 and 1" in error.what
+    assert error.code == "layers-not-divisible" and "35 and 1" in error.what
 
 
 def test_problems_of_a_shape_name_the_teacher(tmp_path):
@@ -230,20 +233,23 @@ def test_problems_of_a_shape_name_the_teacher(tmp_path):
         tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4"
     )
     (error,) = problems_of(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
-    assert error.code == "ffn-not-divisible" and error.what.startswith("the teacher small's")
+    assert error.code == "model-not-divisible" and error.what.startswith("the teacher small's")
 
 
 def test_auto_layout_excludes_explicit_ones():
     by_layers = problem(
         *PP2, *AUTO, BY_LAYERS, "2", "--global-batch-size", "2", world_size=2, student=shape(8)
     )
-    assert by_layers.code == "auto-layout-with-layout" and BY_LAYERS in by_layers.do
+    assert by_layers.code == "exclude-each-other" and BY_LAYERS in by_layers.do
     error = problem(
         *PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16)
     )
-    assert error.code == "auto-layout-with-layout" and "--student-pipeline-layout," in error.do
+    assert error.code == "exclude-each-other" and "--student-pipeline-layout," in error.do
     listed = problems(*PP2, *AUTO, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8))
-    assert [one.code for one in listed] == ["auto-layout-with-layout", "virtual-stage-layers-not-divisible"]
+    assert reports(listed) == [
+        "exclude-each-other: --pipeline-layout auto and",
+        "layers-not-divisible: num-layers-per-virtual-pipeline-stage",
+    ]
     both = ["--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "8,8"]
     error = problem(*PP2, *AUTO, *both, world_size=2, student=shape(8), teacher=shape(16))
     assert "--student-pipeline-layout and --teacher-pipeline-layout" in error.what
@@ -252,7 +258,7 @@ def test_auto_layout_excludes_explicit_ones():
 def test_auto_layout_needs_a_layer_for_every_stage_between():
     pp8 = ["--pipeline-model-parallel-size", "8"]
     error = problem(*pp8, *AUTO, world_size=8, student=shape(5), teacher=shape(36))
-    assert error.code == "layers-fewer-than-stages"
+    assert Reported.of(error) == "layers-not-divisible: pipeline-layout auto: models of"
 
 
 def test_layers_per_virtual_stage_is_the_student_s():
@@ -264,30 +270,30 @@ def test_layers_per_virtual_stage_is_the_student_s():
     error = problem(
         *PP2, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8), teacher=shape(16)
     )
-    assert error.code == "virtual-stage-layers-not-divisible"
+    assert Reported.of(error) == "layers-not-divisible: num-layers-per-virtual-pipeline-stage"
 
 
 def test_mlp_width_and_sequence_shards():
     tp4 = ["--tensor-model-parallel-size", "4"]
     narrow = shape(intermediate_size=102)
     error = problem(*tp4, world_size=4, student=shape(), teacher=narrow)
-    assert error.code == "ffn-not-divisible" and error.what.startswith("the teacher's")
+    assert error.code == "model-not-divisible" and error.what.startswith("the teacher's")
     assert error.do.endswith("--tensor-model-parallel-size 2")  # 3 does not divide the processes
     error = problem(
         *tp4, "--sequence-parallel", "--seq-length", "63", "--micro-batch-size", "2", world_size=4
     )
-    assert error.code == "sequence-parallel-not-divisible" and "--seq-length 64" in error.do
+    assert error.code == "length-not-divisible" and "--seq-length 64" in error.do
 
 
 def test_context_parallel_lengths():
     cp2 = ["--context-parallel-size", "2"]
     assert problems(*cp2, "--seq-length", "60", world_size=2) == []
     error = problem(*cp2, "--seq-length", "62", world_size=2)
-    assert error.code == "seq-length-not-divisible" and error.do.endswith("--seq-length 64")
+    assert error.code == "length-not-divisible" and error.do.endswith("--seq-length 64")
     sharded = [*cp2, "--tensor-model-parallel-size", "3", "--sequence-parallel"]
     assert problem(*sharded, "--seq-length", "62", world_size=6).do.endswith("--seq-length 72")
     error = problem(*sharded, "--seq-length", "64", world_size=6)
-    assert error.code == "sequence-parallel-not-divisible" and "--seq-length 72" in error.do
+    assert error.code == "length-not-divisible" and "--seq-length 72" in error.do
     assert problems(*sharded, "--seq-length", "72", world_size=6) == []
 
 
@@ -295,9 +301,9 @@ def test_packs_of_a_teacher_divide_too(tmp_path):
     cp2, own = ["--context-parallel-size", "2"], "--xtoken-seq-length"
     assert problems(*cp2, own, "92", world_size=2) == []
     error = problem(*cp2, own, "90", world_size=2)
-    assert error.code == "seq-length-not-divisible" and error.do.endswith("--xtoken-seq-length 92")
+    assert error.code == "length-not-divisible" and error.do.endswith("--xtoken-seq-length 92")
     error = problem(*TP2, "--sequence-parallel", own, "91", world_size=2)
-    assert error.code == "sequence-parallel-not-divisible" and error.what.startswith("xtoken-seq-length 91")
+    assert error.code == "length-not-divisible" and error.what.startswith("xtoken-seq-length 91")
     path = tmp_path / "run.yaml"
     path.write_text("teachers: [{}, {hf: b, xtoken: {seq_length: 90}}]\n", encoding="utf-8")
     error = problem(*cp2, "--config", str(path), world_size=2)
@@ -308,7 +314,7 @@ def test_packs_of_a_teacher_divide_too(tmp_path):
 def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
     window = shape(num_attention_heads=6, num_key_value_heads=3, model_type="mistral", sliding_window=16)
     error = problem("--context-parallel-size", "2", world_size=2, student=window, teacher=shape())
-    assert error.code == "heads-not-divisible" and error.what.startswith("the student's 3")
+    assert error.code == "model-not-divisible" and error.what.startswith("the student's 3")
     assert "16 tokens" in error.why
     assert problems("--context-parallel-size", "3", "--seq-length", "60", world_size=3, student=window) == []
     # 3 heads padded to 4
@@ -320,7 +326,7 @@ def test_context_parallel_does_not_take_sinks():
     sinks = replace(plain, layers=tuple(replace(layer, attention_sinks=True) for layer in plain.layers))
     for pair in (dict(student=sinks, teacher=plain), dict(student=plain, teacher=sinks)):
         error = problem("--context-parallel-size", "2", world_size=2, **pair)
-        assert error.code == "sinks-with-context-parallel"
+        assert Reported.of(error) == "exclude-each-other: does not work with the"
         assert problems(*TP2, world_size=2, **pair) == []
 
 
@@ -329,19 +335,22 @@ def test_context_parallel_processes_are_not_data_parallel():
     error = problem(*cp2, world_size=4)
     assert error.code == "batch-not-divisible" and error.what.endswith("data-parallel 2 = 2")
     assert problems(*cp2, world_size=2) == []
-    assert problem("--context-parallel-size", "2", world_size=3).code == "world-not-divisible"
+    assert (
+        Reported.of(problem("--context-parallel-size", "2", world_size=3))
+        == "world-not-divisible: cannot be divided into replicas"
+    )
 
 
 def test_learning_rate_schedule():
-    assert problem("--lr", "1e-5", "--min-lr", "1e-4").code == "min-lr-above-lr"
-    assert problem("--lr-warmup-iters", "10").code == "warmup-not-below-decay"
+    assert Reported.of(problem("--lr", "1e-5", "--min-lr", "1e-4")) == "numbers-contradict: is above lr"
+    assert Reported.of(problem("--lr-warmup-iters", "10")) == "numbers-contradict: is not below the"
     assert problems("--lr-warmup-iters", "10", "--lr-decay-iters", "11") == []
-    assert problem("--lr-decay-style", "WSD").code == "wsd-without-decay-iters"
+    assert Reported.of(problem("--lr-decay-style", "WSD")) == "add-flag: lr-decay-style WSD needs"
     assert problems("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "3") == []
 
 
 def test_evaluation_needs_held_out_data():
-    assert problem("--eval-interval", "5").code == "held-out-data-missing"
+    assert Reported.of(problem("--eval-interval", "5")) == "data-path-missing: has no held-out data"
     assert problems("--eval-interval", "5", "--split", "99,1,0") == []
     assert problems("--eval-interval", "5", "--valid-data-path", "v.jsonl") == []
     assert problems("--eval-interval", "0") == []
@@ -350,35 +359,37 @@ def test_evaluation_needs_held_out_data():
 def test_evaluation_tasks():
     tasks = ["--eval-multiple-choice", "mmlu.jsonl", "--eval-completions", "he.jsonl"]
     error = problem(*tasks)
-    assert error.code == "setting-without-effect" and "--eval-interval" in error.do
+    assert error.code == "remove-flag" and "--eval-interval" in error.do
     assert error.what.startswith("eval-multiple-choice and eval-completions ")
     assert problems(*tasks, "--eval-interval", "5") == [], "no held-out data: the tasks are what is evaluated"
-    assert problem("--eval-num-fewshot", "5").code == "setting-without-effect"
+    assert Reported.of(problem("--eval-num-fewshot", "5")) == "remove-flag: no effect"
     assert problems(*tasks, "--eval-interval", "5", "--eval-num-fewshot", "5") == []
 
 
 @pytest.mark.parametrize("split", ["a,b", "1,2,3,4", "0,0,0", "1,-1,0", "inf"])
 def test_split(split):
-    assert problem("--split", split).code == "split-not-valid"
+    assert Reported.of(problem("--split", split)) == "value-not-valid: is not a split"
 
 
 def test_checkpoint_folders():
     assert problems("--save-interval", "5") == []
-    assert problem("--save-interval", "5", "--no-save").code == "save-missing"
-    assert problem("--save", "c", "--no-save").code == "save-missing"
-    assert problem("--ckpt-step", "5").code == "ckpt-step-without-load"
+    assert (
+        Reported.of(problem("--save-interval", "5", "--no-save")) == "exclude-each-other: contradicts no-save"
+    )
+    assert Reported.of(problem("--save", "c", "--no-save")) == "exclude-each-other: contradicts no-save"
+    assert Reported.of(problem("--ckpt-step", "5")) == "add-flag: has no folder"
     assert problems("--save-interval", "5", "--save", "c", "--ckpt-step", "5", "--load", "c") == []
 
 
 def test_overlap_needs_the_distributed_optimizer():
-    assert problem("--overlap-param-gather").code == "overlap-without-distributed-optimizer"
+    assert Reported.of(problem("--overlap-param-gather")) == "add-flag: overlap-param-gather needs"
     assert problems("--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce") == []
 
 
 def test_recomputation():
     error = problem("--recompute-granularity", "full", "--recompute-method", "block")
-    assert error.code == "recompute-full-incomplete"
+    assert Reported.of(error) == "add-flag: recompute-granularity full needs"
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     assert problems(*full) == [] == problems("--recompute-granularity", "selective")
     error = problem("--recompute-granularity", "selective", "--recompute-num-layers", "1")
-    assert error.code == "setting-without-effect" and error.what.startswith("recompute-num-layers ")
+    assert error.code == "remove-flag" and error.what.startswith("recompute-num-layers ")

@@ -9,6 +9,7 @@ from mkd.errors import UsageError
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision, require_deepstack_layers
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as TEXT
+from tests.reported import Reported, reports
 from tests.run_facts import facts_of, problems_of_one
 from tests.tiny_vision_models import vision_config
 
@@ -25,20 +26,24 @@ def settings(*argv):
     [
         ((), DEEP, []),
         (("--student-train-parts", "text"), DEEP, []),
-        (("--student-train-parts", "text", "eyes"), DEEP, ["value-unknown"]),
-        (("--student-train-parts", "tower"), DEEP, ["train-parts-without-text"]),
-        (("--student-train-parts", "text", "tower"), TEXT, ["setting-without-effect"]),
+        (("--student-train-parts", "text", "eyes"), DEEP, ["value-unknown: is not a known value"]),
+        (("--student-train-parts", "tower"), DEEP, ["value-not-valid: leaves out text"]),
+        (("--student-train-parts", "text", "tower"), TEXT, ["remove-flag: no effect"]),
         ((PP, 2), DEEP, []),
-        ((PP, 4), DEEP, ["deepstack-beyond-first-stage"]),
-        ((PP, 2, LAYOUT, "1,3"), DEEP, ["deepstack-beyond-first-stage"]),
-        ((PP, 2, "--num-virtual-stages-per-pipeline-rank", 2), DEEP, ["deepstack-beyond-first-stage"]),
+        ((PP, 4), DEEP, ["layout-not-valid: features of the vision tower"]),
+        ((PP, 2, LAYOUT, "1,3"), DEEP, ["layout-not-valid: features of the vision tower"]),
+        (
+            (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2),
+            DEEP,
+            ["layout-not-valid: features of the vision tower"],
+        ),
     ],
 )
 def test_settings_of_models_with_images(argv, student, expected):
     facts = facts_of(settings(*argv), 4, student, [TEXT])
     found = [*check_train_parts(facts), *check_vision(facts)]
-    assert [problem.code for problem in found] == expected
-    if expected == ["deepstack-beyond-first-stage"]:
+    assert reports(found) == expected
+    if expected == ["layout-not-valid: features of the vision tower"]:
         assert LAYOUT in found[0].report()
 
 
@@ -47,7 +52,7 @@ def test_a_model_alone_is_checked_too(teacher):
     """As `mkd evaluate` and `mkd topk` run one."""
     assert problems_of_one(settings(PP, 2), 4, DEEP, teacher) == []
     (problem,) = problems_of_one(settings(PP, 4), 4, DEEP, teacher)
-    assert problem.code == "deepstack-beyond-first-stage"
+    assert Reported.of(problem) == "layout-not-valid: features of the vision tower"
 
 
 def test_a_teachers_first_stage_is_checked_too():
@@ -56,5 +61,5 @@ def test_a_teachers_first_stage_is_checked_too():
     require_deepstack_layers(even)
     with pytest.raises(UsageError) as error:
         require_deepstack_layers(uneven)
-    assert error.value.code == "deepstack-beyond-first-stage"
+    assert Reported.of(error.value) == "layout-not-valid: features of the vision tower"
     assert "--teacher-pipeline-layout" in error.value.report()

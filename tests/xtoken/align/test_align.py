@@ -174,12 +174,12 @@ def test_a_transformers_tokenizer_and_an_empty_text(tokenizer, hf_dir):
 
 
 def test_a_lone_surrogate_is_refused(tokenizer, spm_file):
-    with refused("record-surrogate", DataError):
+    with refused("record-text-damaged: character", DataError):
         align(tokenizer, spm_file, "a\ud800b")
 
 
 def test_an_unknown_mode_is_refused(tokenizer):
-    with refused("alignment-mode-unknown", UsageError):
+    with refused("value-unknown: alignment mode", UsageError):
         align(tokenizer, tokenizer, "fox", mode="bytes")
 
 

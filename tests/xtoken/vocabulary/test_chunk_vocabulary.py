@@ -88,5 +88,5 @@ def test_beginnings_of_all_ranks_are_those_of_the_relation(tp):
 
 def test_heads_without_a_common_row_are_refused():
     slots = TeacherSlots.from_relation(relation_of(35, 42, 0), 48, 45, 1)
-    with refused("no-common-token-in-heads", UsageError):
+    with refused("tokenizers-differ: student and teacher have no common", UsageError):
         ChunkVocabulary.from_slots(slots, 37, 0)

@@ -164,22 +164,22 @@ def test_what_the_teacher_cannot_write_has_an_empty_row():
 
 
 def test_tokenizers_that_share_nothing_are_refused():
-    with refused("no-common-token", UsageError):
+    with refused("tokenizers-differ: the tokenizers have no token in", UsageError):
         build_relation(alphabet_only("ab"), alphabet_only("cde"))
 
 
 def test_a_tokenizer_that_loses_bytes_is_refused():
-    with refused("token-bytes-unknown", UsageError):
+    with refused("tokenizer-missing: the bytes of the tokenizer's", UsageError):
         build_relation(byte_level(), word_piece())
 
 
 @pytest.mark.parametrize(
     ("bad", "code"),
     [
-        ({"stages": ()}, "projection-stages-empty"),
-        ({"stages": ("cut",)}, "projection-stages-empty"),
-        ({"stages": ("exact", "fuzzy")}, "projection-stages-empty"),
-        ({"top_k": 0}, "projection-top-k-zero"),
+        ({"stages": ()}, "value-not-valid: makes no projection matrix"),
+        ({"stages": ("cut",)}, "value-not-valid: makes no projection matrix"),
+        ({"stages": ("exact", "fuzzy")}, "value-not-valid: makes no projection matrix"),
+        ({"top_k": 0}, "out-of-range: leaves no entry in a row"),
     ],
 )
 def test_settings_that_make_no_matrix_are_refused(bad, code):

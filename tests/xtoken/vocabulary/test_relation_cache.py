@@ -111,17 +111,17 @@ def test_a_failed_write_leaves_no_file(tmp_path):
     ],
 )
 def test_files_of_other_sizes_are_refused(tmp_path, changes, why):
-    with refused("projection-does-not-fit", UsageError) as error:
+    with refused("projection-does-not-fit: does not fit this run", UsageError) as error:
         build_projection(byte_level(), sentence_piece(), projection=stored(tmp_path, **changes))
     assert why in error.value.why  # one code for every way in which a file may not fit
 
 
 def test_a_file_of_other_tokenizers_is_refused(tmp_path):
     path = stored(tmp_path)
-    with refused("projection-does-not-fit") as error:
+    with refused("projection-does-not-fit: does not fit this run") as error:
         build_projection(byte_level(), byte_level(900, reverse=True), projection=path)
     assert "teacher fingerprint" in error.value.why
-    with refused("projection-does-not-fit") as error:
+    with refused("projection-does-not-fit: does not fit this run") as error:
         build_projection(byte_level(), sentence_piece(700), projection=path)
     assert "teacher size" in error.value.why
 
@@ -129,7 +129,7 @@ def test_a_file_of_other_tokenizers_is_refused(tmp_path):
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     path = stored(tmp_path)
     path.write_bytes(path.read_bytes()[:1000])
-    with refused("projection-does-not-fit"):
+    with refused("projection-does-not-fit: does not fit this run"):
         build_projection(byte_level(), sentence_piece(), projection=path)
-    with refused("projection-not-found"):
+    with refused("path-not-found: is not a file"):
         build_projection(byte_level(), sentence_piece(), projection=tmp_path / "nothing.npz")

@@ -43,12 +43,12 @@ class RewardCalls:
             what, longer = f"--reward took more than {self.timeout_s:g} s", f"raise --reward-timeout-s; {do}"
             raise DataError(what, WHY, longer, code="reward-timed-out") from error
         except (OSError, EOFError) as error:
-            raise DataError("the process of --reward ended", WHY, do, code="reward-process-ended") from error
+            raise DataError("the process of --reward ended", WHY, do, code="reward-failed") from error
         if "error" in answer:
-            raise DataError(f"--reward raised {answer['error']}", WHY, do, code="reward-raised")
+            raise DataError(f"--reward raised {answer['error']}", WHY, do, code="reward-failed")
         if not abs(answer["value"]) <= LARGEST:  # NaN is not
             what = f"--reward returned {answer['value']}, and a reward is a number from -1e100 to 1e100"
-            raise DataError(what, WHY, do, code="reward-not-finite")
+            raise DataError(what, WHY, do, code="reward-failed")
         return answer["value"]
 
     def start(self) -> None:

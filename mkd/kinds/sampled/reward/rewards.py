@@ -121,6 +121,4 @@ def group_advantages(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _unexpected(error: Exception) -> MkdError:
     what = f"rewards cannot be computed: {type(error).__name__}: {error}"
-    return DataError(
-        what, "", "check the fields of the prompts and the log folder", code="rewards-impossible"
-    )
+    return DataError(what, "", "check the fields of the prompts and the log folder", code="reward-failed")

@@ -133,5 +133,5 @@ def _checked(line: bytes, path: Path, number: int) -> dict[str, Any]:
         f"{path}:{number} is damaged",
         "it is a completion that the run had sampled, and its hash differs",
         "remove the file: the completions of this step are sampled again",
-        code="rollout-record-damaged",
+        code="cached-file-damaged",
     )

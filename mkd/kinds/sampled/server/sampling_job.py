@@ -107,7 +107,7 @@ class SamplingJob:
                 f"the rollout server has weights {found}, not {self.version}",
                 "it was started again, or another run has exchanged them",
                 "let no other run use the server, and start the same command again",
-                code="rollout-server-version",
+                code="rollout-server-weights",
             )
 
 

@@ -126,20 +126,20 @@ def find_model(client: ServerClient, seq_length: int) -> ServerModel:
         client.get("/weight_info")
     except ServerLost as error:
         what = f"there is no rollout server at {client.url}"
-        raise UsageError(what, error.what, start, code="rollout-server-unreachable") from None
+        raise UsageError(what, error.what, start, code="rollout-server-not-ready") from None
     except Refused as error:
         if error.status in (401, 403):
             what, do = f"the rollout server {client.url} refuses the token", f"set {TOKEN} to its --api-key"
             raise UsageError(what, str(error), do, code="rollout-server-token") from None
         what = f"the rollout server {client.url} cannot exchange its weights"
-        raise UsageError(what, str(error), start, code="rollout-server-without-refit") from None
+        raise UsageError(what, str(error), start, code="rollout-server-not-ready") from None
     bases = [one for one in models if not one.get("parent")]  # adapters have a parent
     if len(bases) != 1:
         what = f"the rollout server {client.url} serves {len(bases)} models"
-        raise UsageError(what, "it must have the student alone", start, code="rollout-server-models")
+        raise UsageError(what, "it must have the student alone", start, code="rollout-server-not-ready")
     name, longest = bases[0]["id"], bases[0].get("max_model_len") or seq_length
     if longest < seq_length:
         what = f"the rollout server {client.url} takes {longest} tokens, --seq-length is {seq_length}"
         why, do = "it would cut completions", f"start it with --max-model-len {seq_length} or more"
-        raise UsageError(what, why, do, code="rollout-server-too-short")
+        raise UsageError(what, why, do, code="rollout-server-not-ready")
     return ServerModel(name, longest)

@@ -98,7 +98,7 @@ def server_scores(client: ServerClient, model: str, documents: Sequence[Rollout]
                 "the rollout server returns no prompt_logprobs",
                 "they show that it has the weights of this step",
                 "use a vLLM server with prompt_logprobs",
-                code="rollout-server-probe",
+                code="rollout-server-answer",
             ) from None
     return np.array(found)
 

@@ -141,7 +141,7 @@ class ServerSource:
                     f"the rollout server cannot read the student's weights in {path}",
                     str(error),
                     "start it with the student's folder, and let it see this path",
-                    code="rollout-server-refit",
+                    code="rollout-server-weights",
                 ) from error
             raise
         client.post("/resume")
@@ -172,7 +172,7 @@ class ServerSource:
                     "the rollout server refuses a request",
                     str(error),
                     "use a vLLM server of the student, with the protocol of vLLM 0.32",
-                    code="rollout-server-refuses",
+                    code="rollout-server-answer",
                 )
         problem = self.context.broadcast_object(problem)
         if problem is not None:
