@@ -196,6 +196,12 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     assert caught.value.code == "teacher-prefetch-not-possible"
 
 
+def test_the_note_on_fp32_has_no_times_if_both_are_too_short_to_show(monkeypatch):
+    monkeypatch.setattr("mkd.plan.notes.milliseconds", lambda ms: "under 0.1 ms")
+    notes = precision_note(forecast("--no-bf16"))
+    assert notes == ["note: this run computes in fp32. --bf16 is usual on GPUs"]
+
+
 def test_fp32_is_slower_and_gets_a_note():
     """Without --bf16 products run at the rate of fp32; the note has both times."""
     given = [

@@ -27,7 +27,8 @@ def check_models(facts: RunFacts) -> Iterator[UsageError]:
         do = "give --student-hf DIR or --student-load CKPT"
         yield UsageError("no student is given", "there is nothing to train", do, code="model-missing")
     teachers, ratio = config.teachers, config.kd.kd_ratio
-    if not config.needs_models:  # plain training loads no teacher
+    pair_loss = config.pair_loss
+    if not config.needs_models or (pair_loss and not pair_loss.needs_reference):  # no teacher is loaded
         return
     if not any(map(_has_model, teachers)):
         what = f"no teacher is given, but kd-ratio is {ratio}"

@@ -63,6 +63,8 @@ def test_simpo_runs_no_reference():
     assert codes(*SIMPO, "--kd-ratio", "0.5", student=shape(), teacher=shape()) == [
         "preferences-exclude: but kd-ratio is"
     ]
+    alone = load_config([*BASE[:2], *BASE[4:], "--simpo-beta", "2"]).config
+    assert reports(problems_of(alone, 1, shape(), [])) == ["preferences-exclude: but kd-ratio is"]
     assert codes("--simpo-gamma", "2", student=shape(), teacher=shape()) == ["remove-flag: no effect"]
 
 
