@@ -196,13 +196,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     assert caught.value.code == "teacher-prefetch-not-possible"
 
 
-def test_the_note_on_fp32_has_no_times_if_both_are_too_short_to_show(monkeypatch):
-    monkeypatch.setattr("mkd.plan.notes.milliseconds", lambda ms: "under 0.1 ms")
-    notes = precision_note(forecast("--no-bf16"))
-    assert notes == ["note: this run computes in fp32. --bf16 is usual on GPUs"]
-
-
-def test_fp32_is_slower_and_gets_a_note():
+def test_fp32_is_slower_and_gets_a_note(monkeypatch):
     """Without --bf16 products run at the rate of fp32; the note has both times."""
     given = [
         "--student-hf",
@@ -221,3 +215,5 @@ def test_fp32_is_slower_and_gets_a_note():
     assert "predicted on H200 in fp32" in describe_forecast(fp32)
     (note,) = precision_note(fp32)
     assert "With --bf16, which is usual on GPUs, a step takes " in note and precision_note(bf16) == []
+    monkeypatch.setattr("mkd.plan.notes.milliseconds", lambda ms: "under 0.1 ms")
+    assert precision_note(fp32) == ["note: this run computes in fp32. --bf16 is usual on GPUs"]
