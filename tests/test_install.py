@@ -183,7 +183,7 @@ def test_an_extra_that_is_missing_is_named_by_its_package(programs, files):
     (files / "cl100k_base.tiktoken").write_text("IQ== 0\n")
     commands = {
         "pyarrow": ["train", *flags(files, "parquet", data_path="data.parquet")],
-        "matplotlib": ["plot", files / "run"],
+        "matplotlib": ["report", files / "run", "--png", files / "run.png"],
         "tiktoken": ["preprocess", "--input", files / "text.jsonl", "--output-prefix", files / "p"],
         "tensorboard": ["train", *flags(files, "board", "--tensorboard-dir", files / "board")],
         "wandb": ["train", *flags(files, "wandb", "--wandb-project", "p")],
