@@ -14,8 +14,7 @@ It starts without torch. In reading order:
     hardware.py          the machine that plans assume
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
-    all_to_all.py        the exchange between the processes that share experts
-    collectives.py       the collectives of tensor and context parallelism
+    collectives.py       the collectives of tensor, context and expert parallelism
     layer_time.py        the time of a micro-batch in each layer of a model
     towers.py            vision towers: parameters, time and memory
     cost.py              the time of a micro-batch on each pipeline stage
@@ -33,6 +32,5 @@ It starts without torch. In reading order:
     forecast_text.py     its text
     teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
-    host_time.py         how long a CPU starts the kernels of a step
     notes.py             settings without effect, teachers ahead that cost time, a CPU that is the limit
 """

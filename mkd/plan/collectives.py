@@ -1,4 +1,4 @@
-"""The collectives of tensor and context parallelism: the time that products and attention do not hide.
+"""Collectives of tensor, context and expert parallelism: the time that products and attention do not hide.
 
 On n processes with a bus bandwidth of B an all-gather or a reduce-scatter takes S (n - 1) / n / B, where each
 process has S bytes in full, and an all-reduce of S bytes twice that (NCCL tests, doc/PERFORMANCE.md).
@@ -20,6 +20,16 @@ has a second block only for shared ones.
 With context parallelism, keys and values of each of n processes go round in n - 1 sends. Each send runs
 beside the attention to one n-th of the keys. Backward sends gradients too and computes twice as much. Models
 with sliding windows exchange queries, keys, values and outputs in all-to-alls instead, which nothing hides.
+
+With expert parallelism, n neighbouring processes share the experts, and each sends the hidden state of its t
+tokens to k experts. If all experts are chosen equally often, 1/n of the rows stay, and one all-to-all moves
+out of each process
+
+    t k h e (n - 1) / n    bytes, for hidden size h and e bytes an element.
+
+A forward has two of them (to the experts and back), a backward two. On one machine they use the links between
+its GPUs. On several machines of m GPUs, (m - 1) / n of the rows stay on the machine and (n - m) / n cross the
+network. Both move at the same time, so that the slower part counts.
 """
 
 from __future__ import annotations
@@ -133,3 +143,14 @@ class ModelCollectives:
 
     def _gather_ms(self, channels: int) -> float:
         return gather_ms(channels * self.channel_bytes, self.parallel.tensor_model_parallel_size)
+
+
+def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:
+    """Return the milliseconds of one all-to-all of `rows` (tokens x experts of a token).
+
+    It is 0 if one process has all experts.
+    """
+    each = rows * hidden_size * element / expert_parallel  # to one process
+    near = min(expert_parallel, MACHINE) - 1
+    far = max(0, expert_parallel - MACHINE)
+    return max(near * each / LINK_BYTES_PER_MS, far * each / NETWORK_BYTES_PER_MS)

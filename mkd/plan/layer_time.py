@@ -2,7 +2,7 @@
 
 Embeddings, norms and launches of kernels are not counted. The collectives of tensor and context parallelism
 count where nothing hides them (collectives.py). A layer with experts costs the products of a token's experts
-at the same rate as others, the exchange between processes (all_to_all.py), and copies of rows: they are
+at the same rate as others, the exchange between processes (collectives.py), and copies of rows: they are
 sorted by expert and back, before and after each exchange. Backward copies and exchanges as much as forward,
 and adds the gradients of all experts of the process to their buffers. (Other layers add theirs inside the
 products, whose rate has it.) Nothing hides an exchange.
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from mkd.config.schema import Config, TrainingConfig
 from mkd.families.layer_shape import LayerShape
-from mkd.plan.all_to_all import exchange_ms
-from mkd.plan.collectives import ModelCollectives
+from mkd.plan.collectives import ModelCollectives, exchange_ms
 from mkd.plan.flops import expert_parameters, layer_attention_flops, layer_matmul_parameters, mlp_parameters
 from mkd.plan.model_shape import ModelShape
 

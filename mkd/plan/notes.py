@@ -9,8 +9,9 @@ from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
 from mkd.human import milliseconds, number
 from mkd.plan.checks.prefetch_limits import FLAG
+from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
-from mkd.plan.host_time import kernel_start_ms
+from mkd.plan.layer_time import recomputed_share
 from mkd.plan.parameters import model_parameters
 
 SLOWER = 1.001
@@ -18,6 +19,14 @@ SLOWER = 1.001
 
 SMALL_TEACHER = 0.7
 """A teacher with less than this share of the student's parameters may be given in the student's place."""
+
+# Estimates from the fastest and the slowest machine with H100s or H200s that was measured, in bf16 with
+# Transformer Engine (docs/performance.md). Dense layers alone count: experts, FP8, gathers of peers and
+# vision towers take longer.
+FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
+"""Is there tensor parallelism -> milliseconds of one layer on the (fastest, slowest) machine."""
+TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
+"""The same for forward and backward."""
 
 
 def plan_notes(forecast: Forecast) -> Iterator[str]:
@@ -42,6 +51,27 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
             f"{milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated from measured machines. "
             f"This takes less time with {less} tokens in a micro-batch"
         )
+
+
+def kernel_start_ms(facts: RunFacts) -> tuple[float, float]:
+    """Return how many ms the busiest rank's CPU starts an update's kernels, (fastest, slowest).
+
+    Predicted times of steps leave it out: it varies by the machine, and shows only where it is longer than
+    the kernels run.
+    """
+    config, (student, teachers) = facts.config, facts.layouts
+    is_divided = config.parallel.tensor_model_parallel_size > 1
+    again = recomputed_share(config.training, sum(student.layers) / len(student.layers))
+
+    def rank_ms(rank: int, speed: int) -> float:
+        forward, training = FORWARD_MS[is_divided][speed], TRAINING_MS[is_divided][speed]
+        of_teachers = sum(sum(one.layers[rank :: one.pipeline_parallel]) for one in teachers)
+        of_student = sum(student.layers[rank :: student.pipeline_parallel])
+        return of_student * (training + again * forward) + of_teachers * forward
+
+    ranks = range(student.pipeline_parallel)
+    fastest, slowest = (max(rank_ms(rank, speed) for rank in ranks) for speed in (0, 1))
+    return facts.batch.num_microbatches * fastest, facts.batch.num_microbatches * slowest
 
 
 def _swapped_models(forecast: Forecast) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mkd.human import milliseconds
-from mkd.plan.collectives import gather_ms, split_blocks
+from mkd.plan.collectives import exchange_ms, gather_ms, split_blocks
 from mkd.plan.forecast_text import describe_forecast
 from mkd.plan.layer_time import WorkTime
 from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, cost_of, qwen3, several
@@ -152,3 +152,15 @@ def test_selective_recomputation_repeats_what_its_part_sends():
     )
     sums_ms = 2 * gather_ms(8192 * 7168 * 2, 2)
     assert again.collectives_ms - plain.collectives_ms == pytest.approx(sums_ms)
+
+
+def test_exchange_by_hand():
+    """8,192 tokens x 8 experts of hidden size 2,048 in bf16 are 256 MiB.
+
+    Over 8 processes 7/8 of it go through NVLink at 350 GB/s. Over 32 processes 24/32 go through the network
+    at 45 GB/s, which takes longer than 7/32 through NVLink.
+    """
+    rows, volume = 8 * 8192, 2**28
+    assert exchange_ms(rows, 2048, 2, expert_parallel=1) == 0
+    assert exchange_ms(rows, 2048, 2, expert_parallel=8) == pytest.approx(volume * 7 / 8 / 350e6)
+    assert exchange_ms(rows, 2048, 2, expert_parallel=32) == pytest.approx(volume * 24 / 32 / 45e6)

@@ -7,7 +7,7 @@ import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.errors import UsageError
-from mkd.plan.all_to_all import exchange_ms
+from mkd.plan.collectives import exchange_ms
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.forecast_text import describe_forecast

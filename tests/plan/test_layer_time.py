@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mkd.plan.all_to_all import exchange_ms
-from mkd.plan.collectives import gather_ms
+from mkd.plan.collectives import exchange_ms, gather_ms
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, config, cost_of, qwen3_moe
 
 TOKENS = 4096

@@ -6,8 +6,7 @@ import pytest
 
 from mkd.human import milliseconds
 from mkd.plan.forecast import Forecast
-from mkd.plan.host_time import kernel_start_ms
-from mkd.plan.notes import plan_notes
+from mkd.plan.notes import kernel_start_ms, plan_notes
 from tests.plan.shapes import STUDENT, TEACHER, config
 from tests.run_facts import forecast_of
 from tools.benchmarks.shapes import shape_of
