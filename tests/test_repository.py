@@ -8,8 +8,11 @@ import re
 import sys
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from subprocess import run  # not the module: `make check` includes this file
+
+import grimp
 
 from mkd import errors
 from tests.headless import headless_texts
@@ -131,6 +134,14 @@ def test_few_files_know_context_parallelism():
     known = re.compile(r"cp_size|context_parallel")
     named = [path for path in (ROOT / "mkd").rglob("*.py") if known.search(read(path))]
     assert len(named) <= MOST_CONTEXT_PARALLEL, sorted(map(name, named))
+
+
+def test_no_import_closes_a_circle():
+    """Imports for types alone count too: modules that need each other are hard to read one by one."""
+    graph = grimp.build_graph("mkd", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert imports["mkd.run.main"]
+    TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
 
 
 def test_one_communicator_sends_all_messages_of_a_schedule():

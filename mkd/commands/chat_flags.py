@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from mkd.config.data_files import is_raw
 from mkd.config.run_files import DataConfig
 from mkd.plan.checks.no_effect import no_effect
-
-if TYPE_CHECKING:
-    from mkd.tokenizers.chat_input import ChatSettings
+from mkd.tokenizers.chat_input import ChatSettings
 
 NAMES = ("chat_loss", "chat_template_kwargs", "chat_date")
 
@@ -39,6 +36,4 @@ def require_records(args: argparse.Namespace, path: str) -> None:
 
 def chat_of(args: argparse.Namespace) -> ChatSettings:
     """Return the settings of the flags, with today's date unless they name one. Raises UsageError."""
-    from mkd.tokenizers.chat_input import ChatSettings
-
     return ChatSettings.from_flags(*(getattr(args, name) for name in NAMES)).dated()

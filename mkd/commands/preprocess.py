@@ -16,7 +16,7 @@ from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
 from mkd.human import counted
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads torch
     from mkd.data.store_builder import StoreSummary
 
 

@@ -16,7 +16,7 @@ from mkd.data.records.file_notes import note_lines
 from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an optional package
     from PIL.Image import Image as Picture
 
 GREEN, GREY, RESET = "\033[32m", "\033[90m", "\033[0m"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # Megatron is imported later, when its warnings are silenced
     from megatron.core.optimizer import MegatronOptimizer
 
 # What Megatron and its imports say in every run about things that are as they must be, or that are not mkd's.

@@ -11,7 +11,7 @@ from mkd.log.records import TRAIN, curve, read_records
 from mkd.report.findings import unit_of
 from mkd.report.run_folder import RunFolder, require_records
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an optional package
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

@@ -16,7 +16,7 @@ from mkd.operations.run_folders import describe_saves
 from mkd.plan.hardware import USABLE
 from mkd.plan.verdict import fullest_rank
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads torch
     from mkd.run.run_plan import Plan
 
 

@@ -12,7 +12,7 @@ from mkd.log.records import read_records, split_of
 from mkd.operations.run_folders import changes_to_resume
 from mkd.run_command import mkd_command, quoted
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they load torch
     from mkd.operations.stopping import Stop
     from mkd.run.loop import Run
 

@@ -34,7 +34,7 @@ from mkd.operations.signals import Signals, caught_signals, ignore_signals
 from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
     from mkd.run.run_plan import Plan
 

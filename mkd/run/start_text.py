@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mkd.config.load import LoadedConfig, format_config, num_defaults
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
     from mkd.run.run_plan import Plan
 

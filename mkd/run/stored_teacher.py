@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import DataConfig, rule_for_conversations
@@ -19,10 +19,8 @@ from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
+from mkd.run.model_source import ModelSource
 from mkd.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from mkd.run.model_source import ModelSource
 
 READ_BYTES = 1 << 22
 OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions

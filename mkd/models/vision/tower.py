@@ -15,7 +15,7 @@ from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_i
 from mkd.parallel.image_row import Grid
 from mkd.plan.model_shape import ModelShape
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads the compiler, which models of text do not need
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MULTIPLE = 8  # of the channels of `AlignedMLP`

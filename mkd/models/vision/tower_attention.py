@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mkd.families.vision_shape import VisionShape
 from mkd.parallel.image_row import Grid
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # see tower.py
     from transformers import PreTrainedModel
 
 NAME = "mkd_flash_varlen"
