@@ -136,6 +136,18 @@ def test_few_files_know_context_parallelism():
     assert len(named) <= MOST_CONTEXT_PARALLEL, sorted(map(name, named))
 
 
+def test_imports_of_mkd_exist():
+    """Also inside functions and in scripts, where a module that has moved shows only when they run."""
+    missing = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mkd."):
+                module = ROOT / node.module.replace(".", "/")
+                if not module.is_dir() and not module.with_suffix(".py").is_file():
+                    missing.append(f"{name(path)}:{node.lineno}: {node.module}")
+    assert not missing
+
+
 def test_no_import_closes_a_circle():
     """Imports for types alone count too: modules that need each other are hard to read one by one."""
     graph = grimp.build_graph("mkd", cache_dir=None)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from mkd.plan.rollout_plan import cache_bytes, sampling_bytes
 from torch import nn
 
 from mkd.config.load import load_config
@@ -23,6 +22,7 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.sampling_memory import cache_bytes, sampling_bytes
 from mkd.platform import Platform
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped
 from tools.benchmarks.machine import Machine
