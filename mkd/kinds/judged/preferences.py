@@ -60,9 +60,10 @@ class Pairs(Kind):
             why = "each is a loss of the same pairs, and a run has one of them"
             yield UsageError(f"{flags} exclude each other", why, "keep one", code="exclude-each-other")
         if config.kd.kd_ratio != 0:
+            held = ", and the reference already holds the student back" if losses[0].needs_reference else ""
             yield UsageError(
                 f"{given}, but kd-ratio is {config.kd.kd_ratio}",
-                "a divergence would also teach the rejected answers",
+                f"a divergence would also teach the rejected answers{held}",
                 "use --kd-ratio 0, or distil in a run of its own",
                 code="preferences-exclude",
             )
