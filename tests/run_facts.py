@@ -11,7 +11,7 @@ from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 def facts_of(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mkd.checkpoint.manifest import ManifestError, check_sizes, read_manifest, sync
 from mkd.errors import CheckpointError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"

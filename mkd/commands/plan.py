@@ -19,15 +19,15 @@ from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
 from mkd.kinds.known_kinds import KINDS
+from mkd.plan.advice.forecast_text import describe_totals
+from mkd.plan.advice.notes import plan_notes, precision_note
+from mkd.plan.advice.verdict import describe
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
-from mkd.plan.forecast_text import describe_totals
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.notes import plan_notes, precision_note
-from mkd.plan.verdict import describe
-from mkd.run.early_checks import model_of, model_shape
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.times.cost import DOCUMENT_LENGTH
+from mkd.run.resolve.early_checks import model_of, model_shape
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
 

@@ -17,7 +17,7 @@ from mkd.errors import UsageError, returns_exit_code
 from mkd.human import counted
 
 if TYPE_CHECKING:  # it loads torch
-    from mkd.data.store_builder import StoreSummary
+    from mkd.data.corpus.store_builder import StoreSummary
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,7 +119,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def require_room(args: argparse.Namespace) -> None:
     """Raise UsageError if files of PREFIX would be replaced."""
-    from mkd.data.store import StoreFiles
+    from mkd.data.corpus.store import StoreFiles
 
     files = StoreFiles(args.output_prefix).in_order
     found = [str(file).removeprefix(args.output_prefix) for file in files if file.exists()]
@@ -149,8 +149,8 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
 
     prepare_for_files()
     require_room(args)
+    from mkd.data.corpus.store_builder import build_store
     from mkd.data.images.conversation import image_reader
-    from mkd.data.store_builder import build_store
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import console
     from mkd.tokenizers.load import load_tokenizer

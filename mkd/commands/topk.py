@@ -91,7 +91,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             "raise it",
             code="out-of-range",
         )
-    from mkd.run.early_checks import early_model_problems
+    from mkd.run.resolve.early_checks import early_model_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = early_model_problems(config, world_size, EXPORTED) if config.teachers else []
@@ -103,8 +103,8 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     platform = detect()  # before Megatron is imported, to silence its warnings
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import LOG, console
-    from mkd.run.topk_description import ExportSettings
-    from mkd.run.topk_export import export_teacher
+    from mkd.run.stored.topk_description import ExportSettings
+    from mkd.run.stored.topk_export import export_teacher
 
     settings = ExportSettings(
         args.out, args.k, args.logprob_dtype, args.samples_per_shard, overwrite=args.overwrite

@@ -22,8 +22,8 @@ from mkd.checkpoint.hf.hf_hub import config_folder, resolve_hf
 from mkd.errors import CheckpointError, UsageError
 from mkd.human import counted
 from mkd.operations.disk import Written, require_disk
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import weight_bytes
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import weight_bytes
 
 
 def hf_to_mcore(hf: str, save: Path, dtype: str | None, overwrite: bool, **layout: int) -> None:

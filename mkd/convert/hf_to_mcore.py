@@ -16,7 +16,7 @@ from mkd.convert.conversion_checks import require_room
 from mkd.convert.models import DTYPES, build_context, load_from_hf
 from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.human import counted
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 def run(

@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import DTYPES, build_context, build_model
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
 
 

@@ -16,7 +16,7 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

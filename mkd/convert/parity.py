@@ -16,7 +16,7 @@ from mkd.errors import CheckpointError, UsageError
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 
 

@@ -1,16 +1,10 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
-sources.py              places of tokenised corpora, and whether a run can read them
+corpus/                 raw files become tokens on disk, once
 records/                which keys of a record are read, and the texts, conversations and pairs they become
-documents.py            the documents (ids and loss mask) that each record becomes; preference pairs
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
-encoding.py             encoding of raw files in worker processes, with huge texts cut
 workers.py              the end of worker processes
 progress_lines.py       lines on how much is done while files are tokenised and packed
-drafts.py               names of files that are still being written; removal of abandoned ones
-store_builder.py        a tokenised corpus written to disk, whole or not at all
-store.py                a tokenised corpus on disk, read memory-mapped
-known_files.py          hashes and other facts about files, kept while these stay the same
 packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)

@@ -15,20 +15,20 @@ from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
+from mkd.data.corpus.documents import require_pairs, require_pairs_fit
+from mkd.data.corpus.encoding import useful_workers
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.sources import find_prefix, require_image_processor, require_text, require_vocabulary
+from mkd.data.corpus.store import StoreFiles, TokenStore
+from mkd.data.corpus.store_builder import build_store, cache_key
 from mkd.data.dataset import BlendedDataset, PackedDataset
-from mkd.data.documents import require_pairs, require_pairs_fit
-from mkd.data.encoding import useful_workers
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.kept_documents import left_out_records
 from mkd.data.packing.pack_index import PackIndex, is_small, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.quarantine import collect, list_left_out, require_few
 from mkd.data.records.file_notes import log_notes
-from mkd.data.sources import find_prefix, require_image_processor, require_text, require_vocabulary
-from mkd.data.store import StoreFiles, TokenStore
-from mkd.data.store_builder import build_store, cache_key
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer

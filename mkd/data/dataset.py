@@ -10,6 +10,7 @@ import numpy as np
 
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import PAIR_NUMBER, Pack, empty_pack
+from mkd.data.corpus.store import TokenStore, first_out_of_range
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import PackImages
 from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
@@ -18,7 +19,6 @@ from mkd.data.packing.kept_documents import Dropped
 from mkd.data.packing.pack_index import PackIndex, pack_in_memory
 from mkd.data.packing.pack_settings import WINDOW_PIECES, PackSettings
 from mkd.data.quarantine import skipped
-from mkd.data.store import TokenStore, first_out_of_range
 from mkd.human import counted
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds

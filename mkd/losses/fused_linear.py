@@ -23,7 +23,7 @@ from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
-from mkd.plan.head import head_block_rows
+from mkd.plan.footprint.head import head_block_rows
 
 
 class HeadInput(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mkd.losses.fused_linear import head_logits
 from mkd.losses.softmax import compute_dtype
-from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
+from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 
 
 @dataclass(frozen=True)

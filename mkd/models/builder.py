@@ -10,7 +10,7 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.models.vision.vision_model import VisionLanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 def build_model_parts(

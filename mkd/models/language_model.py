@@ -26,7 +26,7 @@ from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.models.vision.deepstack import with_deepstack
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
     *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),

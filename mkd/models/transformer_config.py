@@ -14,7 +14,7 @@ from torch import Tensor
 from mkd.families.layer_shape import QUICK_GELU_GAIN
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from mkd.config.schema import Config
 from mkd.errors import UsageError
 from mkd.human import counted, size
 from mkd.operations.run_folders import cache_folder, log_folder
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import checkpoint_bytes, weight_bytes
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import checkpoint_bytes, weight_bytes
 
 # Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
 CACHE_SHARE = 1 / 3

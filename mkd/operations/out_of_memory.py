@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from mkd.errors import OutOfMemory
 from mkd.operations.failures import NCCL_ALLOCATES
+from mkd.plan.advice.verdict import SHOWN, fullest_rank, left_out, remedies
+from mkd.plan.footprint.memory import GIB, RankMemory
 from mkd.plan.forecast import Forecast
-from mkd.plan.hardware import USABLE
-from mkd.plan.memory import GIB, RankMemory
-from mkd.plan.verdict import SHOWN, fullest_rank, left_out, remedies
+from mkd.plan.times.hardware import USABLE
 
 FULL = 0.01  # share of the GPU: less is free than this and what NCCL asked for, if memory was the cause
 SHARED_GIB = 1.0  # beyond the plan for CUDA and NCCL: other processes are on the GPU

@@ -17,7 +17,7 @@ from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.plan.batch import document_multiple
-from mkd.plan.peer_groups import peer_ranks, weight_shards
+from mkd.plan.models.peer_groups import peer_ranks, weight_shards
 from mkd.platform import Platform
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.parallel.context import ParallelContext
-from mkd.plan.prefetch_replay import COMMUNICATORS
+from mkd.plan.times.prefetch_replay import COMMUNICATORS
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from functools import partial
 from itertools import accumulate, pairwise, permutations, product
 
 from mkd.errors import UsageError
-from mkd.plan.cost import PairCost
 from mkd.plan.layout import Layouts, PipelineLayout
+from mkd.plan.times.cost import PairCost
 
 TIE = 0.02
 """Splits whose largest times differ by less than this proportion count as equal.

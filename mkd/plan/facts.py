@@ -12,11 +12,11 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import auto_layouts
 from mkd.plan.batch import BatchPlan
-from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
 from mkd.plan.layout import Layouts, PipelineLayout, count_virtual_stages
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_models import PlannedModel, one_layout, planned_models
-from mkd.plan.planned_teachers import Pair, Teacher, plan_teachers
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.planned_models import PlannedModel, one_layout, planned_models
+from mkd.plan.models.planned_teachers import Pair, Teacher, plan_teachers
+from mkd.plan.times.cost import DOCUMENT_LENGTH, PairCost, pair_cost
 from mkd.plan.work import Work
 
 

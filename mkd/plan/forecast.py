@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, UsageError
 from mkd.plan.batch import BatchPlan
-from mkd.plan.bubble import StepForecast, simulate
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import PairCost, layer_transfer_ms
 from mkd.plan.facts import RunFacts
-from mkd.plan.flops import distillation_flops
-from mkd.plan.hardware import HOST_BYTES_PER_MS, USABLE
-from mkd.plan.layer_time import WorkTime
+from mkd.plan.footprint.memory import GIB, MemoryPlan, RankMemory, predict_memory
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, MemoryPlan, RankMemory, predict_memory
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import active_parameters, model_parameters
-from mkd.plan.planned_teachers import Teacher
-from mkd.plan.prefetch import PrefetchPlan, RankWork
-from mkd.plan.prefetch_replay import plan_prefetch
-from mkd.plan.update_time import update_ms
+from mkd.plan.models.flops import distillation_flops
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import active_parameters, model_parameters
+from mkd.plan.models.planned_teachers import Teacher
+from mkd.plan.times.bubble import StepForecast, simulate
+from mkd.plan.times.cost import PairCost, layer_transfer_ms
+from mkd.plan.times.hardware import HOST_BYTES_PER_MS, USABLE
+from mkd.plan.times.layer_time import WorkTime
+from mkd.plan.times.prefetch import PrefetchPlan, RankWork
+from mkd.plan.times.prefetch_replay import plan_prefetch
+from mkd.plan.times.update_time import update_ms
 
 MOST_PLANNED = 4096
 """Pipeline ranks x micro-batches up to which `auto` plans teachers ahead: a few seconds."""
@@ -41,7 +41,7 @@ class PlannedPrefetch(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for one configuration: times for H200s (`mkd.plan.cost.Rates`), memory for any GPU."""
+    """Predictions for one configuration: times for H200s (`mkd.plan.times`), memory for any GPU."""
 
     facts: RunFacts  # of a run without problems, whose models are all known
     gpu_gib: float | None = None  # memory of the GPU of this process, unless the settings give it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.sizes import StudentSizes
 
 WINDOW, FULL = "sliding_attention", "full_attention"

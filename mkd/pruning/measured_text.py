@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from mkd.data.batch import Pack, PackedBatch, collate
-from mkd.data.documents import Document
-from mkd.data.encoding import encode_files
+from mkd.data.corpus.documents import Document
+from mkd.data.corpus.encoding import encode_files
 from mkd.errors import DataError
 from mkd.human import counted, duration
 from mkd.tokenizers.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from mkd.losses.fused_linear import head_logits
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 @dataclass

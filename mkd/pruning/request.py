@@ -10,8 +10,8 @@ from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import require_file
 from mkd.errors import UsageError
 from mkd.operations.disk import Written, require_disk
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import weight_bytes
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import weight_bytes
 from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, StudentSizes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.cut import Cut, evenly_spaced
 from mkd.pruning.depth import DepthCandidate, best, measure, measure_blocks, measure_one_by_one
 from mkd.pruning.probe import Probe, Score

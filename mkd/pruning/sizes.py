@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mkd.errors import ErrorList, MkdError, UsageError
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import model_parameters
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import model_parameters
 
 FFN_MULTIPLE = 64  # of FFN channels that --target-params chooses: every tensor-parallel size divides them
 WIDTH_FLAGS = {  # size -> flag

@@ -14,7 +14,7 @@ from mkd.data.batch import PackedBatch
 from mkd.errors import MkdError, collect_error
 from mkd.human import counted
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from mkd.pruning.cut import Cut, evenly_spaced, first_parts, without_middle
 from mkd.pruning.measured_text import TimedBatches, read_batches

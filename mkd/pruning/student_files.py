@@ -38,7 +38,7 @@ from mkd.families.weight_rules import (
     VOCABULARY,
     Entry,
 )
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.cut import Cut
 
 LAYER_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mkd.data.batch import PackedBatch
 from mkd.families.registry import FAMILIES
 from mkd.families.weight_rules import FUSED_NORMS, MODEL_TABLE
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.cut import Cut
 from mkd.pruning.probe import Probe
 

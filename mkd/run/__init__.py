@@ -3,27 +3,19 @@
 Read in this order:
 
     main.py                   the command: configuration in, trained student out, exit code
-    early_checks.py           problems that are found before torch is imported
-    run_plan.py               models, batch and layouts of a run, from files and flags alone
-    model_source.py           the files of one model
-    preflight.py              problems of tokenizers, data and exports, found before the start
-    chat_setup.py             the settings of a run for conversations
-    trained_ends.py           the tokens that end the training texts, for exports
-    rollout_preflight.py      problems of prompts and stop tokens
+    resolve/                  models, data and layouts of a run, from files and flags alone
+    stored/                   predictions of teachers, exported and read again
     start_text.py             what a run shows before its first step
     dry_run.py                the verdict at the end of a dry run
     setup.py                  from a plan to a run: who gets which part
     texts.py                  data, prompts and tasks, and how each teacher reads them
     build_data.py             the data sets
     cross_tokenizer_setup.py  what teachers with another tokenizer need
-    stored_teacher.py         whether a stored teacher fits the run
     rollouts_setup.py         the stream of batches with completions
     build_engine.py           models with weights, schedule and optimizer
     fingerprints.py           what identifies a run, compared when it resumes
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves
     loop.py                   steps, evaluations, checkpoints
     one_model.py              one model alone: planned, built, evaluated
-    topk_description.py       what a stored teacher is made of
     end_text.py               where everything is at the end of a run, and the next commands
-    topk_export.py            a teacher's predictions, exported for later runs
 """

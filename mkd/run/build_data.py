@@ -20,7 +20,7 @@ from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.platform import usable_cores
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, if there are bad records

@@ -29,8 +29,8 @@ from mkd.parallel.state_links import StateLinks
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
-from mkd.run.model_source import ModelSource
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.model_source import ModelSource
+from mkd.run.resolve.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule

@@ -37,9 +37,9 @@ from mkd.operations.event_log import SAVE
 from mkd.operations.phases import Phases
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.run.fingerprints import describe_changes, identify_run, require_same
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.run_plan import Plan
 from mkd.run.texts import Texts
 
 

@@ -13,11 +13,11 @@ from mkd.config.schema import Config
 from mkd.human import counted, duration, gpu_hours, number, size
 from mkd.operations.disk import Written, writes_of
 from mkd.operations.run_folders import describe_saves
-from mkd.plan.hardware import USABLE
-from mkd.plan.verdict import fullest_rank
+from mkd.plan.advice.verdict import fullest_rank
+from mkd.plan.times.hardware import USABLE
 
 if TYPE_CHECKING:  # it loads torch
-    from mkd.run.run_plan import Plan
+    from mkd.run.resolve.run_plan import Plan
 
 
 def verdict_text(plan: Plan) -> str:

@@ -18,16 +18,16 @@ from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config, TeacherConfig
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.data.dataset import later_orders
-from mkd.data.known_files import KnownFiles
 from mkd.data.prompts import PromptSet
-from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
 from mkd.kinds.known_kinds import identity
 from mkd.operations.run_folders import cache_folder
-from mkd.run.chat_setup import CHAT_DATE, date_of
 from mkd.run.cross_tokenizer_setup import teacher_images
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.chat_setup import CHAT_DATE, date_of
+from mkd.run.resolve.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from mkd.operations.console import LOG
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
 from mkd.run.checkpoints import Saver
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch

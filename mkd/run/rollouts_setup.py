@@ -17,8 +17,8 @@ from mkd.kinds.sampled.sampler.rollouts import RolloutSource, Sampling
 from mkd.kinds.sampled.stop_ids import stop_ids
 from mkd.operations.phases import ROLLOUT, Phases
 from mkd.run.cross_tokenizer_setup import teacher_texts
+from mkd.run.resolve.run_plan import Plan
 from mkd.run.rollout_server_setup import build_server_source
-from mkd.run.run_plan import Plan
 from mkd.run.texts import Texts
 from mkd.train.step import Engine
 from mkd.train.teachers.cross_tokenizer import CrossTokenizer

@@ -34,14 +34,14 @@ from mkd.operations.stopping import StopNotice, Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
-from mkd.plan.parameters import checkpoint_bytes
+from mkd.plan.models.parameters import checkpoint_bytes
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_save, take_identity
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
+from mkd.run.resolve.run_plan import Plan
 from mkd.run.rollouts_setup import build_rollouts
-from mkd.run.run_plan import Plan
 from mkd.run.texts import Texts, describe_texts, read_texts
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter

@@ -9,7 +9,7 @@ from mkd.config.load import LoadedConfig, format_config, num_defaults
 
 if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
-    from mkd.run.run_plan import Plan
+    from mkd.run.resolve.run_plan import Plan
 
 
 def start_text(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> str:

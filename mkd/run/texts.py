@@ -19,9 +19,9 @@ from mkd.operations.run_folders import log_folder
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.run.build_data import build_data, quarantine_file
-from mkd.run.chat_setup import describe_chat
 from mkd.run.cross_tokenizer_setup import CrossTokenizerTeacher, find_cross_tokenizer, teacher_texts
-from mkd.run.run_plan import Plan, with_ends_of
+from mkd.run.resolve.chat_setup import describe_chat
+from mkd.run.resolve.run_plan import Plan, with_ends_of
 
 SPARE_ROOM = 1.25  # in the packs of cross-tokenizer teachers: texts vary
 FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed

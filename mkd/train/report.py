@@ -21,8 +21,8 @@ from mkd.log.metrics import IntervalAverager, Registry
 from mkd.log.progress import Lines
 from mkd.log.writers import MetricLogger
 from mkd.parallel.context import ParallelContext
-from mkd.plan.flops import distillation_flops
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.flops import distillation_flops
+from mkd.plan.models.model_shape import ModelShape
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 

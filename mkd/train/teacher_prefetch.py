@@ -1,9 +1,9 @@
 """Run the teachers ahead of the student: a pipeline of their own on the same ranks, in the student's gaps.
 
-A plan (`mkd/plan/prefetch.py`) says how many teacher forwards a rank runs in which gap of the student's 1F1B.
-A gap is between posting a receive and waiting for it. On the first rank, where no forward is received, it is
-before a forward. The rest runs after the last backward. A teacher forward takes the states of the rank
-before, and the last rank keeps them for the loss.
+A plan (`mkd/plan/times/prefetch.py`) says how many teacher forwards a rank runs in which gap of the
+student's 1F1B. A gap is between posting a receive and waiting for it. On the first rank, where no forward is
+received, it is before a forward. The rest runs after the last backward. A teacher forward takes the states
+of the rank before, and the last rank keeps them for the loss.
 
 At the end of a step the teachers have begun with the next one. Nothing of that is saved: a run that resumes
 makes these states again. Evaluations do not touch them: there the stages run the teachers, as without a plan.
@@ -22,8 +22,8 @@ from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
-from mkd.plan.prefetch import PrefetchPlan
-from mkd.plan.prefetch_replay import RankGaps
+from mkd.plan.times.prefetch import PrefetchPlan
+from mkd.plan.times.prefetch_replay import RankGaps
 from mkd.train.stage_inputs import teacher_inputs
 
 SampleIds = tuple[int, ...]

@@ -18,7 +18,7 @@ from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, whole
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.vocab_parallel import use_triton
 from mkd.parallel.exchange import exchange_rows
-from mkd.plan.head import head_block_rows
+from mkd.plan.footprint.head import head_block_rows
 from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.chains import chains
 from mkd.xtoken.chunks import ONE_TO_ONE, ChunkBatch, ChunkSide

@@ -90,10 +90,10 @@ def load_bad(folder: Path, checkpoint: Path | None, residency: str) -> str:
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
     from mkd.run.build_engine import build_teacher_parts
-    from mkd.run.model_source import ModelSource
+    from mkd.run.resolve.model_source import ModelSource
 
     peers = 2 if residency == "peers" else None
     context = ParallelContext.create(detect(), tensor_parallel=1 if peers else dist.get_world_size())
@@ -114,7 +114,7 @@ def save_bad(folder: Path, out: Path) -> Path:
     from mkd.checkpoint.folders import TrainingPosition
     from mkd.convert.models import load_from_hf
     from mkd.parallel.context import ParallelContext
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context = ParallelContext.create(detect())

@@ -19,7 +19,7 @@ from mkd.errors import MkdError
 from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.checkpoint.tiny_saves import run_forked
 from tests.tiny_models import make_model

@@ -15,8 +15,8 @@ import torch
 
 from mkd.config.load import load_config
 from mkd.data.stored.teacher_topk import META_FILE, TopKMeta
-from mkd.run.topk_description import ExportSettings, require_room, write_description
-from mkd.run.topk_export import plan_export
+from mkd.run.stored.topk_description import ExportSettings, require_room, write_description
+from mkd.run.stored.topk_export import plan_export
 from tests.reported import refused
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, poison

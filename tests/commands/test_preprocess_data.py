@@ -13,7 +13,7 @@ import sentencepiece
 
 from mkd.commands.inspect import main as inspect
 from mkd.commands.preprocess import main
-from mkd.data.store import TokenStore
+from mkd.data.corpus.store import TokenStore
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from tests.data.images.tiny_processors import image_file, make_smolvlm, picture
 from tests.reported import reported_codes

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mkd.config.data_files import no_such_file, require_file
-from mkd.data.sources import find_prefix
+from mkd.data.corpus.sources import find_prefix
 from mkd.errors import EXIT_DATA
 from tests.reported import refused
 

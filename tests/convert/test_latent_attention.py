@@ -11,7 +11,7 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.convert.models import build_model, load_from_hf
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from mkd.data.store import TokenStore
+from mkd.data.corpus.store import TokenStore
 from tests.tokenizers.trained import hf_dir, spm_file, tokenizer  # noqa: F401
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from mkd.data.build import open_datasets
-from mkd.data.store_builder import build_store
+from mkd.data.corpus.store_builder import build_store
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused, reports

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from mkd.data import encoding
-from mkd.data.encoding import cut_texts
+from mkd.data.corpus import encoding
+from mkd.data.corpus.encoding import cut_texts
 
 
 def rows_of(*texts):

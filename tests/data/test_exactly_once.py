@@ -11,9 +11,9 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from mkd.data.corpus.store import TokenStore
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.loader import TrainStream
-from mkd.data.store import TokenStore
 
 GLOBAL_BATCH, SAVE_EVERY, CRASH_EVERY = 8, 3, 7
 LAYOUTS = ((2, 2), (4, 1), (1, 4), (1, 8), (8, 1))  # (data-parallel ranks, packs of a micro-batch)

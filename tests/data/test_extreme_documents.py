@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data import encoding
+from mkd.data.corpus import encoding
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.dataset import PackedDataset
 from mkd.data.records import parsing
-from mkd.data.store import TokenStore
-from mkd.data.store_builder import build_store
 from mkd.errors import ErrorList
 from mkd.tokenizers.load import load_tokenizer
 from tests.data.pairs import chat_tokenizer
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 HUGE = 20_000_000  # characters
 BUILD = """
 import resource, sys, time
-from mkd.data.store_builder import build_store
+from mkd.data.corpus.store_builder import build_store
 from mkd.errors import ErrorList
 from mkd.tokenizers.load import load_tokenizer
 tokenizer = load_tokenizer("HuggingFaceTokenizer", sys.argv[1])

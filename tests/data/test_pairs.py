@@ -9,7 +9,7 @@ import pytest
 
 from mkd.data.batch import PAIR_NUMBER, collate
 from mkd.data.build import open_datasets
-from mkd.data.documents import encode_documents
+from mkd.data.corpus.documents import encode_documents
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from mkd.data import progress_lines as progress
-from mkd.data.encoding import FileRows, encode_files
+from mkd.data.corpus.encoding import FileRows, encode_files
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.progress_lines import ProgressLines, total_megabytes
-from mkd.data.store_builder import build_store
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.quarantine import BadRecord
-from mkd.data.store import TokenStore
-from mkd.data.store_builder import build_store
 from mkd.errors import EXIT_DATA, DataError, ErrorList
 from tests.data.pairs import chat_tokenizer, open_pair, teacher_text
 from tests.reported import refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.families.layer_shape import MLAShape
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.reported import refused
 from tests.tiny_models import config_of
 

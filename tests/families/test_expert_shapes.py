@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.reported import refused
 
 SIZES = dict(

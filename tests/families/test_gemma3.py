@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.reported import refused
 
 SIZES = dict(

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.vision import REFUSED, TOWER_ACTIVATIONS
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.reported import Reported, refused
 from tests.tiny_vision_models import FAMILIES, vision_config
 

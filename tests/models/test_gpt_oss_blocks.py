@@ -70,7 +70,7 @@ def our_blocks(folder, lengths, dtype, transformer_engine, smooth):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     platform, shape = detect(), ModelShape.from_hf_dir(folder)

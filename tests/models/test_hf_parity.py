@@ -35,7 +35,7 @@ def load_model(folder, tp, sequence_parallel=False):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context = ParallelContext.create(detect(), tensor_parallel=tp)
@@ -92,7 +92,7 @@ def test_the_long_family_is_long():
     """The long family really uses its scaled frequencies and its attention factor."""
     import transformers
 
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
 
     _, options = FAMILIES["phi4-long"]
     config = transformers.Phi3Config(**SIZES, **options)

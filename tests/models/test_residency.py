@@ -140,7 +140,7 @@ def virtual_stages(folder):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context = ParallelContext.create(detect(), pipeline_parallel=2, virtual_stages=2)
@@ -181,10 +181,10 @@ def load_by_layers(folder, checkpoint, peers):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
     from mkd.run.build_engine import build_teacher_parts
-    from mkd.run.model_source import ModelSource
+    from mkd.run.resolve.model_source import ModelSource
 
     context, shape = ParallelContext.create(detect()), ModelShape.from_hf_dir(folder)
     load = find_checkpoint(checkpoint) if checkpoint else None

@@ -40,7 +40,7 @@ def build(folder, transformer_engine):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context = ParallelContext.create(replace(detect(), transformer_engine=transformer_engine))

@@ -65,7 +65,7 @@ def model_and_logits(folder, dtype, transformer_engine, texts=None, fp32_logits=
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     platform = detect()

@@ -17,12 +17,12 @@ from mkd.operations.disk import (
     disk_problems,
     writes_of,
 )
+from mkd.plan.advice.forecast_text import describe_totals
 from mkd.plan.checks.vision_limits import PARTS
 from mkd.plan.forecast import Forecast
-from mkd.plan.forecast_text import describe_totals
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import checkpoint_bytes, model_parameters, weight_bytes
-from mkd.plan.towers import tower_parameters
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import checkpoint_bytes, model_parameters, weight_bytes
+from mkd.plan.models.towers import tower_parameters
 from tests.checkpoint.tiny_saves import small_disk
 from tests.families.test_vision_configs import HUB_QWEN
 from tests.plan.shapes import STUDENT

@@ -24,7 +24,7 @@ def files(tmp_path_factory):
 
 def planned(files, *more, world_size=1):
     from mkd.config.load import load_config
-    from mkd.run.run_plan import plan_run
+    from mkd.run.resolve.run_plan import plan_run
 
     return plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
 
@@ -73,7 +73,7 @@ def test_the_changes_make_the_plan_smaller(files, monkeypatch):
         "--seq-length",
         "8192",
     )
-    monkeypatch.setattr("mkd.plan.verdict.QUICKLY_COMPARED", 0)
+    monkeypatch.setattr("mkd.plan.advice.verdict.QUICKLY_COMPARED", 0)
     assert "  (times without teachers ahead)" in explained(files, None, *pipelines, world_size=2)
 
 

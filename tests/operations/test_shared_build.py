@@ -172,7 +172,7 @@ def count_workers(argv: list[str]) -> tuple[int, int]:
     """
     import multiprocessing
 
-    from mkd.data import encoding
+    from mkd.data.corpus import encoding
     from mkd.operations.shared_build import SharedBuild
     from tests.train.command import call_main
 

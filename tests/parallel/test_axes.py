@@ -83,7 +83,7 @@ def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) ->
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
 
     context = ParallelContext.create(detect(), **first)
     if second is not None:

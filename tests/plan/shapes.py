@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config, TeacherConfig
-from mkd.plan.activations import Activations
-from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
 from mkd.plan.facts import RunFacts
-from mkd.plan.layer_time import Rates, WorkTime
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.footprint.activations import Activations
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.times.cost import DOCUMENT_LENGTH, PairCost, pair_cost
+from mkd.plan.times.layer_time import Rates, WorkTime
 from tests.run_facts import facts_of
 
 SEQ_LENGTH = 8192

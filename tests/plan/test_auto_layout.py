@@ -8,10 +8,10 @@ import pytest
 
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance, balance_all
-from mkd.plan.bubble import simulate
-from mkd.plan.cost import PairCost
-from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.times.bubble import simulate
+from mkd.plan.times.cost import PairCost
+from mkd.plan.times.layer_time import WorkTime
 from tests.plan.shapes import STUDENT, TEACHER, config, cost_of, equal_layers, several
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.errors import UsageError
-from mkd.plan.collectives import exchange_ms
-from mkd.plan.flops import forward_flops
+from mkd.plan.advice.forecast_text import describe_forecast
+from mkd.plan.advice.notes import precision_note
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
-from mkd.plan.forecast_text import describe_forecast
-from mkd.plan.notes import precision_note
-from mkd.plan.parameters import active_parameters
-from mkd.plan.prefetch import ideal_ms
+from mkd.plan.models.flops import forward_flops
+from mkd.plan.models.parameters import active_parameters
+from mkd.plan.times.collectives import exchange_ms
+from mkd.plan.times.prefetch import ideal_ms
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several, trained
 from tests.run_facts import forecast_of
 
@@ -215,5 +215,5 @@ def test_fp32_is_slower_and_gets_a_note(monkeypatch):
     assert "predicted on H200 in fp32" in describe_forecast(fp32)
     (note,) = precision_note(fp32)
     assert "With --bf16, which is usual on GPUs, a step takes " in note and precision_note(bf16) == []
-    monkeypatch.setattr("mkd.plan.notes.milliseconds", lambda ms: "under 0.1 ms")
+    monkeypatch.setattr("mkd.plan.advice.notes.milliseconds", lambda ms: "under 0.1 ms")
     assert precision_note(fp32) == ["note: this run computes in fp32. --bf16 is usual on GPUs"]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mkd.errors import UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.cut import Cut, evenly_spaced, without_block, without_middle
 from mkd.pruning.sizes import Sizes, StudentSizes, num_parameters
 from tests.reported import Reported

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, MkdError, UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.measured_text import read_batches
 from mkd.pruning.request import StudentRequest
 from mkd.pruning.sizes import Sizes, num_parameters

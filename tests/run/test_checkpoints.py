@@ -12,8 +12,8 @@ import pytest
 from mkd.checkpoint.folders import POINTER, saved_iterations
 from mkd.checkpoint.manifest import MANIFEST_FILE
 from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import checkpoint_bytes
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import checkpoint_bytes
 from mkd.run.fingerprints import describe_changes
 from tests.checkpoint.tiny_saves import run_forked
 from tests.reported import reported_codes

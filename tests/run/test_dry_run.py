@@ -8,7 +8,7 @@ from mkd.config.load import load_config
 from mkd.errors import ErrorList
 from mkd.operations.disk import Written, checkpoints_to_stay, disk_problems
 from mkd.run.dry_run import verdict_text
-from mkd.run.run_plan import plan_run
+from mkd.run.resolve.run_plan import plan_run
 from tests.reported import reports
 from tests.train.command import flags, make_files, write_records
 

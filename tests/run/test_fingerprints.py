@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config
-from mkd.data.store import StoreFiles
+from mkd.data.corpus.store import StoreFiles
 from mkd.kinds.known_kinds import identity
 from mkd.run.fingerprints import (
     END_BYTES,

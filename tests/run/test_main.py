@@ -57,7 +57,7 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
     from tests.models.test_hf_parity import pack
 

@@ -96,7 +96,7 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.run.build_engine import build_engine
     from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.one_model import join
-    from mkd.run.run_plan import plan_run
+    from mkd.run.resolve.run_plan import plan_run
     from mkd.tokenizers.load import load_tokenizer
 
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file

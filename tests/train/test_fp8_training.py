@@ -67,8 +67,8 @@ def export(argv: list[str], out, in_fp8: bool):
     import torch.distributed as dist
 
     from mkd.platform import detect
-    from mkd.run.topk_description import ExportSettings
-    from mkd.run.topk_export import export_teacher
+    from mkd.run.stored.topk_description import ExportSettings
+    from mkd.run.stored.topk_export import export_teacher
 
     config = load_config([*argv, *(FP8 if in_fp8 else ("--bf16",))]).config
     with stand_in_recipes():
@@ -90,7 +90,7 @@ def test_an_export_is_of_one_precision(ranks, tmp_path):
 
 def test_a_machine_without_fp8_refuses_before_anything_is_built(tmp_path):
     from mkd.run.one_model import plan_model
-    from mkd.run.run_plan import plan_run
+    from mkd.run.resolve.run_plan import plan_run
 
     config = load_config(command(tmp_path, *FP8)).config
     with pytest.raises(ErrorList) as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.commands.test_convert import start
 from tests.models.test_hf_parity import TOLERANCE, packed_logits, reference_logits

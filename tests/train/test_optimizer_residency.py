@@ -41,7 +41,7 @@ def build(folder, flags):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
     from mkd.train.optimizer import build_optimizer, wrap_stages
 

@@ -130,7 +130,7 @@ def build(layout: Layout, student: Path, teacher: Path):
     from mkd.run.build_engine import build_engine
     from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.one_model import join
-    from mkd.run.run_plan import plan_run
+    from mkd.run.resolve.run_plan import plan_run
 
     argv = [*layout.argv(student, teacher), "--xtoken-loss", "partition_kl"]
     argv += ["--data-path", str(student / "chats.jsonl"), "--image-root", str(student / "pictures")]

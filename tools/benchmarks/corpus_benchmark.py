@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.data.known_files import SETTLED_S
+from mkd.data.corpus.known_files import SETTLED_S
 from tools.benchmarks.benchmark_report import Report, Requirement, table
 from tools.benchmarks.results import Other
 
@@ -114,7 +114,7 @@ def write_corpus(prefix: str, documents: int, seed: int, with_mask: bool) -> Non
     """
     from megatron.core.datasets.indexed_dataset import DType
 
-    from mkd.data.store import INDEX_HEADER
+    from mkd.data.corpus.store import INDEX_HEADER
 
     code = DType.code_from_dtype(np.uint16)
     paths = [Path(f"{prefix}.{name}") for name in ("bin", "idx", "pointers")]

@@ -21,8 +21,8 @@ from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
+from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.sampling_memory import cache_bytes, sampling_bytes
 from mkd.platform import Platform
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped
 from tools.benchmarks.machine import Machine

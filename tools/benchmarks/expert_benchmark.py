@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from mkd.data.batch import PackedBatch
 from mkd.parallel.context import ParallelContext
-from mkd.plan.flops import distillation_flops, forward_flops
+from mkd.plan.footprint.memory import RankMemory, predict_memory
 from mkd.plan.forecast import PEAK_TFLOPS
-from mkd.plan.memory import RankMemory, predict_memory
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import active_parameters, model_parameters
+from mkd.plan.models.flops import distillation_flops, forward_flops
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.platform import Platform
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.run_plan import Plan
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.kernel_times import ALL_TO_ALL, KernelTimes, kernel_times
 from tools.benchmarks.machine import Machine

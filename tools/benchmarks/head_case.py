@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.losses import HeadInput, KDObjective, build_divergence, fused_linear_kd
-from mkd.plan.head import head_block_rows
+from mkd.plan.footprint.head import head_block_rows
 from tools.benchmarks.gate import Errors, reference_chunks, reference_rows, relative, worst
 from tools.benchmarks.machine import Machine
 

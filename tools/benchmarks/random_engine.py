@@ -20,11 +20,11 @@ from mkd.kinds.known_kinds import KINDS
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
-from mkd.run.model_source import ModelSource
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.model_source import ModelSource
+from mkd.run.resolve.run_plan import Plan
 from mkd.train.step import Engine
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.shapes import shape_of

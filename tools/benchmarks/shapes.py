@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mkd.errors import UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> dict:

@@ -12,11 +12,11 @@ from megatron.core.utils import get_attr_wrapped_model
 from mkd.data.batch import PackedBatch
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
-from mkd.plan.flops import distillation_flops, forward_flops
+from mkd.plan.footprint.memory import predict_memory
 from mkd.plan.forecast import PEAK_TFLOPS
-from mkd.plan.memory import predict_memory
+from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.platform import Platform
-from mkd.run.run_plan import Plan
+from mkd.run.resolve.run_plan import Plan
 from mkd.train.step import Engine, train_step
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.host_times import step_profile

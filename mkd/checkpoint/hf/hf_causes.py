@@ -13,7 +13,7 @@ from typing import Any
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.errors import CheckpointError
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
-from mkd.plan.model_shape import adapter_error
+from mkd.plan.models.model_shape import adapter_error
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 MANY = 3  # tensors that must differ in the same way

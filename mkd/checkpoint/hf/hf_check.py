@@ -12,7 +12,7 @@ from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.checkpoint.hf.hf_reader import DERIVED_TENSOR, HFCheckpoint
 from mkd.errors import CheckpointError, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 CHECK_CONFIG = "check config.json against the weights"
 EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mkd.config.data_files import HUB_ID
 from mkd.errors import CheckpointError, first_line
-from mkd.plan.model_shape import ADAPTER_FILE, adapter_error
+from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 REACHED = ("ReadError", "ReadTimeout", "RemoteProtocolError")

@@ -17,7 +17,7 @@ from torch import Tensor
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
 from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, MODEL_TABLE, Entry, Stack
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")

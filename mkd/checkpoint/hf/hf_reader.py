@@ -18,7 +18,7 @@ from mkd.checkpoint.hf.hf_names import Cut
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
-from mkd.plan.model_shape import ADAPTER_FILE, adapter_error
+from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 
 TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)

@@ -24,7 +24,7 @@ from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_tower import DiskNames
 from mkd.errors import UsageError
 from mkd.families.weight_rules import KEPT_IN_FP32
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 NO_TOWER: Mapping[str, tuple[int, ...]] = MappingProxyType({})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mkd.families.vision import VISION_FAMILIES
 from mkd.families.vision_shape import VisionFamily
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 TOWER = "tower."
 """Start of the names of the tower's parameters in a model part, and of its tensors in an open folder."""

@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, ErrorList, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
 

@@ -28,7 +28,7 @@ from mkd.checkpoint.hf.hf_weights import map_part, stored_tensors
 from mkd.errors import CheckpointError, MkdError
 from mkd.families.config_values import PART_OBJECTS
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 OTHER_FOLDER = "choose another folder"
 

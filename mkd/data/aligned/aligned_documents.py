@@ -9,13 +9,13 @@ import numpy as np
 
 from mkd.data.aligned.aligned_ids import Pair, align_ids
 from mkd.data.aligned.teacher_store import chunk_marks
-from mkd.data.documents import encode_record, require_eos
-from mkd.data.encoding import FileBatch, each_row
+from mkd.data.corpus.documents import encode_record, require_eos
+from mkd.data.corpus.encoding import FileBatch, each_row
+from mkd.data.corpus.store import TokenStore
 from mkd.data.images.image_table import EncodedImage, image_records
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row
-from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
-from mkd.data.known_files import KnownFiles
+from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.pack_index import WHOLE, PackIndex, open_whole

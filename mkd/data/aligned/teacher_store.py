@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mkd.data.corpus.store import StoreFiles, TokenStore
 from mkd.data.images.image_table import ImageTable
-from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
 NO_CHUNK, STARTS, CONTINUES = range(3)

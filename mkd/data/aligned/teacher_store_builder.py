@@ -15,14 +15,14 @@ from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Row
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
-from mkd.data.encoding import FileRows, in_workers
+from mkd.data.corpus.encoding import FileRows, in_workers
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
+from mkd.data.corpus.store_builder import replaced_when_complete
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import with_sources_of
-from mkd.data.known_files import KnownFiles
 from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
-from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
-from mkd.data.store_builder import replaced_when_complete
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mkd.data.corpus.store import TokenStore
 from mkd.data.images.image_table import IMAGE, patches_of
 from mkd.data.packing.cutting import Pieces
-from mkd.data.store import TokenStore
 
 
 @dataclass(frozen=True)

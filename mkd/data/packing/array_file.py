@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.data.drafts import draft_name, remove_left_behind
-from mkd.data.known_files import BLOCK_BYTES, sha256_of_file
+from mkd.data.corpus.drafts import draft_name, remove_left_behind
+from mkd.data.corpus.known_files import BLOCK_BYTES, sha256_of_file
 from mkd.errors import DataError
 
 FORMAT_VERSION = 1

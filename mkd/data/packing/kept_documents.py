@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mkd.data.corpus.store import TokenStore
 from mkd.data.images.image_packing import ImageRoom
 from mkd.data.packing.cutting import whole_records
 from mkd.data.packing.pack_settings import PackSettings
-from mkd.data.store import TokenStore
 
 TRUNCATE, DROP, TRUNCATE_LEFT = "truncate", "drop", "truncate-left"
 LISTED_DOCUMENTS = 1 << 20  # looked at together

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.data.encoding import in_workers
-from mkd.data.known_files import KnownFiles
+from mkd.data.corpus.encoding import in_workers
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import StoreFiles, TokenStore
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
 from mkd.data.packing.kept_documents import DocumentKeeper, Dropped
 from mkd.data.packing.pack_settings import WINDOW_PIECES, PackSettings
 from mkd.data.progress_lines import ProgressLines
-from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
 LOG = logging.getLogger("mkd")

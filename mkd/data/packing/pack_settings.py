@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mkd.data.known_files import sha256_of_file
-from mkd.data.store import TokenStore
+from mkd.data.corpus.known_files import sha256_of_file
+from mkd.data.corpus.store import TokenStore
 
 WINDOW_PIECES = 1 << 21  # of a large data set, packed together: 10 s and 500 MB
 

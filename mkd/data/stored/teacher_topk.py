@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from mkd.data.batch import Pack
+from mkd.data.corpus.drafts import draft_name, remove_left_behind
 from mkd.data.dataset import BlendedDataset
-from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.stored.teacher_rows import TeacherRows
 from mkd.errors import DataError
 

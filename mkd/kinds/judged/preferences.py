@@ -16,7 +16,7 @@ from mkd.kinds.kind import CardTerm, Kind
 from mkd.log.metrics import ROW_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
-from mkd.plan.planned_teachers import rounding
+from mkd.plan.models.planned_teachers import rounding
 from mkd.plan.work import Work
 
 if TYPE_CHECKING:  # it loads torch

@@ -13,7 +13,7 @@ from mkd.families.vision import VISION_FAMILIES
 from mkd.families.vision_shape import VisionShape
 from mkd.models.vision.tower_attention import attend_varlen, find_varlen, pass_inputs
 from mkd.parallel.image_row import Grid
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 if TYPE_CHECKING:  # it loads the compiler, which models of text do not need
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from mkd.config.schema import Config, TrainingConfig
 from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.facts import RunFacts
 from mkd.plan.layout import STUDENT_FLAG
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_models import PlannedModel
+from mkd.plan.models.expert_parallel import expert_parallel_size
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.planned_models import PlannedModel
 
 STUDENT = "--expert-model-parallel-size"
 RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows

@@ -14,11 +14,11 @@ from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges,
 from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.vision_limits import first_part_problems
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.facts import RunFacts, RunKind
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_models import PlannedModel, one_layout
+from mkd.plan.models.expert_parallel import expert_parallel_size
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.planned_models import PlannedModel, one_layout
 
 READ_BY_A_MODEL = (
     *SHARDS,

@@ -11,8 +11,8 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.batch import document_multiple
 from mkd.plan.facts import RunFacts
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_models import given_layouts, layout_flags
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.planned_models import given_layouts, layout_flags
 
 
 def check_parallel(facts: RunFacts) -> Iterator[UsageError]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from mkd.errors import UsageError, collect_error
 from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.no_effect import no_effect
-from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.facts import RunFacts
-from mkd.plan.peer_groups import weight_shards
+from mkd.plan.models.expert_parallel import expert_parallel_size
+from mkd.plan.models.peer_groups import weight_shards
 
 DO_WITHOUT = "remove --teacher-residency peers"
 

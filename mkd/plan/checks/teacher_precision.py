@@ -11,7 +11,7 @@ from mkd.plan.batch import document_multiple
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.teacher_peers import place_of
 from mkd.plan.facts import RunFacts
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 
 ROWS, WIDTHS = 8, 16
 """Multiples of the tokens and of the channels that an FP8 product takes, in Transformer Engine."""

@@ -9,7 +9,7 @@ from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.planned_models import PlannedModel
+from mkd.plan.models.planned_models import PlannedModel
 
 PARTS = ("text", "projector", "tower")
 FLAG = "student-train-parts"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.errors import CheckpointError, ErrorList, UsageError
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.reported import refused, reports
 from tests.tiny_models import make_model

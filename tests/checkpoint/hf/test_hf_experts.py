@@ -23,7 +23,7 @@ def round_trip(source, out, expert_parallel, pipeline_parallel=1, tensor_paralle
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context = ParallelContext.create(

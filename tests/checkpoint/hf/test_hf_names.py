@@ -12,7 +12,7 @@ from mkd.checkpoint.hf import hf_names
 from mkd.checkpoint.hf.hf_names import bind, find_map, hf_tensor_shapes
 from mkd.families.registry import FAMILIES as FAMILIES_BY_TYPE
 from mkd.families.weight_rules import FFN, GATE_UP, Entry, Rule
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import DENSE, make_model
 

@@ -19,7 +19,7 @@ from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.reported import Reported, refused, reports

@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import MkdError
 from mkd.parallel.context import ParallelContext
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from tests.checkpoint.hf.test_hf_writer import import_export
 from tests.checkpoint.saved_tensors import all_tensors

@@ -13,8 +13,8 @@ from mkd.data.aligned.aligned_documents import (
     align_ids,
     align_record,
 )
-from mkd.data.documents import encode_record
-from mkd.data.encoding import FileBatch, each_row
+from mkd.data.corpus.documents import encode_record
+from mkd.data.corpus.encoding import FileBatch, each_row
 from mkd.data.records.kinds import Record
 from mkd.data.records.parsing import parse_row
 from mkd.tokenizers.chat_input import Conversation

@@ -8,8 +8,8 @@ import pytest
 
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store
-from mkd.data.store import TokenStore
-from mkd.data.store_builder import build_store
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError
 from tests.data.pairs import COARSE, STUDENT, TEACHER, chat_tokenizer, open_pair, teacher_text, texts

@@ -16,14 +16,14 @@ from transformers.image_transforms import convert_to_rgb
 
 from mkd.data.aligned.aligned_documents import align_record
 from mkd.data.aligned.aligned_ids import Pair
-from mkd.data.documents import encode_documents, encode_record
+from mkd.data.corpus.documents import encode_documents, encode_record
+from mkd.data.corpus.store import StoreFiles, TokenStore
+from mkd.data.corpus.store_builder import build_store, cache_key
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_decoding import decode_image
 from mkd.data.images.image_files import ImageSource
 from mkd.data.images.processors import load_image_processor
 from mkd.data.records.parsing import parse_row
-from mkd.data.store import StoreFiles, TokenStore
-from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.images.conftest import MAX_PIXELS

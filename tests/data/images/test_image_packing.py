@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mkd.data.build import open_datasets
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.dataset import PackedDataset
 from mkd.data.images.image_packing import ImageRoom
 from mkd.data.images.image_table import patches_of
-from mkd.data.known_files import KnownFiles
 from mkd.data.packing.pack_index import PackIndex, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
-from mkd.data.store import TokenStore
-from mkd.data.store_builder import build_store
 from tests.data.images.test_conversation import asked, data_uri
 from tests.data.images.tiny_processors import image_file, picture
 from tests.reported import refused

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.dataset import PackedDataset
 from mkd.data.images.image_table import grids_of
 from mkd.data.images.row_images import ImageLayout, rotary_positions
 from mkd.data.loader import EvalStream, TrainStream
-from mkd.data.store import TokenStore
-from mkd.data.store_builder import build_store
 from mkd.errors import DataError
 from mkd.parallel.image_row import num_patches
 from mkd.parallel.zigzag import context_parallel_rows

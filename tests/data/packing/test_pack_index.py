@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from mkd.data.build import open_datasets
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import TokenStore
 from mkd.data.dataset import BlendedDataset, PackedDataset, later_orders
-from mkd.data.known_files import KnownFiles
 from mkd.data.packing import pack_index
 from mkd.data.packing.pack_index import PackIndex, Windows, pack_in_memory, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
-from mkd.data.store import TokenStore
 from mkd.errors import CheckpointError, DataError
 from mkd.run.fingerprints import require_same
 from tests.data.pairs import STUDENT, open_pair, teacher_text, texts
@@ -136,10 +136,10 @@ def test_a_builder_that_is_stopped_leaves_nothing(store, tmp_path):
 
 BUILDER = """
 import sys
-from mkd.data.known_files import KnownFiles
+from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.packing.pack_index import pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
-from mkd.data.store import TokenStore
+from mkd.data.corpus.store import TokenStore
 store, settings = TokenStore(sys.argv[1]), PackSettings(seq_length=128, window_pieces=50)
 print("ready", flush=True)
 input()
@@ -223,7 +223,7 @@ def test_packs_in_windows_are_refused_by_name_in_a_run_that_had_none(store, make
 def test_the_second_start_reads_no_file_whole(tmp_path, monkeypatch):
     import time
 
-    from mkd.data import known_files
+    from mkd.data.corpus import known_files
 
     write_corpus(str(tmp_path / "corpus"), 70_000, seed=3, with_mask=True)
     time.sleep(known_files.SETTLED_S + 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.data.store_builder import build_store
+from mkd.data.corpus.store_builder import build_store
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.chat_templates import CHATML_CONTROLS, REWRITES_HISTORY, THINK, said, user
 from tests.tokenizers.test_chat import DROPS_REASONING

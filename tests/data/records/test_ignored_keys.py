@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from mkd.data.build import open_datasets
-from mkd.data.encoding import FileRows
+from mkd.data.corpus.encoding import FileRows
+from mkd.data.corpus.store_builder import build_store
 from mkd.data.prompts import read_prompts
 from mkd.data.records.parsing import parse_row
-from mkd.data.store_builder import build_store
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 

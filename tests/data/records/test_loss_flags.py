@@ -8,7 +8,7 @@ import pytest
 
 from mkd.data.aligned.aligned_documents import align_record
 from mkd.data.aligned.aligned_ids import Pair
-from mkd.data.documents import encode_documents, encode_record
+from mkd.data.corpus.documents import encode_documents, encode_record
 from mkd.data.records.parsing import parse_row
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer

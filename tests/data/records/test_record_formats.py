@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from mkd.data.documents import encode_documents, encode_record
+from mkd.data.corpus.documents import encode_documents, encode_record
 from mkd.data.prompts import encode_prompt, parse_prompt
 from mkd.data.records.format_hints import format_hint
 from mkd.data.records.kinds import Record

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mkd.kinds.loss_card import loss_card
+from mkd.plan.advice.forecast_text import describe_forecast
+from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
+from mkd.plan.footprint.memory import predict_memory
 from mkd.plan.forecast import Forecast
-from mkd.plan.forecast_text import describe_forecast
-from mkd.plan.head import SCORED_LOGIT_BYTES, head_block_rows
-from mkd.plan.memory import predict_memory
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, config, cost_of, trained
 
 DPO = ("--dpo-beta", 0.1, "--kd-ratio", 0)

@@ -32,7 +32,7 @@ def load_parts(folder: Path, place: Place):
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     sizes = dict(tensor_parallel=place.tp, pipeline_parallel=place.pp, virtual_stages=place.vp)

@@ -113,7 +113,7 @@ def test_prompts_are_required():
 
 @pytest.mark.parametrize("family", ["deepseek", "gpt_oss", "phi4-long"])
 def test_students_that_cannot_sample(family):
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
 
     student = ModelShape.from_hf_config(json.loads(json.dumps(config_of(family))))
     assert codes(*ON, student=student, teacher=student) == [

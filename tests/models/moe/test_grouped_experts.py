@@ -41,7 +41,7 @@ def both(dtype):
     from mkd.models.transformer_config import ModelOptions, transformer_config
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
 
     context, shape = ParallelContext.create(detect()), ModelShape.from_hf_config(config_of("gpt_oss"))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mkd.models.vision.features import own_features
 from mkd.models.vision.tower import VisionTower
 from mkd.models.vision.tower_attention import attend_varlen, pass_inputs
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.tiny_vision_models import make_document, make_row, vision_config
 
 SHAPE = ModelShape.from_hf_config(vision_config("qwen3_vl").to_dict())

@@ -9,7 +9,7 @@ import torch
 
 from mkd.models.vision.tower import VisionTower
 from mkd.models.vision.tower_attention import NAME, attend_varlen
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.models.vision.test_tower import looped, vision_config
 
 ASKS = "is_flash_attention_requested"

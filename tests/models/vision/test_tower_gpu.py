@@ -10,7 +10,7 @@ import torch
 from mkd.models.vision.features import own_features
 from mkd.models.vision.tower import VisionTower
 from mkd.models.vision.tower_attention import NAME
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.tiny_vision_models import make_document, make_row, vision_config
 
 GRIDS = [(18, 24), (6, 4), (10, 30)]

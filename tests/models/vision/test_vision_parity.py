@@ -69,7 +69,7 @@ def test_logits_and_gradients_equal_transformers(family, text, tmp_path, ranks):
     folder = make_vision_model(tmp_path / family, family, text=text)
     ((logits, found),) = ranks.run(packed_pass, 1, folder, PARTS)
     model = reference_model(folder)
-    from mkd.plan.model_shape import ModelShape
+    from mkd.plan.models.model_shape import ModelShape
 
     vision = ModelShape.from_hf_dir(folder).vision
     expected = torch.cat([reference_logits(model, one) for one in documents(vision)])

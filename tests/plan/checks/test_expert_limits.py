@@ -7,8 +7,8 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts, require_expert_layers
-from mkd.plan.expert_parallel import expert_parallel_size
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.expert_parallel import expert_parallel_size
+from mkd.plan.models.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as DENSE
 from tests.reported import Reported, reports
 from tests.run_facts import facts_of

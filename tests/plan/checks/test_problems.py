@@ -6,7 +6,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.reported import Reported, reports
 from tests.run_facts import facts_of, problems_of
 

@@ -7,7 +7,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision, require_deepstack_layers
-from mkd.plan.model_shape import ModelShape
+from mkd.plan.models.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as TEXT
 from tests.reported import Reported, reports
 from tests.run_facts import facts_of, problems_of_one

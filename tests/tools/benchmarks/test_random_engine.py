@@ -7,7 +7,7 @@ import torch
 
 from mkd.config.load import load_config
 from mkd.errors import UsageError
-from mkd.plan.parameters import model_parameters
+from mkd.plan.models.parameters import model_parameters
 from tools.benchmarks.random_engine import PairSettings, RandomCheckpoint
 from tools.benchmarks.shapes import SHAPES, shape_of
 

@@ -1,0 +1,247 @@
+"""Build a tokenised corpus from raw files, for `mkd preprocess` and for the token cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from mkd.config.data_files import no_such_file
+from mkd.data.corpus.drafts import draft_name, remove_left_behind
+from mkd.data.corpus.encoding import EncodedBatch, encode_files
+from mkd.data.corpus.known_files import KnownFiles
+from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, PLACE, StoreFiles, content_hashes
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.images.image_table import ImageTableWriter
+from mkd.data.progress_lines import ProgressLines, total_megabytes
+from mkd.data.quarantine import Quarantine, first_of
+from mkd.data.records.file_notes import file_notes
+from mkd.data.records.ignored_keys import IgnoredKeys
+from mkd.data.records.kinds import MESSAGES, PAIR
+from mkd.errors import DataError, ErrorList
+from mkd.tokenizers.tokenizer import Tokenizer
+
+F = TypeVar("F", bound=StoreFiles)
+ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
+RECORDS_VERSION = 4  # raise it when the same records become other tokens
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """The contents of a corpus, in numbers."""
+
+    documents: int
+    tokens: int
+    loss_tokens: int  # labels that count: the first token of a document is never one
+    max_token_id: int
+    bad_records: int = 0  # records that were skipped
+    kinds: tuple[str, ...] = ()  # kinds of the records
+    trained_ends: tuple[int, ...] = ()  # which of EOS and the end of a turn have loss somewhere
+    images: int = 0
+    image_patches: int = 0
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # file -> what every start says of it
+
+    def described(self) -> dict[str, Any]:
+        """Return the numbers for the description of the corpus; those of images only if there are some."""
+        numbers = {key: value for key, value in asdict(self).items() if key != "notes" or value}
+        return numbers if self.images else {k: v for k, v in numbers.items() if not k.startswith("image")}
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if records may be conversations."""
+        return not {MESSAGES, PAIR}.isdisjoint(self.kinds)
+
+    def note_lines(self) -> list[str]:
+        """Return the notes, each with its file."""
+        return [f"{path}: {note}" for path, notes in self.notes.items() for note in notes]
+
+
+def build_store(
+    inputs: Sequence[str],
+    prefix: str,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    workers: int = 0,
+    key: str | None = None,
+    max_bad_records: int = 0,
+    progress: Callable[[], None] = lambda: None,
+    images: ConversationImages | None = None,
+) -> StoreSummary:
+    """Tokenise raw files into the corpus PREFIX, and replace an existing one.
+
+    The bytes do not depend on `workers` (processes; 0: this one).
+
+    The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
+    last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
+    DataError for one more, or ErrorList with the first ten. `progress` is called for every batch of records,
+    and may raise.
+    """
+    inputs = [str(path) for path in inputs]
+    _require_files(inputs)
+    files = StoreFiles(prefix)
+    with replaced_when_complete(files) as partial:
+        with closing(encode_files(inputs, tokenizer, append_eod, workers, progress, images)) as batches:
+            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records)
+        if not summary.tokens:
+            bad = first_of(partial.quarantine)
+            skipped = f"{summary.bad_records} bad records were skipped, from these on"
+            why = skipped if bad else "there is nothing to train on"
+            empty = DataError(
+                f"no tokens in {', '.join(inputs)}", why, "check the input files", code="data-file-empty"
+            )
+            raise ErrorList([*bad, empty]) if bad else empty
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "cache_key": key,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "vocabulary_fingerprint": tokenizer.vocabulary_fingerprint,
+            "append_eod": append_eod,
+            "characters_per_sample": None,  # a former setting: runs that resume compare descriptions
+            "loss_mask": partial.loss_mask.exists(),
+            "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
+            **summary.described(),
+            **(tokenizer.chat_description if summary.has_conversations else {}),
+            **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
+            "sha256": content_hashes(partial, progress),
+        }
+        partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _require_files(inputs: Sequence[str]) -> None:
+    for path in inputs:
+        if not Path(path).is_file():
+            error = no_such_file(path, "--input")
+            if error.code == "data-path-not-found":
+                what, do = f"{path} not found", "check the path of the input file"
+                error = DataError(what, do=do, code="data-path-not-found")
+            raise error
+
+
+def cache_key(
+    path: str,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    progress: Callable[[], None] = lambda: None,
+    known: KnownFiles = FORGETFUL,
+    images: ConversationImages | None = None,
+) -> str:
+    """Return the SHA-256 over the content of a raw file and all settings that decide its tokens.
+
+    None stands where a former setting had its default, so that caches of earlier versions are found.
+    """
+    settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
+    settings += images.settings if images else []
+    return known.content_hash(settings, [path], progress)
+
+
+def _write_tokens(
+    batches: Iterable[EncodedBatch],
+    inputs: Sequence[str],
+    files: StoreFiles,
+    tokenizer: Tokenizer,
+    max_bad_records: int,
+) -> StoreSummary:
+    """Write .bin, .idx and, unless it is all ones, the loss mask with the places of the records."""
+    builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    documents = tokens = loss_tokens = unpredicted = 0
+    max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
+    ends: set[int] = set()
+    images = ImageTableWriter(files.images, files.image_sources)
+    ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
+    others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
+    lines = ProgressLines(f"tokenising {inputs[0]}{others}", total_megabytes(inputs), "MB", "records")
+    with builder.data_file, files.loss_mask.open("wb") as mask_file, files.places.open("wb") as place_file:
+        for batch in batches:
+            quarantine.add(batch.errors)
+            if quarantine.is_full:
+                break
+            stops = np.cumsum(batch.lengths)
+            for start, stop in zip(stops - batch.lengths, stops, strict=True):
+                builder.add_document(batch.ids[start:stop], [int(stop - start)])
+            lines.at(batch.megabytes_read, batch.num_rows)
+            mask_file.write(batch.loss.tobytes())
+            place_file.write(places_of(batch, inputs).tobytes())
+            images.append(batch.images, batch.image_sources, documents)
+            ignored[batch.path].add(batch.ignored)
+            documents += len(stops)
+            tokens += batch.ids.size
+            kinds |= batch.kinds
+            ends |= ends_with_loss(batch.ids, batch.loss, tokenizer)
+            starts = (stops - batch.lengths)[batch.lengths > 0]
+            loss_tokens += int(batch.loss.sum(dtype=np.int64)) - int(batch.loss[starts].sum(dtype=np.int64))
+            unpredicted += int((batch.loss == 0).sum())
+            max_token_id = max(max_token_id, int(batch.ids.max(initial=-1)))
+    lines.end()
+    quarantine.close()
+    images.close()
+    builder.finalize(str(files.idx))
+    if not unpredicted:
+        files.loss_mask.unlink()
+        files.places.unlink()
+    notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
+    notes = {path: said for path, said in notes.items() if said}
+    return StoreSummary(
+        documents,
+        tokens,
+        loss_tokens,
+        max_token_id,
+        bad_records=quarantine.count,
+        kinds=tuple(sorted(kinds)),
+        trained_ends=tuple(sorted(ends)),
+        images=images.count,
+        image_patches=images.patches,
+        notes=notes,
+    )
+
+
+def ends_with_loss(ids: np.ndarray, loss: np.ndarray, tokenizer: Tokenizer) -> set[int]:
+    """Return which of EOS and the end of a turn are among the ids, [tokens], whose loss is not 0."""
+    ends = {tokenizer.roles[name] for name in ENDS if name in tokenizer.roles}
+    trained = ids[loss != 0]
+    return {one for one in ends if (trained == one).any()}
+
+
+def places_of(batch: EncodedBatch, inputs: Sequence[str]) -> np.ndarray:
+    """Return the places of a batch's documents, [documents] of PLACE."""
+    places = np.empty(len(batch.lines), PLACE)
+    places["source"], places["line"] = inputs.index(batch.path) if batch.path else 0, batch.lines
+    return places
+
+
+@contextmanager
+def replaced_when_complete(files: F) -> Iterator[F]:
+    """Give the block temporary file names; rename the files if it succeeds, remove them if it fails.
+
+    The old description and index are removed first and the new ones come last. So readers never see parts of
+    two corpora as one, nor a corpus without its mask. Drafts of killed builders are removed too.
+    """
+    partial = replace(files, prefix=draft_name(files.prefix))
+    try:
+        files.bin.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_behind(files.prefix)
+        yield partial
+        for path in reversed(files.in_order):
+            path.unlink(missing_ok=True)
+        for source, target in zip(partial.in_order, files.in_order, strict=True):
+            if source.exists():
+                source.replace(target)
+    except OSError as error:
+        raise DataError(
+            f"{files.prefix}: the corpus cannot be written",
+            str(error),
+            "check free space and permissions of the folder",
+            code="data-not-writable",
+        ) from error
+    finally:
+        with suppress(OSError):  # the folder may not be there
+            for path in partial.in_order:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,7 @@
+"""The texts of a plan: forecast, verdict, advice.
+
+forecast_text.py     a forecast as text
+teacher_place.py     where the teachers' weights can be, and the place to choose
+verdict.py           whether the run fits its GPUs, and what to change if not
+notes.py             settings without effect, teachers ahead that cost time, a CPU that is the limit
+"""

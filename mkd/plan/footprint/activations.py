@@ -1,0 +1,206 @@
+"""The memory that one micro-batch of a model keeps, tensor by tensor.
+
+The count is for a pre-norm layer with a gated MLP and grouped-query attention. Megatron-core 0.16.1 runs it
+with Transformer Engine 2.11 on packed (THD) batches. It has t tokens, hidden size h, query width q, key/value
+width k and MLP width f. q, k and f are those of one tensor-parallel process; h-wide tensors are divided by tp
+with sequence parallelism. Backward needs, in elements:
+
+    attention norm   input t h, output t h (LayerNormLinear saves both; the residual is the same input)
+    q and k norm     inputs t (q + k) (Qwen3; before them the joint projection is freed)
+    attention        q, k, v after RoPE t (q + 2 k), output t q (also the projection's input),
+                     softmax statistics t heads fp32
+    MLP norm         input t h, output t h
+    post norms       inputs t h each (Gemma 3; their outputs are only added)
+    gated MLP        input 2 t f, output t f (also the projection's input)
+
+and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual
+additions save nothing.
+
+In a layer with experts each token is copied to k experts of width f. These rows are sent to the experts'
+processes and back. With t' = t (/tp with sequence parallelism) and E experts in the model, the layer keeps
+
+    router           weights and choice of all experts, the permutation: 13 bytes t' E
+    experts          input t' k h, gated MLP 3 t' k f; 12 bytes a row for its weight and place;
+                     with biases, a row's weight for each of the process's experts
+    shared experts   gated MLP 3 t f, f divided by tp
+
+It is the mean over processes: one whose experts are chosen more often keeps more rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
+from mkd.plan.models.model_shape import ModelShape
+
+ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
+ROW_BYTES = 12  # of a row that an expert computes: fp32 weight, its place before and after the exchange
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Sizes of one model's activations on one process, bytes per micro-batch."""
+
+    config: Config
+    shape: ModelShape
+    element: int  # bytes of an activation
+    seq_length: int  # tokens of a pack
+    expert_parallel: int = 1  # processes that share the experts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on this context-parallel process."""
+        tokens = self.config.training.micro_batch_size * self.seq_length
+        return tokens // self.config.parallel.context_parallel_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if hidden states are split over the tensor-parallel processes."""
+        return self.config.parallel.sequence_parallel and self.config.parallel.tensor_model_parallel_size > 1
+
+    @property
+    def full_hidden_bytes(self) -> int:
+        """Size of one hidden state of all tokens, [t, h]."""
+        return self.tokens * self.shape.hidden_size * self.element
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Size of one hidden state between layers, [t(/tp), h]."""
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.full_hidden_bytes // shards
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """(query heads, key/value heads) of one process, padded ones included."""
+        tensor = self.config.parallel.tensor_model_parallel_size
+        groups = self.shape.padded_query_groups(tensor) // tensor
+        return groups * self.shape.heads_per_group, groups
+
+    @property
+    def _recompute_num_layers(self) -> int:
+        number = self.config.training.recompute_num_layers
+        assert number is not None, "check_recomputation requires it for full recomputation"
+        return number
+
+    def _ffn_bytes(self, width: int) -> int:
+        """Return the size of [t, f] on one process for an MLP of `width` channels."""
+        return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
+
+    def _recomputes(self, module: str) -> bool:
+        """Return True if selective recomputation covers this part of a layer."""
+        training = self.config.training
+        return training.recompute_granularity == "selective" and module in training.recompute_modules
+
+    def layer_bytes(self, layer: LayerShape) -> int:
+        """Return what one decoder layer keeps until its backward."""
+        heads, groups = self._heads
+        width = self.tokens * self.shape.head_dim * self.element
+        query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
+        if layer.mla is not None:
+            attention = self._latent_attention_bytes(layer.mla, heads) + statistics
+        else:
+            attention = 2 * query + 2 * key_value + statistics
+        if self._recomputes("core_attn"):
+            # v keeps the joint projection alive
+            attention += query + key_value - statistics if layer.mla is None else -statistics
+        norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
+        if layer.post_norms:
+            norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
+        if layer.qk_norm:
+            norms += query + key_value + 4 * self.tokens * (heads + groups)
+        if layer.moe and self._recomputes("moe"):
+            return attention + norms  # the experts' input is the norm's output
+        return attention + norms + self._mlp_bytes(layer)
+
+    def _mlp_bytes(self, layer: LayerShape) -> int:
+        """Return what the MLP of a layer, or its router and experts, keep behind the norm."""
+        moe = layer.moe
+        if moe is None:
+            return 3 * self._ffn_bytes(layer.ffn_hidden_size)
+        rows = self._expert_rows(moe)
+        kept = rows * (self.shape.hidden_size + 3 * moe.ffn_hidden_size) * self.element + rows * ROW_BYTES
+        kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
+        kept += moe.biases * rows * moe.num_experts // self.expert_parallel * self.element
+        return kept + 3 * self._ffn_bytes(moe.shared_ffn_hidden_size)
+
+    def _expert_rows(self, moe: MoEShape) -> int:
+        """Return the rows that the experts of a process compute, if all experts are chosen equally often."""
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.tokens // shards * moe.top_k
+
+    def _latent_attention_bytes(self, mla: MLAShape, heads: int) -> int:
+        """Return what latent attention keeps: queries, keys, values, output and the latents around norms."""
+        per_head = 2 * mla.qk_head_dim + 2 * mla.v_head_dim
+        latents = mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.tokens * self.element * (heads * per_head + 2 * latents // shards)
+
+    def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
+        """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""
+        training = self.config.training
+        kept = sum(map(self.layer_bytes, layers))
+        if training.recompute_granularity == "full" and training.recompute_method == "uniform":
+            kept = -(-len(layers) // self._recompute_num_layers) * self.hidden_bytes
+        elif training.recompute_granularity == "full":
+            again = min(self._recompute_num_layers, len(layers))
+            kept = sum(map(self.layer_bytes, layers[again:])) + again * self.hidden_bytes
+        return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
+
+    def forward_bytes(self, is_fp8: bool = False) -> int:
+        """Return the peak of a forward without gradients (a teacher's) beside its weights.
+
+        The peak is in the widest MLP. It holds the layer's input and the residual. It also holds the input
+        and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
+
+        With `is_fp8` it holds the input of the MLP's second product in FP8 as well.
+
+        With experts it holds the norm's output, and rows: their input with input and output of the gated MLP
+        and the result, or four results around the second exchange.
+        """
+        layers = set(self.shape.layers)
+        return 2 * self.hidden_bytes + max(self._mlp_forward_bytes(layer, is_fp8) for layer in layers)
+
+    def _mlp_forward_bytes(self, layer: LayerShape, is_fp8: bool = False) -> int:
+        gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
+        if layer.moe is None:
+            ffn = self._ffn_bytes(layer.ffn_hidden_size)
+            return max(3 * ffn + is_fp8 * ffn // self.element, 2 * ffn + gathered)
+        hidden, ffn = self.shape.hidden_size, layer.moe.ffn_hidden_size
+        rows = self._expert_rows(layer.moe) * self.element
+        shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts
+        return self.hidden_bytes + shared + rows * max(2 * hidden + 3 * ffn, 4 * hidden)
+
+    def backward_bytes(self) -> int:
+        """Return the peak of a layer's backward beside what the layer kept.
+
+        It holds the gradients around the MLP and of its first weight. With recomputation it also holds
+        everything that the recomputed parts keep.
+        """
+        training = self.config.training
+        again = 0
+        if training.recompute_granularity == "full":
+            layers = self._recompute_num_layers if training.recompute_method == "uniform" else 1
+            again = layers * max(map(self.layer_bytes, self.shape.layers))
+        elif self._recomputes("moe"):
+            again = max((self._mlp_bytes(layer) for layer in self.shape.layers if layer.moe), default=0)
+        gathered = self.is_sharded * self.full_hidden_bytes
+        around = max(map(self._mlp_backward_bytes, set(self.shape.layers)))
+        return self.hidden_bytes + gathered + around + again
+
+    def _mlp_backward_bytes(self, layer: LayerShape) -> int:
+        """Return the gradients inside an MLP and of its first weight, or of the experts' first weights.
+
+        Experts have the gradients of rows on two sides of an exchange or of a product. Before that their
+        forward ends with three results beside what it keeps.
+        """
+        hidden, moe = self.shape.hidden_size, layer.moe
+        if moe is None:
+            tensor = self.config.parallel.tensor_model_parallel_size
+            weight = 2 * hidden * layer.ffn_hidden_size // tensor * self.element
+            return 2 * self._ffn_bytes(layer.ffn_hidden_size) + weight
+        rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
+        weights = moe.num_experts // self.expert_parallel * 2 * hidden * ffn * self.element
+        return max(rows * 3 * hidden, rows * max(hidden + 2 * ffn, 3 * ffn) + weights)

@@ -1,0 +1,364 @@
+"""Peak GPU memory of every pipeline rank, before anything runs.
+
+Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor,
+as Transformer Engine's layers save them. The order of the schedule decides how many micro-batches are alive.
+Not counted: fragmentation of torch's allocator (a few percent of what it reserves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.checks.prefetch_limits import states_ahead
+from mkd.plan.facts import RunFacts
+from mkd.plan.footprint.activations import Activations
+from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
+from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import Parameters, stage_parameters
+from mkd.plan.models.peer_groups import weight_shards
+from mkd.plan.models.planned_teachers import Teacher, layer_bytes
+from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
+from mkd.plan.times.bubble import rank_order
+
+GIB = 2**30
+# cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
+WORKSPACE_GIB = 0.1
+CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
+NCCL_GIB = 0.3  # buffers of one communicator between several processes
+# Layers of a streamed teacher that the device holds whole: one runs while the next arrives. Embedding and
+# head always stay on the device.
+STREAMED_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of a pipeline rank, GiB per process. Torch allocates all but `device_gib`."""
+
+    student_gib: float  # weights
+    gradients_gib: float  # fp32 buffer of DDP
+    # See `state_bytes`. Kept on the host: only what an update adds to the peak.
+    optimizer_gib: float
+    teacher_gib: float  # weights of all teachers
+    # The student's, for all micro-batches alive at the peak, or its keys and values while it samples.
+    activations_gib: float
+    # A teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces.
+    transient_gib: float
+    device_gib: float  # CUDA context and NCCL: seen by nvidia-smi, not by torch
+
+    @property
+    def allocated_gib(self) -> float:
+        """Expected value of `torch.cuda.max_memory_allocated`."""
+        return self.total_gib - self.device_gib
+
+    @property
+    def total_gib(self) -> float:
+        """Sum of all fields."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def describe(self) -> str:
+        """Return the total and its parts as one line."""
+        names = (field.name.removesuffix("_gib") for field in fields(self))
+        parts = " + ".join(f"{name} {getattr(self, name + '_gib'):.2f}" for name in names)
+        return f"{self.total_gib:.1f} GiB = {parts}"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The prediction for all pipeline ranks; processes of one pipeline rank need the same."""
+
+    ranks: tuple[RankMemory, ...]
+
+    def describe(self) -> str:
+        """Return one line per pipeline rank."""
+        ranks = enumerate(self.ranks)
+        return "\n".join(f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in ranks)
+
+
+def predict_memory(
+    facts: RunFacts,
+    ahead: int | None = None,  # micro-batches that teachers may be ahead; None: as the settings say
+    optimizer_residency: str | None = None,  # None: as the settings say
+) -> MemoryPlan:
+    """Predict training on GPUs, with Transformer Engine layers and the fused head."""
+    ahead = states_ahead(facts.config) if ahead is None else ahead
+    residency = optimizer_residency or facts.config.training.optimizer_residency
+    models, ranks = _Models(facts, ahead, residency), range(facts.layouts.student.pipeline_parallel)
+    return MemoryPlan(tuple(models.rank_memory(rank) for rank in ranks))
+
+
+def state_bytes(bf16: bool) -> int:
+    """Return the bytes of the optimizer's state of a parameter: two moments, in bf16 runs an fp32 weight."""
+    return 12 if bf16 else 8
+
+
+def _stage_layers(shape: ModelShape, layout: PipelineLayout, stage: int) -> tuple[LayerShape, ...]:
+    """Return the decoder layers of one stage, counted in model order."""
+    first = sum(layout.layers[:stage])
+    return shape.layers[first : first + layout.layers[stage]]
+
+
+def _rank_layers(shape: ModelShape, layout: PipelineLayout, rank: int) -> list[LayerShape]:
+    """Return the decoder layers of a pipeline rank."""
+    stages = range(rank, len(layout.layers), layout.pipeline_parallel)
+    return [layer for stage in stages for layer in _stage_layers(shape, layout, stage)]
+
+
+def _ends(layout: PipelineLayout, rank: int) -> tuple[bool, bool]:
+    """Return True, for a rank with the first stage and for one with the last."""
+    return rank == 0, rank == layout.pipeline_parallel - 1
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The arguments of `predict_memory`, and the sizes that follow from them."""
+
+    facts: RunFacts
+    ahead: int  # micro-batches that teachers may be ahead of the loss
+    optimizer_residency: str
+
+    @property
+    def config(self) -> Config:
+        return self.facts.config
+
+    @property
+    def student(self) -> ModelShape:
+        return self.facts.pair.student
+
+    @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        return self.facts.pair.teachers
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 2 if self.config.training.bf16 else 4
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
+        tensor = self.config.parallel.tensor_model_parallel_size
+        return max(shape.padded_vocab_size(tensor) for shape in self.facts.pair.same_tokens) // tensor
+
+    def _head_rows(self, teacher: Teacher) -> int:
+        """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
+        tensor = self.config.parallel.tensor_model_parallel_size
+        own = -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
+        return max(self.vocab_rows, own)
+
+    def _activations(self, teacher: Teacher) -> Activations:
+        sizes = self.element, teacher.seq_length, teacher.expert_parallel
+        return Activations(self.config, teacher.shape, *sizes)
+
+    @property
+    def _student_activations(self) -> Activations:
+        sizes = self.element, self.config.training.seq_length, self.facts.pair.expert_parallel
+        return Activations(self.config, self.student, *sizes)
+
+    def rank_memory(self, rank: int) -> RankMemory:
+        sizes = self.vocab_rows, self.facts.pair.expert_parallel
+        learned = self._parameters(self.student, self.facts.layouts.student, rank, *sizes)
+        teachers = zip(self.teachers, self.facts.layouts.teachers, strict=True)
+        frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
+        own_frozen = 0
+        if rank == 0:  # the vision towers
+            tower, parts = tower_parameters(self.student), self.config.student.train_parts
+            learned += Parameters(tower.trained(parts))
+            own_frozen = tower.total - tower.trained(parts)
+            towers = sum(tower_parameters(teacher.shape).total for teacher in self.teachers)
+            frozen += towers * self.element
+        alive, transient = max(self._moments(rank), key=sum)
+        optimizer = self._optimizer_bytes(learned)
+        if self.optimizer_residency == "host":
+            optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
+        transient += self._bytes_ahead()
+        return RankMemory(
+            student_gib=(learned.total + own_frozen) * self.element / GIB,
+            gradients_gib=learned.total * 4 / GIB,
+            optimizer_gib=optimizer / GIB,
+            teacher_gib=frozen / GIB,
+            activations_gib=alive / GIB,
+            transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
+            device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in self._group_sizes()),
+        )
+
+    @property
+    def _replicas(self) -> int:
+        return self.facts.batch.data_parallel * self.config.parallel.context_parallel_size
+
+    def _expert_copies(self, expert_parallel: int) -> int:
+        """Return the processes of a stage that hold the same experts."""
+        return self._replicas * self.config.parallel.tensor_model_parallel_size // expert_parallel
+
+    def _optimizer_bytes(self, learned: Parameters) -> float:
+        """Return the bytes of the optimizer state of a process that learns these parameters.
+
+        A distributed optimizer spreads it over the copies: data x context parallel processes, for experts
+        tensor x context x data / expert parallel ones.
+        """
+        is_spread = self.config.parallel.use_distributed_optimizer
+        copies = self._replicas if is_spread else 1
+        of_experts = self._expert_copies(self.facts.pair.expert_parallel) if is_spread else 1
+        updated = learned.dense / copies + learned.experts / of_experts
+        return state_bytes(self.config.training.bf16) * updated
+
+    def _group_sizes(self) -> list[int]:
+        """Return the sizes of the groups that communicate, those of experts and peers included."""
+        parallel = self.config.parallel
+        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, self._replicas]
+        if self.student.moe:
+            sizes.append(self._expert_copies(self.facts.pair.expert_parallel))
+        sizes += sorted({self.facts.pair.expert_parallel, *(one.expert_parallel for one in self.teachers)})
+        tensor, split = sizes[0], (one for one in self.teachers if one.residency == "peers")
+        groups = {(weight_shards(tensor, one.expert_parallel), one.peers) for one in split}
+        return sizes + [peers for _, peers in groups]
+
+    def _parameters(
+        self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, expert_parallel: int
+    ) -> Parameters:
+        """Count the parameters of one process."""
+        tensor, ends = self.config.parallel.tensor_model_parallel_size, _ends(layout, rank)
+        layers = _rank_layers(shape, layout, rank)
+        return stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
+
+    def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
+        """Return the bytes of a teacher's weights on the device of one process.
+
+        Streamed decoder layers take the room of `STREAMED_LAYERS`, and with peers that of this process's part
+        of all layers.
+        """
+        tensor, shape = self.config.parallel.tensor_model_parallel_size, teacher.shape
+        rows, beside = self.vocab_rows, 0
+        if teacher.is_cross_tokenizer:
+            rows = shape.padded_vocab_size(tensor) // tensor
+            shape = replace(shape, tie_word_embeddings=False)  # its embedding has its own padding
+            has_head = rank == layout.pipeline_parallel - 1
+            beside = has_head * (self._head_rows(teacher) - rows) * shape.hidden_size
+        ends = stage_parameters(shape, (), tensor, rows, *_ends(layout, rank)).total + beside
+        layers = _rank_layers(shape, layout, rank)
+        sizes = [layer_bytes(teacher, layer, tensor, self.element) for layer in layers]
+        of_layers = sum(sizes)
+        if teacher.is_streamed and sizes:
+            parts = of_layers // teacher.peers if teacher.residency == "peers" else 0
+            of_layers = parts + STREAMED_LAYERS * max(sizes)
+        return ends * self.element + of_layers
+
+    def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
+        layout, last = self.facts.layouts.student, len(self.facts.layouts.student.layers) - 1
+        tower_kept, tower_peak = tower_activation_bytes(self.config, self.student, self.element)
+        student, head = self._student_activations, self._head_bytes()
+        # The gradient of embedding or head that autograd returns.
+        table = self.vocab_rows * self.student.hidden_size * self.element
+        if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
+            yield 0, self._head_bytes(with_gradient=False)
+        slots = self.facts.work.slots
+        if slots:  # the cache exists while the student samples
+            logits = sampling_bytes(slots, self.vocab_rows)
+            yield self._cache_bytes(rank, slots), student.forward_bytes() + logits
+        alive, pipeline = 0, layout.pipeline_parallel
+        # Every micro-batch repeats the moments of its stage.
+        teachers_peak, backward_peak = cache(self._teachers_forward_bytes), student.backward_bytes()
+
+        @cache
+        def kept_by(stage: int) -> int:
+            kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
+            return kept + tower_kept * (stage == 0)
+
+        # These fill the pipeline; later micro-batches repeat the same moments.
+        microbatches = min(self.facts.batch.num_microbatches, 4 * pipeline)
+        for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
+            stage = task.virtual_stage * pipeline + rank
+            if task.is_forward:
+                yield alive, teachers_peak(stage)
+                alive += kept_by(stage)
+                yield alive, head if stage == last else 0
+                if self.ahead and stage != last:  # in the gap before a backward
+                    yield alive, teachers_peak(stage)
+            else:
+                layer = backward_peak if layout.layers[stage] else 0
+                layer = max(layer, tower_peak * (stage == 0))
+                yield alive, layer + (table if stage == last else 0)
+                alive -= kept_by(stage)
+                yield alive, table if stage == 0 else 0
+
+    def _bytes_ahead(self) -> int:
+        """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
+        states = min(self.ahead, 2 * self.facts.batch.num_microbatches)
+        return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
+
+    def _cache_bytes(self, rank: int, slots: int) -> int:
+        """Return the bytes of the keys and values of the student's layers on a pipeline rank."""
+        layers = _rank_layers(self.student, self.facts.layouts.student, rank)
+        return cache_bytes(self.config, slots, self.student, layers, self.element)
+
+    def _teachers_forward_bytes(self, stage: int) -> int:
+        """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""
+        peak = kept = 0
+        for teacher, layout in zip(self.teachers, self.facts.layouts.teachers, strict=True):
+            if layout.layers[stage]:
+                is_fp8 = teacher.fp8_recipe is not None
+                peak = max(peak, kept + self._activations(teacher).forward_bytes(is_fp8))
+            kept += self._activations(teacher).hidden_bytes
+        return peak
+
+    def _head_bytes(self, with_gradient: bool = True) -> int:
+        """Return the bytes of the heads: the largest block (`_head_block_bytes`), and what all rows keep.
+
+        All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
+        sequence parallelism hidden states are gathered.
+        """
+        student = self._student_activations
+        compared = self.teachers if self.config.kd.kd_ratio > 0 else ()
+        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in compared] or [()]
+        if self.config.kd.averages_teachers:
+            groups = [self.teachers]
+        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
+        for teacher in map(self._activations, self.teachers):
+            whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
+        blocks = [self._head_block_bytes(group, with_gradient) for group in groups]
+        return whole + max([*blocks, self._scored_block_bytes()])
+
+    def _scored_block_bytes(self) -> int:
+        """Return the bytes of a pass that scores tokens, for judged answers or metrics of rollouts; or 0."""
+        work = self.facts.work
+        if not (work.scores_tokens or work.scores_for_metrics):
+            return 0
+        rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
+        return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
+
+    def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
+        """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).
+
+        They hold the logits of all models, their hidden states and the student's gradient. The weight's
+        gradient goes into DDP's buffer. Without a gradient logits are fp32.
+        """
+        kd = self.config.kd
+        is_fp32 = kd.kd_fp32_logits or not with_gradient
+        bytes_per_logit = 4 if is_fp32 else self.element
+        tokens = self._student_activations.tokens
+        rows = tokens
+        if not self.facts.has_stored_teacher:
+            columns = max([self.vocab_rows, *map(self._head_rows, teachers)])
+            rows = head_block_rows(rows, columns, bytes_per_logit)
+        hidden_bytes = self.student.hidden_size * self.element
+        of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * hidden_bytes
+        if is_fp32 and with_gradient and self.element < 4:
+            of_row += self.vocab_rows * self.element  # gradient; bf16 logits are overwritten by theirs
+        total = rows * of_row
+        for teacher in teachers:
+            of_row = self._head_rows(teacher) * bytes_per_logit + teacher.shape.hidden_size * self.element
+            total += -(-rows * self._activations(teacher).tokens // tokens) * of_row
+        return total
+
+    def _message_bytes(self) -> int:
+        """Return the bytes of pipeline messages: activations of all models in and out, or gradients."""
+        if self.config.parallel.pipeline_model_parallel_size == 1:
+            return 0
+        models = [self._student_activations, *map(self._activations, self.teachers)]
+        return 2 * sum(model.hidden_bytes for model in models)

@@ -1,0 +1,83 @@
+"""Floating-point operations of student and teachers, for the MFU of a run.
+
+Padding and recomputation never count. Of routed experts only those of a token count (active parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mkd.families.layer_shape import LayerShape, MoEShape
+from mkd.plan.models.model_shape import ModelShape
+
+
+def projection_parameters(shape: ModelShape, layer: LayerShape, groups: int) -> int:
+    """Count the matrix elements of one layer's attention on a process that has `groups` key/value heads."""
+    heads, hidden, mla = groups * shape.heads_per_group, shape.hidden_size, layer.mla
+    if mla is None:
+        return 2 * hidden * (heads + groups) * shape.head_dim
+    per_head = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden
+    per_head += mla.qk_head_dim * (mla.q_lora_rank or hidden)
+    latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)  # replicated over TP
+    return heads * per_head + hidden * latents
+
+
+def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
+    """Count the parameters of a decoder layer that multiply a token.
+
+    They are attention projections and MLP. In a layer with experts they are the router and the MLPs of a
+    token: shared ones and its `top_k` experts.
+    """
+    attention = projection_parameters(shape, layer, shape.num_query_groups)
+    return attention + mlp_parameters(shape, layer)
+
+
+def mlp_parameters(shape: ModelShape, layer: LayerShape) -> int:
+    """Count the matrix elements that multiply a token behind a layer's attention."""
+    router = layer.moe.num_experts if layer.moe else 0
+    return shape.hidden_size * (3 * layer.active_ffn_width + router)
+
+
+def expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
+    """Count the parameters of one expert."""
+    hidden, ffn = shape.hidden_size, moe.ffn_hidden_size
+    return 3 * hidden * ffn + moe.biases * (2 * ffn + hidden)
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Count the parameters of all decoder layers that multiply a token."""
+    return sum(layer_matmul_parameters(shape, layer) for layer in shape.layers)
+
+
+def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
+    """Count the forward FLOPs of one layer's causal attention.
+
+    `squared_lengths` is the sum of n^2 over documents of n tokens. QK^T and AV are 2 n^2 heads d FLOPs each,
+    half of it under the causal mask. A sliding window is not subtracted.
+    """
+    return shape.num_attention_heads * (shape.head_dim + shape.value_dim) * squared_lengths
+
+
+def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
+    """Count the FLOPs of one forward pass over packed documents.
+
+    They are 2 per parameter and token, plus causal attention. The LM head counts (it multiplies every token),
+    an embedding lookup does not.
+    """
+    parameters = matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
+    attention = shape.num_layers * layer_attention_flops(shape, sum(n * n for n in document_lengths))
+    return 2 * parameters * sum(document_lengths) + attention
+
+
+def distillation_flops(
+    student: ModelShape,
+    teachers: Sequence[ModelShape],
+    document_lengths: Sequence[int],
+    # For each teacher; None if it reads the student's tokens.
+    teacher_lengths: Sequence[Sequence[int] | None] | None = None,
+) -> int:
+    """Count the FLOPs of the student's step (3 forwards) and of one forward of each teacher."""
+    total = 3 * forward_flops(student, document_lengths)
+    for shape, own in zip(teachers, teacher_lengths or [None] * len(teachers), strict=True):
+        total += forward_flops(shape, document_lengths if own is None else own)
+    return total

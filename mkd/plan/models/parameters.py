@@ -1,0 +1,114 @@
+"""Parameters of models and processes, and their size on disk. Those of routed experts are counted apart.
+
+Expert parallelism spreads whole experts over the processes of a pipeline stage, tensor-parallel ones
+included. Copies of experts, and shards of their optimizer state, are therefore on other processes than those
+of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.models.flops import expert_parameters, projection_parameters
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.towers import tower_parameters
+
+ADAM_BYTES = 8  # two fp32 moments of a parameter
+MASTER_BYTES = 4  # the fp32 copy of a bf16 one
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters."""
+
+    dense: int  # of everything but routed experts: attention, norms, embedding, head, router, shared experts
+    experts: int = 0  # of routed experts
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.dense + self.experts
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+
+def model_parameters(shape: ModelShape) -> Parameters:
+    """Count the parameters of a model, its vision tower included.
+
+    A head that is tied to the embedding counts once.
+    """
+    text = stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
+    return text + Parameters(tower_parameters(shape).total)
+
+
+def weight_bytes(shape: ModelShape, bf16: bool) -> int:
+    """Return the bytes of a model's weights alone, as in a Hugging Face export."""
+    return model_parameters(shape).total * (2 if bf16 else 4)
+
+
+def checkpoint_bytes(shape: ModelShape, bf16: bool, train_parts: Sequence[str]) -> int:
+    """Return the bytes of weights, and of fp32 copies and moments of what learns: text and `train_parts`.
+
+    Small entries add a few percent.
+    """
+    tower = tower_parameters(shape)
+    learned = model_parameters(shape).total - tower.total + tower.trained(train_parts)
+    return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Count the parameters that one token uses: all but the experts that its routers do not choose."""
+    experts = (layer.moe for layer in shape.layers if layer.moe)
+    unused = sum((moe.num_experts - moe.top_k) * expert_parameters(shape, moe) for moe in experts)
+    return model_parameters(shape).total - unused
+
+
+def stage_parameters(
+    shape: ModelShape,
+    layers: Sequence[LayerShape],
+    tensor_parallel: int,
+    vocab_rows: int,
+    *ends: bool,
+    expert_parallel: int = 1,
+) -> Parameters:
+    """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
+
+    Vision towers do not count. Attention groups are padded to a multiple of `tensor_parallel`. Each embedding
+    or head holds `vocab_rows` rows.
+    """
+    is_first, is_last = ends
+    tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
+    of_ends = Parameters((tables * vocab_rows + is_last) * shape.hidden_size)
+    of_layers = (layer_parameters(shape, layer, tensor_parallel, expert_parallel) for layer in layers)
+    return sum(of_layers, start=of_ends)
+
+
+def layer_parameters(
+    shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1, expert_parallel: int = 1
+) -> Parameters:
+    """Count the parameters of one decoder layer on one process."""
+    hidden, groups = shape.hidden_size, shape.padded_query_groups(tensor_parallel) // tensor_parallel
+    query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
+    dense = projection_parameters(shape, layer, groups) + hidden * (2 + 2 * layer.post_norms)
+    dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
+    dense += 2 * shape.head_dim * layer.qk_norm + groups * shape.heads_per_group * layer.attention_sinks
+    if layer.mla is not None:
+        dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
+    moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
+    if moe is not None:
+        width = moe.shared_ffn_hidden_size
+        dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
+        experts = moe.num_experts // expert_parallel * expert_parameters(shape, moe)
+    ffn = width // tensor_parallel
+    dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
+    return Parameters(dense, experts)
+
+
+def product_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
+    """Count the weights of the linear layers of a dense decoder layer on one process."""
+    groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
+    mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // tensor_parallel
+    return projection_parameters(shape, layer, groups) + mlp

@@ -1,0 +1,11 @@
+"""The time of a step.
+
+hardware.py          the machine that plans assume
+collectives.py       the collectives of tensor, context and expert parallelism
+layer_time.py        the time of a micro-batch in each layer of a model
+cost.py              the time of a micro-batch on each pipeline stage
+bubble.py            the time that ranks wait in a step
+prefetch.py          teacher forwards ahead of the student
+prefetch_replay.py   the replay of such a plan, message by message
+update_time.py       the time of the optimizer's update
+"""

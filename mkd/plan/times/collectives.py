@@ -1,0 +1,156 @@
+"""Collectives of tensor, context and expert parallelism: the time that products and attention do not hide.
+
+On n processes with a bus bandwidth of B an all-gather or a reduce-scatter takes S (n - 1) / n / B, where each
+process has S bytes in full, and an all-reduce of S bytes twice that (NCCL tests, doc/PERFORMANCE.md).
+
+A layer has two blocks that tensor parallelism splits, attention and MLP. Each begins with column-parallel
+products and ends with a row-parallel one. Hidden states [t, h] need, in each block,
+
+                 without sequence parallelism        with it
+    forward      all-reduce of the output            all-gather of the input
+                                                     reduce-scatter of the output
+    backward     all-reduce of the input's gradient  all-gather of the output's gradient
+                 (weight gradient)                   all-gather of the input (input's gradient)
+                                                     reduce-scatter of the input's gradient (weight gradient)
+
+Those with a product of the first weights in brackets run beside it: only what it does not hide counts. Latent
+attention gathers its latents in place of the input. Routed experts are whole, so that a layer with experts
+has a second block only for shared ones.
+
+With context parallelism, keys and values of each of n processes go round in n - 1 sends. Each send runs
+beside the attention to one n-th of the keys. Backward sends gradients too and computes twice as much. Models
+with sliding windows exchange queries, keys, values and outputs in all-to-alls instead, which nothing hides.
+
+With expert parallelism, n neighbouring processes share the experts, and each sends the hidden state of its t
+tokens to k experts. If all experts are chosen equally often, 1/n of the rows stay, and one all-to-all moves
+out of each process
+
+    t k h e (n - 1) / n    bytes, for hidden size h and e bytes an element.
+
+A forward has two of them (to the experts and back), a backward two. On one machine they use the links between
+its GPUs. On several machines of m GPUs, (m - 1) / n of the rows stay on the machine and (n - m) / n cross the
+network. Both move at the same time, so that the slower part counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mkd.config.schema import ParallelConfig
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.times.hardware import COLLECTIVE_BYTES_PER_MS, LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
+
+
+def gather_ms(nbytes: float, processes: int) -> float:
+    """Return the milliseconds of an all-gather to, or a reduce-scatter from, `nbytes` on each process.
+
+    An all-reduce takes twice as long. Neighbouring processes share it.
+    """
+    moved = nbytes * (processes - 1) / processes
+    return moved / _bandwidth(processes, COLLECTIVE_BYTES_PER_MS)
+
+
+def _bandwidth(span: int, on_machine: float) -> float:
+    """Return bytes per ms between processes that span so many neighbours."""
+    return on_machine if span <= MACHINE else NETWORK_BYTES_PER_MS
+
+
+class SplitBlock(NamedTuple):
+    """Attention or MLP whose products are split over tensor-parallel processes."""
+
+    width: int  # channels of a token that enter the column-parallel products
+    parameters: int  # matrix elements of these products, on all processes
+
+
+def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
+    """Yield the blocks of a layer that tensor parallelism splits."""
+    hidden, heads, mla = shape.hidden_size, shape.num_attention_heads, layer.mla
+    if mla is None:
+        yield SplitBlock(hidden, hidden * shape.head_dim * (heads + 2 * shape.num_query_groups))
+    else:
+        query, latent = mla.q_lora_rank or hidden, mla.kv_lora_rank
+        per_head = query * mla.qk_head_dim + latent * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield SplitBlock(query + latent + mla.qk_rope_head_dim, heads * per_head)
+    ffn = layer.moe.shared_ffn_hidden_size if layer.moe else layer.ffn_hidden_size
+    if ffn:
+        yield SplitBlock(hidden, 2 * hidden * ffn)
+
+
+@dataclass(frozen=True)
+class ModelCollectives:
+    """Gives the times of one model's collectives for a micro-batch."""
+
+    parallel: ParallelConfig
+    shape: ModelShape
+    channel_bytes: float  # of one channel, for all tokens of a context-parallel process
+
+    def forward_ms(self, block: SplitBlock) -> float:
+        """Return the time of a block's collectives in forward."""
+        entering = block.width if self.parallel.sequence_parallel else self.shape.hidden_size
+        return self._gather_ms(entering) + self._gather_ms(self.shape.hidden_size)
+
+    def backward_ms(self, block: SplitBlock, product_ms: float) -> float:
+        """Return the time in backward that is not hidden by the first products, each of `product_ms`."""
+        gather_ms = self._gather_ms(block.width)
+        if self.parallel.sequence_parallel:
+            return self._gather_ms(self.shape.hidden_size) + 2 * max(0.0, gather_ms - product_ms)
+        return max(0.0, 2 * gather_ms - product_ms)
+
+    def layer_ms(self, layer: LayerShape, products_ms: Callable[[int], float]) -> tuple[float, float]:
+        """Return the time of forward and backward in a layer, without context parallelism.
+
+        `products_ms` returns the time of a product with so many matrix elements.
+        """
+        blocks = list(split_blocks(self.shape, layer))
+        backward_ms = sum(self.backward_ms(one, products_ms(one.parameters)) for one in blocks)
+        return sum(map(self.forward_ms, blocks)), backward_ms
+
+    def shared_experts_ms(self, layer: LayerShape) -> float:
+        """Return the time of the forward of a layer's shared experts."""
+        return sum(map(self.forward_ms, list(split_blocks(self.shape, layer))[1:])) if layer.moe else 0.0
+
+    def context_ms(self, attention_ms: float) -> tuple[float, float]:
+        """Return the time of context parallelism in forward and backward beside attention's forward time."""
+        tensor, context = self.parallel.tensor_model_parallel_size, self.parallel.context_parallel_size
+        groups = self.shape.padded_query_groups(tensor) // tensor
+        of_group = self.shape.head_dim + self.shape.value_dim
+        bytes_per_ms = _bandwidth(tensor * context, LINK_BYTES_PER_MS)
+        if self.shape.sliding_windows:
+            channels = groups * (1 + self.shape.heads_per_group) * of_group
+            both_ms = channels * self.channel_bytes * (context - 1) / context / bytes_per_ms
+            return both_ms, both_ms
+        send_ms = groups * of_group * self.channel_bytes / bytes_per_ms
+        late_ms = (context - 1) * max(0.0, send_ms - attention_ms / context)
+        return late_ms, 2 * late_ms
+
+    def embedding_ms(self) -> tuple[float, float]:
+        """Return the time of forward and backward around a vocabulary-parallel embedding."""
+        gather_ms = self._gather_ms(self.shape.hidden_size)
+        return (gather_ms, gather_ms) if self.parallel.sequence_parallel else (2 * gather_ms, 0.0)
+
+    def head_ms(self, reads: int, gradients: int) -> tuple[float, float]:
+        """Return the time of forward and backward around a vocabulary-parallel head.
+
+        Forward reads the hidden states so many times, and backward has the gradients of some.
+        """
+        gather_ms = self._gather_ms(self.shape.hidden_size)
+        if self.parallel.sequence_parallel:
+            return reads * gather_ms, gradients * gather_ms
+        return 0.0, 2 * gradients * gather_ms
+
+    def _gather_ms(self, channels: int) -> float:
+        return gather_ms(channels * self.channel_bytes, self.parallel.tensor_model_parallel_size)
+
+
+def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:
+    """Return the milliseconds of one all-to-all of `rows` (tokens x experts of a token).
+
+    It is 0 if one process has all experts.
+    """
+    each = rows * hidden_size * element / expert_parallel  # to one process
+    near = min(expert_parallel, MACHINE) - 1
+    far = max(0, expert_parallel - MACHINE)
+    return max(near * each / LINK_BYTES_PER_MS, far * each / NETWORK_BYTES_PER_MS)

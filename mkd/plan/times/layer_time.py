@@ -1,0 +1,248 @@
+"""The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
+
+Embeddings, norms and launches of kernels are not counted. The collectives of tensor and context parallelism
+count where nothing hides them (collectives.py). A layer with experts costs the products of a token's experts
+at the same rate as others, the exchange between processes (collectives.py), and copies of rows: they are
+sorted by expert and back, before and after each exchange. Backward copies and exchanges as much as forward,
+and adds the gradients of all experts of the process to their buffers. (Other layers add theirs inside the
+products, whose rate has it.) Nothing hides an exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.config.schema import Config, TrainingConfig
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.models.flops import (
+    expert_parameters,
+    layer_attention_flops,
+    layer_matmul_parameters,
+    mlp_parameters,
+)
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.times.collectives import ModelCollectives, exchange_ms
+
+ROW_COPIES = 8
+"""Times that forward reads or writes the rows of a layer's experts: two copies on each side of them."""
+
+ADDED_BYTES = 8
+"""Bytes of a gradient's buffer that an addition reads and writes, beside the gradient itself: fp32."""
+
+FP8_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
+"""FP8 recipe -> time of a teacher's forward without attention over that in bf16.
+
+Measured on one H200 with 8 layers of a Qwen3-8B-shaped teacher and 8,192 tokens (Transformer Engine 2.11):
+44.5 ms in bf16, 28.8 tensorwise and 32.0 blockwise, of which attention is 2.0 ms.
+"""
+
+
+FP32_PRODUCTS, FP32_ATTENTION = 50.0, 38.0
+"""TFLOP/s of fp32, see `Rates.of_precision`."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Useful TFLOP/s of one device, in bf16, and TB/s of a copy (bytes read and written).
+
+    Measured on one H200 (Megatron-core 0.16.1, TE 2.11, torch 2.11+cu130, packs of 8,192 tokens):
+
+        Qwen3-8B-shaped forward                 200.2 ms with short documents, 235.5 ms with one long one
+        Qwen3-1.7B-shaped forward + backward    148.5 ms and 193.7 ms, no heads
+        fused heads                             41 ms for 2 N V (3 h_s + h_t) = 25.5 TFLOP
+        copy                                    4.25 TB/s
+
+    The difference of each pair is attention (490 and 447 TFLOP/s), the rest matrix products.
+
+    Towers of Qwen2.5-VL 3B and 7B took 992.4 ms for the forward of 16,000 image tokens (transformers 5.17),
+    before their MLPs were aligned (`mkd.models.vision.tower`). The counted work of `mkd.plan.models.towers`
+    takes 613 ms; the rest would be explained by products of 3,420 channels at 179 TFLOP/s.
+    """
+
+    student_matmul: float = 488.0  # forward and backward, width 2048
+    teacher_matmul: float = 583.0  # forward, width 4096
+    attention: float = 460.0
+    head: float = 620.0
+    tower_matmul: float = 488.0  # as the student's; not measured since the MLPs are aligned
+    copy: float = 4.25
+
+    @classmethod
+    def of_precision(cls, bf16: bool) -> Rates:
+        """Return the rates of bf16, or of fp32 without TF32.
+
+        On one H200 (torch 2.11+cu130, 2026-11-26) bare products of 8,192 tokens reach 50.2 to 52.2 TFLOP/s in
+        fp32 (bf16: 693 to 788), and the forward of torch's attention 38.7 with documents of 1,024 tokens.
+        """
+        if bf16:
+            return cls()
+        return cls(FP32_PRODUCTS, FP32_PRODUCTS, FP32_ATTENTION, FP32_PRODUCTS, FP32_PRODUCTS)
+
+
+@dataclass(frozen=True)
+class WorkTime:
+    """Milliseconds of one micro-batch in a layer, or on one (pipeline rank, virtual stage)."""
+
+    # Teachers and student. The last stage adds the heads and the gradient of the student's head.
+    forward_ms: float
+    backward_ms: float
+    exchange_ms: float = 0.0  # all-to-all of experts, part of both
+    collectives_ms: float = 0.0  # of tensor and context parallelism, not hidden, part of both
+
+    @property
+    def total_ms(self) -> float:
+        """Time of forward and backward."""
+        return self.forward_ms + self.backward_ms
+
+    def __add__(self, other: WorkTime) -> WorkTime:
+        return WorkTime(
+            self.forward_ms + other.forward_ms,
+            self.backward_ms + other.backward_ms,
+            self.exchange_ms + other.exchange_ms,
+            self.collectives_ms + other.collectives_ms,
+        )
+
+
+@dataclass(frozen=True)
+class ModelTimer:
+    """Gives the times of one model's layers on one process."""
+
+    config: Config
+    shape: ModelShape
+    seq_length: int  # tokens of its packs
+    expert_parallel: int  # processes that share its experts
+    document_length: int  # student tokens of a typical document
+    rates: Rates
+    matmul: float  # TFLOP/s of its products in bf16
+    fp8_recipe: str | None = None  # None: its products are in bf16
+
+    def teacher(self) -> tuple[WorkTime, ...]:
+        """Return the time of each layer of a teacher: its forward."""
+        times = {layer: self._frozen(layer) for layer in set(self.shape.layers)}
+        return tuple(times[layer] for layer in self.shape.layers)
+
+    def _frozen(self, layer: LayerShape) -> WorkTime:
+        collectives_ms, _ = self._collectives_ms(layer)
+        forward_ms = self._forward_ms(layer) + collectives_ms
+        return WorkTime(forward_ms, 0.0, self._exchange_ms(layer), collectives_ms)
+
+    def student(self, num_stages: int) -> tuple[WorkTime, ...]:
+        """Return the time of each layer of the student, forward and backward, recomputation included.
+
+        Block recomputation is counted as if the `num_stages` stages were equal.
+        """
+        share = recomputed_share(self.config.training, self.shape.num_layers / num_stages)
+        times = {layer: self._learning(layer, share) for layer in set(self.shape.layers)}
+        return tuple(times[layer] for layer in self.shape.layers)
+
+    def embedding(self, is_trained: bool) -> WorkTime:
+        """Return the time of the collectives behind the embedding."""
+        forward_ms, backward_ms = self.collectives.embedding_ms()
+        return collectives_time(forward_ms, backward_ms if is_trained else 0.0)
+
+    def head(self, reads: int, gradients: int) -> WorkTime:
+        """Return the time of the collectives around the head, see `ModelCollectives.head_ms`."""
+        return collectives_time(*self.collectives.head_ms(reads, gradients))
+
+    def _learning(self, layer: LayerShape, share: float) -> WorkTime:
+        training, exchange_ms = self.config.training, self._exchange_ms(layer)
+        own_ms, (forward_ms, collectives_ms) = self._forward_ms(layer), self._collectives_ms(layer)
+        backward_ms, exchanges = own_ms + self._compute_ms(layer) + self._additions_ms(layer), 2.0
+        if training.recompute_granularity == "full":
+            backward_ms, exchanges = backward_ms + share * own_ms, exchanges + share
+            collectives_ms += share * forward_ms
+        elif training.recompute_granularity == "selective":
+            if "core_attn" in training.recompute_modules:
+                backward_ms += self._attention_ms()
+                collectives_ms += self.collectives.context_ms(self._attention_ms())[0]
+            if "moe" in training.recompute_modules and layer.moe:
+                products_ms = self._products_ms(mlp_parameters(self.shape, layer))
+                backward_ms += products_ms + self._copies_ms(layer) + exchange_ms
+                collectives_ms += self.collectives.shared_experts_ms(layer)
+                exchanges += 1
+        both_ms = forward_ms + collectives_ms
+        return WorkTime(own_ms + forward_ms, backward_ms + collectives_ms, exchanges * exchange_ms, both_ms)
+
+    def _collectives_ms(self, layer: LayerShape) -> tuple[float, float]:
+        """Time of collectives in forward and backward that nothing hides."""
+        tensor = self.collectives.layer_ms(layer, self._products_ms)
+        context = self.collectives.context_ms(self._attention_ms())
+        return tensor[0] + context[0], tensor[1] + context[1]
+
+    @property
+    def collectives(self) -> ModelCollectives:
+        """The collectives of the model."""
+        tokens = self._tokens / self.config.parallel.context_parallel_size
+        return ModelCollectives(self.config.parallel, self.shape, tokens * self._element)
+
+    def _forward_ms(self, layer: LayerShape) -> float:
+        """Time of forward without collectives."""
+        return self._compute_ms(layer) + self._copies_ms(layer) + self._exchange_ms(layer)
+
+    def _compute_ms(self, layer: LayerShape) -> float:
+        """Time of products and attention in forward. Backward takes it twice."""
+        return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._attention_ms()
+
+    def _copies_ms(self, layer: LayerShape) -> float:
+        moved = ROW_COPIES * self._rows(layer) * self.shape.hidden_size * self._element
+        return milliseconds(moved, self.rates.copy)
+
+    def _additions_ms(self, layer: LayerShape) -> float:
+        """Time to add the gradients of the experts of this process to their buffers."""
+        if layer.moe is None:
+            return 0.0
+        experts = layer.moe.num_experts // self.expert_parallel * expert_parameters(self.shape, layer.moe)
+        return milliseconds(experts * (self._element + ADDED_BYTES), self.rates.copy)
+
+    def _exchange_ms(self, layer: LayerShape) -> float:
+        """Time of the two exchanges of a forward."""
+        sizes = self.shape.hidden_size, self._element, self.expert_parallel
+        return 2 * exchange_ms(self._rows(layer), *sizes)
+
+    def _attention_ms(self) -> float:
+        document = min(self.document_length / self.config.training.seq_length, 1.0) * self.seq_length
+        flops = layer_attention_flops(self.shape, round(self._tokens * document))
+        return milliseconds(flops / self._ranks, self.rates.attention)
+
+    def _products_ms(self, parameters: int) -> float:
+        share = 1.0 if self.fp8_recipe is None else FP8_TIME[self.fp8_recipe]
+        return share * milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
+
+    def _rows(self, layer: LayerShape) -> int:
+        """Rows that the experts of this process compute, if all experts are chosen equally often."""
+        return self._tokens // self._ranks * layer.moe.top_k if layer.moe else 0
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.config.training.micro_batch_size * self.seq_length
+
+    @property
+    def _ranks(self) -> int:
+        """Processes that share the tokens and the work of a layer."""
+        parallel = self.config.parallel
+        return parallel.tensor_model_parallel_size * parallel.context_parallel_size
+
+    @property
+    def _element(self) -> int:
+        return 2 if self.config.training.bf16 else 4
+
+
+def collectives_time(forward_ms: float, backward_ms: float) -> WorkTime:
+    """Return the time of collectives alone."""
+    return WorkTime(forward_ms, backward_ms, collectives_ms=forward_ms + backward_ms)
+
+
+def recomputed_share(training: TrainingConfig, layers: float) -> float:
+    """Return the proportion (0 to 1) of a stage's `layers` that full recomputation runs again."""
+    if training.recompute_granularity != "full":
+        return 0.0
+    if training.recompute_method == "uniform":
+        return 1.0
+    number = training.recompute_num_layers
+    assert number is not None, "check_recomputation requires it for full recomputation"
+    return min(number / layers, 1.0)
+
+
+def milliseconds(amount: float, tera_per_s: float) -> float:
+    """Return the time of that many FLOPs or bytes at 10^12 of them a second."""
+    return amount / tera_per_s / 1e9

@@ -1,0 +1,114 @@
+"""Problems that can be found before torch is imported, which takes seconds.
+
+These are problems of flags, models' config.json, missing files, folders and disks. The checks after the
+import repeat them with the rest. Corpora that are not files of records are left to those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mkd.checkpoint.folders import find_checkpoint
+from mkd.checkpoint.hf.hf_hub import config_folder
+from mkd.config.data_files import data_paths, is_raw, require_file
+from mkd.config.models import hf_flag
+from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.errors import CheckpointError, MkdError, collect_error
+from mkd.kinds.known_kinds import KINDS
+from mkd.operations.disk import disk_problems, writes_of
+from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
+from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
+from mkd.plan.checks.problems import find_problems
+from mkd.plan.facts import RunFacts
+from mkd.plan.models.model_shape import ModelShape
+
+
+def early_problems(config: Config, world_size: int) -> list[MkdError]:
+    """Return the problems of a training run whose --save folder is chosen."""
+    problems: list[MkdError] = []
+    facts = RunFacts(config, world_size, kinds=KINDS)
+    numbers = (None, *facts.read_teachers)
+    student, *teachers = _models(problems, config, facts.roles, numbers)
+    problems += find_problems(replace(facts, student=student, teachers=tuple(teachers)))
+    paths = data_paths([], config.data)  # the later checks report what is not a list of paths
+    prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
+    problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
+    problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
+    problems += disk_problems([*writes_of(config, student, paths)])
+    names = [model_of(config, number).hf for number in numbers]
+    read = [Path(name).expanduser() for name in names if name]
+    return [*problems, *export_problems(config.checkpoint, read)]
+
+
+def early_model_problems(
+    config: Config,
+    world_size: int,
+    teacher: int | None = None,  # number of the teacher that runs; None: the student runs
+) -> list[MkdError]:
+    """Return the problems of a command that runs one model of `config` alone."""
+    problems: list[MkdError] = []
+    model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS)
+    (shape,) = _models(problems, config, model.facts.roles, (teacher,))
+    problems += find_model_problems(replace(model, shape=shape))
+    if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone
+        problems += missing_files(data_paths([], config.data))
+    return problems
+
+
+def _models(
+    problems: list[MkdError], config: Config, roles: Sequence[str], numbers: Sequence[int | None]
+) -> list[ModelShape | None]:
+    """Return the shapes of the student (None) and of teachers, whose weights must exist."""
+    for number in numbers:
+        if model_of(config, number).load:
+            role = "student" if number is None else roles[number]
+            collect_error(problems, partial(find_weights, role, model_of(config, number)))
+    return [model_shape(problems, config, number) for number in numbers]
+
+
+def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
+    """Return the shape of the student (None) or of the teacher of that number.
+
+    Return None if neither --student-hf nor --teacher-hf names its folder, or after adding an error to
+    `problems`. For a hub id, only config.json is downloaded.
+    """
+    name = model_of(config, teacher).hf
+    if not name:
+        return None
+    try:
+        folder = config_folder(name)
+    except CheckpointError as error:
+        problems.append(error.located(hf_flag(teacher)))
+        return None
+    return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))
+
+
+def model_of(config: Config, teacher: int | None) -> StudentConfig | TeacherConfig:
+    """Return the settings of the student (None) or of the teacher of that number."""
+    return config.student if teacher is None else config.teachers[teacher]
+
+
+def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
+    """Return the checkpoint of --student-load or --teacher-load. Raises CheckpointError without one."""
+    assert source.load, "the weights are in a checkpoint"
+    folder = find_checkpoint(Path(source.load))
+    if folder is None:
+        is_student = isinstance(source, StudentConfig)
+        place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
+        what = f"the {role}'s folder {source.load} holds no checkpoint"
+        why = "its weights are read from there"
+        do = f"name a folder that --save or `mkd convert` has written to: {place}"
+        raise CheckpointError(what, why, do, code="checkpoint-missing")
+    return folder
+
+
+def missing_files(paths: Mapping[str, str]) -> list[MkdError]:
+    """Return an error for every file of records in `paths` (path -> its flag) that does not exist."""
+    problems: list[MkdError] = []
+    for path, flag in paths.items():
+        if is_raw(path):
+            collect_error(problems, partial(require_file, path, flag))
+    return problems

@@ -1,0 +1,188 @@
+"""Check that the cache of --teacher-topk fits this run, and attach it to the data.
+
+Teacher, tokenizer, data and temperature must be those of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkd.config.data_files import all_tokenised
+from mkd.config.run_files import DataConfig, rule_for_conversations
+from mkd.config.schema import Config
+from mkd.data.images.conversation import ConversationImages
+from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
+from mkd.errors import CheckpointError, DataError, MkdError, UsageError
+from mkd.parallel.context import ParallelContext
+from mkd.plan.batch import document_multiple
+from mkd.run.resolve.model_source import ModelSource
+from mkd.tokenizers.tokenizer import Tokenizer
+
+READ_BYTES = 1 << 22
+OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions
+CHAT_DATE = "chat_date"  # absent if no template wrote it, and in exports of earlier versions
+DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
+    "seq_length": ("--seq-length", "it is the length of a pack"),
+    "pack": ("--pack", "it decides which documents share a pack"),
+    "overlong": ("--overlong", "it decides how long documents are cut"),
+    OVERLONG_CONVERSATIONS: ("--overlong-conversations", "it decides what is kept of long conversations"),
+    "append_eod": ("--append-eod or --no-append-eod", "it decides whether documents end with EOS"),
+    "document_multiple": (
+        "--context-parallel-size",
+        "documents are padded to multiples of 2 x --context-parallel-size (1 without context parallelism)",
+    ),
+    "max_patches_per_pack": ("--max-patches-per-pack", "it decides which documents with images share a pack"),
+    "chat_loss": ("--chat-loss", "it decides which messages have loss"),
+    "chat_template_kwargs": ("--chat-template-kwargs", "the chat template reads them"),
+    CHAT_DATE: ("--chat-date", "the chat template writes it"),
+}
+IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """The cache that replaces the teacher."""
+
+    folder: Path
+    meta: TopKMeta
+    source: ModelSource | None  # the teacher that the cache must come from, if the run names one
+
+    @classmethod
+    def find(
+        cls, problems: list[MkdError], config: Config, source: ModelSource | None, student_ids: int | None
+    ) -> StoredTeacher | None:
+        """Return the cache of `config` from its description; None after adding an error to `problems`."""
+        folder = Path(config.teachers[0].topk)
+        try:
+            load_pyarrow()
+            meta = TopKMeta.read(folder)
+        except MkdError as error:
+            problems.append(error)
+            return None
+        problems += _differences(folder, meta, config, student_ids)
+        return cls(folder, meta, source)
+
+    def attach(
+        self,
+        train_set,
+        valid_set,
+        tokenizer: Tokenizer,
+        context: ParallelContext,
+        images: ConversationImages | None = None,  # the student's; None: it reads none
+    ) -> tuple:
+        """Return both data sets with the teacher's rows. Collective; raises the same error on every rank.
+
+        Raises DataError for a cache of another tokenizer, image processor or other data, CheckpointError for
+        one of other weights.
+        """
+        error = None
+        if context.rank == 0:
+            try:
+                self._check(tokenizer, images)
+                self._taught(train_set, valid_set)
+            except MkdError as caught:
+                error = caught
+        error = context.broadcast_object(error)
+        if error is not None:
+            error.on_all_ranks = True
+            raise error
+        return self._taught(train_set, valid_set)
+
+    def _taught(self, train_set, valid_set) -> tuple:
+        train = TaughtDataset(train_set, TopKPart(self.folder, "train", self.meta))
+        if valid_set is None:
+            return train, None
+        return train, TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
+
+    def _check(self, tokenizer: Tokenizer, images: ConversationImages | None) -> None:
+        if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
+            what = f"the teacher cache {self.folder} is of another tokenizer"
+            why = "its ids stand for other strings than this run's"
+            do = "export the cache with this run's tokenizer, or train with that of the export"
+            raise DataError(what, why, do, code="teacher-cache-differs")
+        seen = self.meta.data.get(IMAGE_PROCESSOR)
+        if seen is not None and images is not None and seen != images.processor.fingerprint:
+            what = f"the teacher cache {self.folder} is of another image processor or --max-image-side"
+            why = "the student would see other pixels of an image than the teacher saw"
+            do = "use the processor and the flag of the export, or export again into another folder"
+            raise DataError(what, why, do, code="teacher-cache-differs")
+        if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
+            teacher = self.source.load or self.source.assets
+            what = f"the teacher cache {self.folder} is of other weights than {teacher}"
+            why = f"it was exported from {self.meta.teacher}, whose content differs"
+            do = "export again from this teacher elsewhere, or leave --teacher-hf and --teacher-load away"
+            raise CheckpointError(what, why, do, code="teacher-cache-weights-differ")
+
+
+def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int | None) -> Iterator[MkdError]:
+    """Yield the problems of settings that do not fit the cache."""
+    temperature = temperature_of(config)
+    if temperature != meta.temperature:
+        setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
+        name = setting.removeprefix("--")
+        what = f"{name} is {temperature}, the teacher cache {folder} is at {meta.temperature}"
+        why = "the probability of all ids outside the top-k at another temperature does not follow from it"
+        do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
+        yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
+    settings = data_settings(config)
+    is_tokenised = all_tokenised(config.data)
+    for name, (flag, reason) in DATA_FLAGS.items():
+        value, exported = settings.get(name), meta.data.get(name)
+        follows = name == OVERLONG_CONVERSATIONS and meta.data.get("overlong") != settings["overlong"]
+        is_known = name in meta.data or name != OVERLONG_CONVERSATIONS  # else the packs alone are compared
+        if name == CHAT_DATE:  # without the flag the run takes the export's
+            is_known = None not in (value, exported)
+        if is_tokenised and name.startswith("chat_"):  # the packs are compared, and the flags are refused
+            is_known = False
+        if exported != value and is_known and not follows:
+            what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
+            why = f"{reason}, so the student's packs would differ from those that the teacher saw"
+            do = f"use the {flag} of the export, or export again into another folder"
+            yield DataError(what, why, do, code="teacher-cache-differs")
+    if student_ids is not None and meta.vocab_size > student_ids:
+        what = f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_ids}"
+        why = "both distributions are compared on the ids that both models have"
+        do = "export again with this student's --student-hf"
+        yield DataError(what, why, do, code="teacher-cache-differs")
+
+
+def temperature_of(config: Config) -> float:
+    """Return the temperature of the first teacher: its own, or the common one."""
+    own = config.teachers[0].temperature
+    return config.kd.kd_temperature if own is None else own
+
+
+def data_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that, besides files and tokenizer, decide which tokens make a pack."""
+    found = {
+        "seq_length": config.training.seq_length,
+        "pack": config.data.pack,
+        "overlong": config.data.overlong,
+        OVERLONG_CONVERSATIONS: rule_for_conversations(
+            config.data.overlong, config.data.overlong_conversations
+        ),
+        "append_eod": config.data.append_eod,
+        "document_multiple": document_multiple(config.parallel.context_parallel_size),
+    }
+    if config.data.max_patches_per_pack is not None:  # absent as in earlier versions
+        found["max_patches_per_pack"] = config.data.max_patches_per_pack
+    for name in ("chat_loss", "chat_template_kwargs", CHAT_DATE):  # absent as in earlier versions
+        value = getattr(config.data, name)
+        if value != getattr(DataConfig, name):
+            found[name] = value
+    return found
+
+
+def weights_fingerprint(source: ModelSource) -> str:
+    """Return the SHA-256 over names and contents of a model's config.json and weight files; streams them."""
+    digest = hashlib.sha256()
+    for path in source.weight_files("**/*"):
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()

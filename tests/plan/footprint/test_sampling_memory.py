@@ -1,0 +1,34 @@
+"""Check the memory of keys and values while the student samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.plan.footprint.memory import predict_memory
+from mkd.plan.footprint.sampling_memory import cache_bytes
+from mkd.plan.models.model_shape import ModelShape
+from tests.plan.shapes import config, trained
+
+ON = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--kd-ratio", 1)
+KIB = 1024
+
+
+def test_keys_and_values_of_a_token():
+    """Qwen2.5-1.5B has 28 layers with 2 key/value heads of 128 channels: 28 KiB a token in bf16."""
+    sizes = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12, num_key_value_heads=2)
+    shape = ModelShape.from_hf_config(
+        dict(model_type="qwen2", num_hidden_layers=28, vocab_size=151936, **sizes)
+    )
+    one = config(*ON, "--seq-length", 1024, "--max-new-tokens", 8)
+    assert cache_bytes(one, 1, shape, shape.layers, 2) == 1024 * 28 * KIB
+    split = config(*ON, "--seq-length", 1024, "--tensor-model-parallel-size", 2)
+    assert cache_bytes(split, 1, shape, shape.layers[:14], 2) == 1024 * 28 * KIB / 4
+
+
+def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
+    def peak(*flags) -> float:
+        return predict_memory(trained(config(*ON, "--bf16", *flags), microbatches=1)).ranks[0].total_gib
+
+    few, many, more = (peak("--rollout-slots", slots) for slots in (1, 256, 257))
+    assert few < many
+    assert more - many == pytest.approx(8192 * 2 * 28 * 8 * 128 * 2 / 2**30, rel=0.01)

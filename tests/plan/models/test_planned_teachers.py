@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.models import XTokenConfig, teacher_names, teacher_roles
+from mkd.plan.models.planned_teachers import Teacher
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
+from tests.run_facts import facts_of
+
+
+@pytest.mark.parametrize(
+    ("teachers", "names"),
+    [
+        ([], ()),
+        ([{"hf": "org/Qwen3-8B"}], ("Qwen3-8B",)),
+        ([{"hf": "runs/teacher/"}, {"hf": "other/teacher"}], ("teacher", "teacher-1")),
+        ([{"hf": "x/big"}, {"name": "big"}], ("big-0", "big")),  # given names do not change
+        ([{"hf": None, "load": "ckpt/a b"}, {"hf": None, "topk": "/cache"}], ("a-b", "cache")),
+        ([{"hf": "."}, {"hf": None}], ("teacher0", "teacher1")),
+    ],
+)
+def test_names(teachers, names):
+    assert teacher_names(several(*teachers).teachers) == names
+
+
+def test_a_single_teacher_needs_no_name():
+    assert teacher_roles(("t0",)) == ("teacher",)
+    assert teacher_roles(("t0", "b")) == ("teacher t0", "teacher b")
+
+
+def test_what_a_plan_knows_of_teachers():
+    settings = several(
+        {},
+        {"xtoken": XTokenConfig(), "residency": "host"},
+        {"xtoken": XTokenConfig(seq_length=9), "residency": "peers", "peers": 4},
+    )
+    assert facts_of(settings, 1, STUDENT, (TEACHER, STUDENT, TEACHER)).planned_teachers == (
+        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, residency="device"),
+        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, residency="host"),
+        Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, residency="peers", peers=4),
+    )
+    assert facts_of(settings, 1, STUDENT).planned_teachers == (), "with kd-ratio 0 none runs"
