@@ -24,7 +24,9 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, returns_exit_code
+from mkd.kinds.known_kinds import KINDS
 from mkd.plan.checks.problems import find_problems
+from mkd.plan.facts import RunFacts
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
@@ -131,7 +133,7 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
     }
     options = {name: str(value) for name, value in options.items() if value is not None}
     problems = [
-        *find_problems(config, processes),
+        *find_problems(RunFacts(config, processes, kinds=KINDS)),
         *_can_go_on(config),
         *_has_time_to_save(own.time, own.signal_lead_s),
     ]

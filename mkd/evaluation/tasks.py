@@ -43,7 +43,9 @@ class Pair:
 class Task(Protocol):
     """A task of any kind."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name in its metrics."""
 
     def pairs(self) -> list[Pair]:
         """Return everything to score, in a fixed order."""
