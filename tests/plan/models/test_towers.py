@@ -126,7 +126,7 @@ def test_a_trained_tower_costs_its_backward():
 
 
 def test_the_recipe_of_qwen_fits_on_gpus_of_80_gib():
-    recipe = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5_vl_3b_from_7b.yaml"
+    recipe = Path(__file__).resolve().parents[3] / "configs" / "qwen2.5_vl_3b_from_7b.yaml"
     pair = [shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b")]
     assert pair[0].differences(QWEN) == []
     forecast = forecast_of(load_config(["--config", str(recipe)]).config, 8, pair[0], pair[1:])

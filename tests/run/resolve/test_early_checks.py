@@ -24,7 +24,7 @@ from mkd.run.resolve.early_checks import early_model_problems, early_problems
 from tests.reported import reported_codes
 from tests.train.command import flags, make_files
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NO_TEACHER = "there is no folder nobody/model, and no model of this name could be downloaded"
 SCRIPT = """
 import json, shutil, sys
