@@ -7,6 +7,8 @@ import math
 import pytest
 from transformers import AutoTokenizer
 
+from mkd.kinds.known_kinds import METRICS
+from mkd.log.progress import MegatronLines
 from tests.reported import reported_codes
 from tests.train.command import read_metrics, run_main, write_records
 from tests.train.invariance import worst_relative_error
@@ -98,6 +100,29 @@ def test_simpo_equals_transformers_at_every_layout(case, single, files, ranks):
     assert 0 < expected["accuracy"] < 1 and expected["margin"] != pytest.approx(0, abs=0.02)
     error, where = worst_relative_error(files / "simpo" / "gradients", files / "dense simpo")
     assert error <= 1e-5, where
+
+
+def test_simpo_under_interleaving_evaluates_and_resumes_bitwise(files, ranks):
+    """No reference runs on any stage; Megatron's long lines have its metrics."""
+    flags = (*PP2, "--num-virtual-stages-per-pipeline-rank", 2, "--log-format", "megatron")
+    flags += ("--valid-data-path", files / "pairs.jsonl", "--eval-interval", 4)
+    straight, halves = files / "simpo straight", files / "simpo halves"
+
+    def train(folder, *more):
+        arguments = argv(files, folder.name, *flags, "--save", folder, *more, reference=None, loss=SIMPO)
+        return ranks.run(train_and_hash, 2, arguments)
+
+    whole = train(straight)
+    train(halves, "--exit-interval", 2)
+    assert train(halves, "--load", halves) == whole
+    first, *steps, last = read_metrics(straight)
+    again = [line["loss"] for line in read_metrics(halves) if "split" not in line]
+    assert again == [line["loss"] for line in steps]
+    assert first["split"] == last["split"] == "valid" and last["loss"] < first["loss"]
+    assert last["simpo/margin"] > first["simpo/margin"] and last["simpo/accuracy"] > 0.5
+    present = {key: value for key, value in steps[-1].items() if value is not None}
+    line = MegatronLines(4, 4, METRICS.metrics).train(present)
+    assert f"| simpo margin: {present['simpo/margin']:.4f} |" in line and "dpo" not in line
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ class PairLoss:
         return f"--{self.prefix}-beta"
 
     def margin(self, chosen: Answers, rejected: Answers) -> Values:
-        """Return by how much the student prefers the chosen answers, [pairs]."""
+        """Return by how much the student prefers the chosen answers, fp64 [pairs]."""
         raise NotImplementedError
 
     def value(self, margin: Values, chosen: Answers, rejected: Answers) -> Values:
-        """Return the loss of each pair: -ln sigmoid(margin) unless a subclass has another, [pairs]."""
+        """Return the loss of each pair, nats, fp64 [pairs]; by default -ln sigmoid(margin)."""
         return (-margin).logaddexp(margin.new_zeros(()))
 
     def formula(self) -> str:
