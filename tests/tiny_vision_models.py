@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mkd.families.vision_shape import VisionShape
 from mkd.models.packed import packed_documents
 from mkd.parallel.image_row import ImageRow, deal_images, held_rows, image_row, num_patches
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 VOCABULARY, IMAGE, VIDEO, START, END = 320, 300, 301, 302, 303
 TEXT = dict(
@@ -166,7 +166,7 @@ def row_images(
     total, shape = len(rows[0].tokens), rows[0].shape
     spans = torch.cat([row.spans[:-1] + number * total for number, row in enumerate(rows)])
     spans = torch.cat([spans, torch.tensor([len(rows) * total])])
-    kept = context_parallel_rows(spans, cp_rank, cp)
+    kept = RowShard(cp_rank, cp).rows(spans)
     kept = held_rows(kept, tp_rank, tp) if sequence_parallel else kept
     own_grids = [[grid for one in row.documents for grid in one.grids] for row in rows]
     owners = [owner for grids in own_grids for owner in deal_images(grids, tp * cp)]

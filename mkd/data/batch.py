@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mkd.data.images.image_table import PackImages
-from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
+from mkd.data.teacher_input import PackPart, RowCut, TeacherInput
 from mkd.parallel.image_row import ImageRow
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 PAIR_NUMBER, ADVANTAGE, SAMPLED_LOGP = "pair", "advantage", "sampled_logp"  # names of row values
 
@@ -90,26 +90,26 @@ class PackedBatch:
         """Return the batch in page-locked memory."""
         return self._map(Tensor.pin_memory)
 
-    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
-        """Return the part of a whole row that `rank` of `size` holds (see `zigzag.py`).
+    def shard(self, shard: RowShard) -> PackedBatch:
+        """Return the part of a whole row in `shard`.
 
         Document borders and counts stay those of the whole row. Every span must be a multiple of 2 * size.
         """
-        if size == 1:
+        if shard.is_whole:
             return self
-        rows = context_parallel_rows(self.cu_seqlens_padded, rank, size)
+        rows = shard.rows(self.cu_seqlens_padded)
         sharded = {
             name: getattr(self, name)[:, rows] for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         loss_rows = _loss_rows(sharded["loss_mask"])
         loss_places = torch.searchsorted(self.loss_rows, rows[loss_rows])
-        cut = ContextParallelCut(rank, size, self.cu_seqlens_padded, loss_places)
+        cut = RowCut(shard, self.cu_seqlens_padded, loss_places)
         return replace(
             self,
             **sharded,
             loss_rows=loss_rows,
             row_values={name: values[:, rows] for name, values in self.row_values.items()},
-            teacher_inputs=tuple(part.context_parallel_shard(cut) for part in self.teacher_inputs),
+            teacher_inputs=tuple(part.cut(cut) for part in self.teacher_inputs),
         )
 
     def with_teacher_images(self, number: int, images: ImageRow) -> PackedBatch:

@@ -20,6 +20,7 @@ from mkd.data.images.row_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
 from mkd.data.workers import iterating, outlive_signals, worker_deaths_explained, worker_ended
 from mkd.errors import MkdError
+from mkd.parallel.zigzag import RowShard
 
 Batch = TypeVar("Batch")
 EMPTY = -1  # sample number of an empty pack, which fills up the last step of an evaluation
@@ -30,21 +31,19 @@ class BatchLayout:
     """Assignment of the packs of one global batch to ranks, as in Megatron.
 
     Micro-batch m has the m-th `micro_batch_size * data_parallel_size` packs; data-parallel rank d takes the
-    d-th `micro_batch_size` packs of these. Each context-parallel rank holds its part of them.
+    d-th `micro_batch_size` packs of these, and `shard` of their row.
     """
 
     micro_batch_size: int  # packs
     global_batch_size: int  # packs
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
-    context_parallel_rank: int = 0
-    context_parallel_size: int = 1
+    shard: RowShard = RowShard()
     images: ImageLayout = ImageLayout()
 
     def __post_init__(self):
         assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
-        assert 0 <= self.context_parallel_rank < self.context_parallel_size
 
     @property
     def num_microbatches(self) -> int:
@@ -179,18 +178,17 @@ class MicroBatches:
 
     def __call__(self, samples: list[int]) -> PackedBatch:
         """Return the micro-batch. Raises DataError for data that cannot be read."""
-        dataset, layout = self.dataset, self.layout
-        context = layout.context_parallel_rank, layout.context_parallel_size
+        dataset, layout, shard = self.dataset, self.layout, self.layout.shard
         packs = [dataset.empty_pack() if i == EMPTY else dataset[i] for i in samples]
         whole = collate(packs)
-        part = whole.context_parallel_shard(*context)
+        part = whole.shard(shard)
         if dataset.images is not None:
-            part = replace(part, images=images_of_row(packs, whole, dataset.images, layout.images, context))
+            part = replace(part, images=images_of_row(packs, whole, dataset.images, layout.images, shard))
         for number, own in enumerate(dataset.teacher_images):
             if own is not None:
                 teacher_packs: list[Any] = [pack.teacher_inputs[number] for pack in packs]
                 teacher_whole: Any = whole.teacher_inputs[number]
-                row = images_of_row(teacher_packs, teacher_whole, own, layout.images, context)
+                row = images_of_row(teacher_packs, teacher_whole, own, layout.images, shard)
                 part = part.with_teacher_images(number, row)
         return part
 

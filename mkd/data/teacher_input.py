@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mkd.parallel.image_row import ImageRow
+from mkd.parallel.zigzag import RowShard
 
 
 class TokenRow(Protocol):
@@ -26,13 +27,12 @@ class TokenRow(Protocol):
 
 
 @dataclass(frozen=True)
-class ContextParallelCut:
-    """Cut of a row of the student's tokens for one context-parallel rank."""
+class RowCut:
+    """Cut of a row of the student's tokens for one process."""
 
-    rank: int
-    size: int
+    shard: RowShard
     cu_seqlens_padded: Tensor  # [documents + 1] int32, of the student's whole row
-    # [n] int64, the loss rows of the whole row that this rank holds, counted among loss rows
+    # [n] int64, the loss rows of the whole row that the shard has, counted among loss rows
     loss_places: Tensor
 
 
@@ -42,8 +42,8 @@ class TeacherInput(Protocol):
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherInput:
         """Return the part with `change` applied to every tensor."""
 
-    def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherInput:
-        """Return the part that the rank of `cut` holds."""
+    def cut(self, cut: RowCut) -> TeacherInput:
+        """Return the part in the shard of `cut`."""
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
         """Return the row that the teacher's layers read, given the student's; () if none run."""
@@ -66,7 +66,7 @@ class SharedTokens:
     def map(self, change: Callable[[Tensor], Tensor]) -> SharedTokens:
         return self
 
-    def context_parallel_shard(self, cut: ContextParallelCut) -> SharedTokens:
+    def cut(self, cut: RowCut) -> SharedTokens:
         return self
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:

@@ -20,7 +20,7 @@ from mkd.data.packing.cutting import padded_lengths
 from mkd.errors import DataError
 from mkd.evaluation.records import Images
 from mkd.evaluation.tasks import Pair
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -198,15 +198,15 @@ class RequestBatch(PackedBatch):
     score_labels: Tensor  # [n] int64
     score_requests: Tensor  # [n] int64
 
-    def context_parallel_shard(self, rank: int, size: int) -> RequestBatch:
-        """Return the part that `rank` of `size` holds, as for every batch. `score_rows` index that part."""
-        if size == 1:
+    def shard(self, shard: RowShard) -> RequestBatch:
+        """Return the part in `shard`, as for every batch. `score_rows` index that part."""
+        if shard.is_whole:
             return self
-        held = context_parallel_rows(self.cu_seqlens_padded, rank, size)
+        held = shard.rows(self.cu_seqlens_padded)
         places = torch.searchsorted(held, self.score_rows).clamp(max=len(held) - 1)
         mine = held[places] == self.score_rows
         return replace(
-            super().context_parallel_shard(rank, size),
+            super().shard(shard),
             score_rows=places[mine],
             score_labels=self.score_labels[mine],
             score_requests=self.score_requests[mine],

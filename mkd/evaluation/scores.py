@@ -22,6 +22,7 @@ from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
+from mkd.parallel.zigzag import RowShard
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 
 
@@ -54,7 +55,7 @@ class RequestBatches:
     def __iter__(self) -> Iterator[list[RequestBatch]]:
         """Yield lists of micro-batches, of the same length on every rank. Padding fills the last one."""
         calls, context = list(self._calls()), self.context
-        make = _RequestMicroBatches(self.packs, (context.cp_rank, context.cp_size), self.row_images)
+        make = _RequestMicroBatches(self.packs, context.row_shard, self.row_images)
         batches = read_ahead(
             make,
             [samples for call in calls for samples in call],
@@ -86,17 +87,17 @@ class _RequestMicroBatches:
     """Makes one rank's part of the micro-batch of a list of packs. Picklable, for workers."""
 
     packs: RequestPacks
-    context_parallel: tuple[int, int]  # rank, size
+    shard: RowShard
     row_images: RowImages | None
 
     def __call__(self, samples: list[int]) -> RequestBatch:
         packs = [self.packs[sample] for sample in samples]
         whole = collate_requests(packs)
-        shard = whole.context_parallel_shard(*self.context_parallel)
+        part = whole.shard(self.shard)
         if self.row_images is None:
-            return shard
-        images = self.row_images([one.pack for one in packs], whole, context_parallel=self.context_parallel)
-        return replace(shard, images=images)
+            return part
+        images = self.row_images([one.pack for one in packs], whole, shard=self.shard)
+        return replace(part, images=images)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkd.models.packed import PackedDocuments
-from mkd.parallel.zigzag import context_parallel_rows, document_parts
+from mkd.parallel.zigzag import RowShard
 
 
 class LayerRopeAttention(SelfAttention):
@@ -98,9 +98,10 @@ class PackedAttention(nn.Module):
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
         self.deterministic = config.deterministic_mode  # in backward, the other kernels add up in any order
-        self.cp_size = config.context_parallel_size
-        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
-        self.cp_rank = self.cp_group.rank() if self.cp_size > 1 else 0
+        self.shard, self.cp_group = RowShard(), None
+        if config.context_parallel_size > 1:
+            self.cp_group = pg_collection.cp
+            self.shard = RowShard(self.cp_group.rank(), config.context_parallel_size)
 
     def forward(
         self,
@@ -119,15 +120,15 @@ class PackedAttention(nn.Module):
         )
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         spans = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
-        if self.cp_size > 1:
+        if not self.shard.is_whole:
             key, value = self._whole_pack(key, value, packed_seq_params.cu_seqlens_q_padded)
-        queries = query.split([span // self.cp_size for span in spans])
+        queries = query.split([span // self.shard.size for span in spans])
         # Empty outputs, but part of the graph: a rank with padding only must join the reduction in backward.
         outputs = [tensor[:0].reshape(0, query.size(1), value.size(2)) for tensor in (key, value)]
         for length, span, q, k, v in zip(
             lengths, spans, queries, key.split(spans), value.split(spans), strict=True
         ):
-            parts = document_parts(span, self.cp_rank, self.cp_size)
+            parts = self.shard.parts(span)
             for (first, last), part in zip(
                 parts, q.split([last - first for first, last in parts]), strict=True
             ):
@@ -143,7 +144,8 @@ class PackedAttention(nn.Module):
         parallel. Backward: reduce-scatter SUM, each rank gets the gradient of its rows.
         """
         gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
-        rows = [context_parallel_rows(cu_seqlens_padded, rank, self.cp_size) for rank in range(self.cp_size)]
+        shards = (RowShard(rank, self.shard.size) for rank in range(self.shard.size))
+        rows = [shard.rows(cu_seqlens_padded) for shard in shards]
         order = torch.cat(rows).argsort().to(key.device)  # the inverse of the permutation that the ranks hold
         return gathered[order].split((key.size(-1), value.size(-1)), dim=-1)
 

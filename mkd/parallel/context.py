@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.parallel.start_store import needs_own_keys, start_store
+from mkd.parallel.zigzag import RowShard
 from mkd.plan.batch import document_multiple
 from mkd.plan.models.peer_groups import peer_ranks, weight_shards
 from mkd.platform import Platform
@@ -115,6 +116,16 @@ class ParallelContext:
     def first_expert_holder(self, pp_rank: int, ep_rank: int) -> int:
         """Return the global rank with the first copy of a pipeline stage's experts of one `ep_rank`."""
         return pp_rank * (self.world_size // self.pp.size) + ep_rank
+
+    @property
+    def row_shard(self) -> RowShard:
+        """The part of every row that this process holds."""
+        return RowShard(self.cp.rank, self.cp.size)
+
+    @property
+    def row_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share every row; None if rows are whole."""
+        return self.cp.group if self.cp.size > 1 else None
 
     @property
     def document_multiple(self) -> int:

@@ -112,6 +112,6 @@ def image_row(
 def held_rows(rows: Tensor, tp_rank: int, tp_size: int) -> Tensor:
     """Return the share of `rows` [t] that a tensor-parallel rank holds with sequence parallelism, [t / tp].
 
-    `rows` are those of its context-parallel rank (`zigzag.context_parallel_rows`), in order.
+    `rows` are those of the process's `RowShard`, in order.
     """
     return rows.view(tp_size, -1)[tp_rank]

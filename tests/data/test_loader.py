@@ -14,6 +14,7 @@ from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.loader import EvalStream, TrainStream, read_ahead
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError
+from mkd.parallel.zigzag import RowShard
 from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 from tests.reported import refused
 
@@ -184,10 +185,10 @@ def test_context_parallel_ranks_hold_parts_of_the_same_micro_batches(make_store,
 
     whole = batches()
     for rank in range(2):
-        shards = batches(context_parallel_rank=rank, context_parallel_size=2, num_workers=workers)
+        shards = batches(shard=RowShard(rank, 2), num_workers=workers)
         assert len(shards) == len(whole) == 8
         for shard, batch in zip(shards, whole, strict=True):
-            expected = batch.context_parallel_shard(rank, 2)
+            expected = batch.shard(RowShard(rank, 2))
             assert shard.tokens.shape == (1, 8) and shard.sample_ids == batch.sample_ids
             assert all(torch.equal(getattr(shard, name), getattr(expected, name)) for name in TENSORS)
 
@@ -239,11 +240,11 @@ def taught(write_jsonl, tmp_path):
     return open_pair(path, tmp_path, SharedTokens(), text, document_multiple=4)[0]
 
 
-@pytest.mark.parametrize("context_parallel_rank", [0, 1])
-def test_streams_carry_the_teachers(taught, context_parallel_rank):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_streams_carry_the_teachers(taught, rank):
     """Workers change nothing; the empty packs at the end of an evaluation have a part without chunks."""
     size = len(taught) - len(taught) % 4 + 4  # so that the only step of an evaluation has empty packs
-    layout = dict(micro_batch_size=4, context_parallel_rank=context_parallel_rank, context_parallel_size=2)
+    layout = dict(micro_batch_size=4, shard=RowShard(rank, 2))
     for open_stream in (
         lambda workers: TrainStream(taught, global_batch_size=8, num_workers=workers, **layout).next_step(),
         lambda workers: next(

@@ -11,6 +11,7 @@ import torch
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.batch import Pack, collate, empty_pack
 from mkd.data.teacher_input import SharedTokens
+from mkd.parallel.zigzag import RowShard
 
 
 def pack_of(lengths, spans, sample_id=0):
@@ -50,7 +51,7 @@ def test_loss_rows_are_the_positions_with_loss():
 def test_context_parallel_ranks_share_the_rows():
     """Borders and counts stay those of the whole row; rank r holds parts r and 3 - r of each document."""
     batch = collate([pack_of([3, 6], [4, 8], 4), pack_of([12], [12], 9)])
-    first, second = (batch.context_parallel_shard(rank, 2) for rank in range(2))
+    first, second = (batch.shard(RowShard(rank, 2)) for rank in range(2))
     assert first.position_ids.tolist() == [[0, 3, 0, 1, 6, 7, 0, 1, 2, 9, 10, 11]]
     assert second.position_ids.tolist() == [[1, 2, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]]
     assert first.tokens.tolist() == [[10, 13, 14, 15, 20, 21, 10, 11, 12, 19, 20, 21]]
@@ -69,7 +70,7 @@ def test_context_parallel_ranks_share_the_rows():
 
 def test_a_single_context_parallel_rank_holds_the_batch():
     batch = collate([pack_of([3, 2], [3, 5])])
-    assert batch.context_parallel_shard(0, 1) is batch
+    assert batch.shard(RowShard(0, 1)) is batch
 
 
 def test_teachers_move_with_the_batch():

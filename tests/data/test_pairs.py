@@ -13,6 +13,7 @@ from mkd.data.corpus.documents import encode_documents
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
+from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.test_chat import DROPS_REASONING
@@ -169,7 +170,7 @@ def test_packs_hold_whole_pairs_and_number_them(tmp_path, tokenizer, write_jsonl
             length = batch.cu_seqlens.diff()[i].item()
             assert (pair[start : start + length] == numbers[i]).all()
             seen.append(tokenizer.decode(batch.tokens[0, start : start + length].tolist()))
-        shards = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
+        shards = [batch.shard(RowShard(rank, 2)) for rank in range(2)]
         together = np.concatenate([one.row_values[PAIR_NUMBER][0, one.loss_rows] for one in shards])
         assert sorted(together) == sorted(pair[batch.loss_rows].tolist())
     expected = [record["prompt"] + record[key] for record in records for key in ("chosen", "rejected")]

@@ -15,6 +15,7 @@ from mkd.errors import ErrorList
 from mkd.evaluation.records import read_completions, read_questions, task_name
 from mkd.evaluation.requests import Request, RequestPacks, collate_requests, encode_pairs
 from mkd.evaluation.tasks import Completions, Pair, read_multiple_choice, read_tasks
+from mkd.parallel.zigzag import RowShard
 from tests.reported import refused, reports
 
 QUESTION = {"question": "Which?", "choices": ["this", "that"], "answer": 1}
@@ -298,7 +299,7 @@ def test_context_parallel_shards_share_the_rows_out():
     batch = collate_requests([packs[0], packs[1], packs[len(packs)]])
     assert batch.tokens.shape == (1, 96) and batch.num_loss_tokens == 0
     whole = {(int(batch.tokens[0, row]), int(label), int(number)) for row, label, number in scored(batch)}
-    parts = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
+    parts = [batch.shard(RowShard(rank, 2)) for rank in range(2)]
     found = [
         (int(part.tokens[0, row]), int(label), int(number))
         for part in parts

@@ -94,8 +94,7 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
         global_batch_size=4,
         data_parallel_rank=context.dp_rank,
         data_parallel_size=context.dp_size,
-        context_parallel_rank=context.cp_rank,
-        context_parallel_size=context.cp_size,
+        shard=context.row_shard,
     )
     found = {}
     if with_tasks:

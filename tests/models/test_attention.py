@@ -12,7 +12,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from mkd.models.attention import PackedAttention
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.zigzag import context_parallel_rows
 from mkd.platform import detect
 
 # Megatron's own default
@@ -132,7 +131,7 @@ def attend_my_rows(groups, window, lengths, spans, value_dim):
         context_parallel_size=size,
     )
     documents = packed(lengths, spans)
-    rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, size)
+    rows = context.row_shard.rows(documents.cu_seqlens_q_padded)
     whole = random_qkv(groups, spans=spans, value_dim=value_dim)
     mine = [x.detach()[rows].requires_grad_() for x in whole]
     core = PackedAttention(config, 1, AttnMaskType.causal, "self", pg_collection=context.groups)

@@ -15,7 +15,6 @@ from mkd.families.rope_config import read_rope
 from mkd.models.packed import packed_documents
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding, inverse_frequencies
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.zigzag import context_parallel_rows
 from mkd.platform import detect
 from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE, YARN
 
@@ -114,7 +113,7 @@ def rotate_my_rows(rope, lengths, spans):
     angles = RotaryEmbedding(rope, context.device)(documents)
     config = TransformerConfig(num_layers=1, hidden_size=HEAD_DIM, num_attention_heads=1)
     whole = torch.randn(sum(spans), 1, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, context.cp_size)
+    rows = context.row_shard.rows(documents.cu_seqlens_q_padded)
     # one process in each tp group
     mine, expected = (
         apply_rotary_pos_emb(x, angles, config, documents.cu_seqlens_q_padded, cp_group=group)

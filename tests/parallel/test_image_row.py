@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mkd.parallel.image_row import deal_images, held_rows, image_row, num_patches
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 GRIDS = [(1, 4, 4), (1, 8, 6), (2, 4, 2), (1, 8, 8), (1, 2, 2)]
 MERGE = 2
@@ -34,7 +34,7 @@ def test_every_image_token_gets_its_own_feature_on_exactly_one_rank(cp, tp):
     marks = torch.arange(len(places))  # the true feature of each image token
     parts, rows_seen = [], []
     for rank in range(ranks):
-        kept = held_rows(context_parallel_rows(spans, rank // tp, cp), rank % tp, tp)
+        kept = held_rows(RowShard(rank // tp, cp).rows(spans), rank % tp, tp)
         row = image_row(torch.zeros(0, 4), GRIDS, owners, places, MERGE, rank=rank, ranks=ranks, kept=kept)
         assert [g for g, o in zip(GRIDS, owners, strict=True) if o == rank] == list(row.grids)
         own = [m for m, o in zip(marks.split(lengths), owners, strict=True) if o == rank]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.parallel.zigzag import context_parallel_rows, document_parts
+from mkd.parallel.zigzag import RowShard
 
 SPANS = (16, 8, 24, 0, 8)
 
@@ -31,32 +31,32 @@ def kernel_rows(spans, rank, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_are_those_of_transformer_engine(size):
     for rank in range(size):
-        rows = context_parallel_rows(borders(), rank, size)
+        rows = RowShard(rank, size).rows(borders())
         assert rows.dtype == torch.int64 and rows.tolist() == kernel_rows(SPANS, rank, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_row_is_on_one_rank(size):
-    rows = [context_parallel_rows(borders(), rank, size) for rank in range(size)]
+    rows = [RowShard(rank, size).rows(borders()) for rank in range(size)]
     assert {len(part) for part in rows} == {sum(SPANS) // size}
     assert torch.cat(rows).sort().values.tolist() == list(range(sum(SPANS)))
 
 
 def test_ranks_hold_the_same_number_of_causal_pairs():
     pairs = [
-        sum(i + 1 for first, last in document_parts(24, rank, 3) for i in range(first, last))
+        sum(i + 1 for first, last in RowShard(rank, 3).parts(24) for i in range(first, last))
         for rank in range(3)
     ]
     assert pairs == [100, 100, 100]
 
 
 def test_one_rank_holds_everything_whatever_the_spans():
-    assert context_parallel_rows(borders((3, 0, 5)), 0, 1).tolist() == list(range(8))
+    assert RowShard(0, 1).rows(borders((3, 0, 5))).tolist() == list(range(8))
 
 
 def test_spans_must_be_multiples():
     with pytest.raises(AssertionError, match="a span of 6 tokens is not a multiple of 4"):
-        context_parallel_rows(borders((8, 6, 2)), 0, 2)
+        RowShard(0, 2).rows(borders((8, 6, 2)))
 
 
 @pytest.mark.gpu
@@ -66,4 +66,4 @@ def test_rows_equal_the_kernel_s(size):
     te = pytest.importorskip("transformer_engine_torch")
     for rank in range(size):
         theirs = te.thd_get_partitioned_indices(borders().cuda(), sum(SPANS), size, rank)
-        assert theirs.tolist() == context_parallel_rows(borders(), rank, size).tolist()
+        assert theirs.tolist() == RowShard(rank, size).rows(borders()).tolist()

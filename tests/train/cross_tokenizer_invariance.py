@@ -123,7 +123,7 @@ def build(layout: Layout, files: Path, loss: str):
     batches = [collate([packs[int(i)] for i in group]) for group in groups]
     kinds = np.concatenate([batch.teacher_inputs[0].chunks.kinds for batch in batches])
     assert context.dp_size > 1 or len(set(kinds)) == 4, "the batch must have chunks of every kind"
-    shards = [batch.context_parallel_shard(context.cp_rank, context.cp_size) for batch in batches]
+    shards = [batch.shard(context.row_shard) for batch in batches]
     return engine, state, [batch.to(context.device) for batch in shards], packs.teacher_seq_lengths
 
 

@@ -193,7 +193,7 @@ def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
     packs = [replace(pack, teacher_inputs=shared) for pack in packs]
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
     mine = groups[context.dp_rank :: context.dp_size]
-    return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
+    return [collate(group).shard(context.row_shard) for group in mine]
 
 
 def run_layout(

@@ -159,8 +159,7 @@ def build(layout: Layout, student: Path, teacher: Path):
         global_batch_size=NUM_PACKS,
         data_parallel_rank=context.dp_rank,
         data_parallel_size=context.dp_size,
-        context_parallel_rank=context.cp_rank,
-        context_parallel_size=context.cp_size,
+        shard=context.row_shard,
         images=ImageLayout.of_context(context, parallel.sequence_parallel),
     )
     batches = stream.next_step()

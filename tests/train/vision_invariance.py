@@ -140,7 +140,7 @@ def vision_batches(layout: Layout, context, vision) -> list:
         place = dict(cp_rank=context.cp_rank, cp=context.cp_size, tp_rank=context.tp_rank, tp=context.tp_size)
         is_sharded = "--sequence-parallel" in layout.flags
         images = row_images([rows[index] for index in group], sequence_parallel=is_sharded, **place)
-        shard = batch.context_parallel_shard(context.cp_rank, context.cp_size)
+        shard = batch.shard(context.row_shard)
         batches.append(replace(shard, images=images).to(context.device))
     return batches
 

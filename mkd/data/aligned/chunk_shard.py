@@ -8,22 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide, RowExchange
 
 
 def shard_chunks(
     chunks: ChunkBatch,  # all chunks of the row
-    rank: int,
-    size: int,
+    shard: RowShard,
     student_cu_seqlens_padded: Tensor,  # [documents + 1] int32, of the whole row
     teacher_cu_seqlens_padded: Tensor,  # [documents + 1] int32
 ) -> ChunkBatch:
-    """Return the chunks that `rank` of `size` owns: those whose last student predictor it holds.
+    """Return the chunks that the process of `shard` owns: those whose last student predictor it holds.
 
     Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks join it.
     """
-    places = _Places(student_cu_seqlens_padded, size)
+    rank, places = shard.rank, _Places(student_cu_seqlens_padded, shard.size)
     owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]
     owned = np.flatnonzero(owners == rank)
     pairs, support_offsets = select_ranges(chunks.support_offsets, owned)
@@ -31,7 +30,7 @@ def shard_chunks(
     return replace(
         chunks,
         student=_shard_side(chunks.student, owners, rank, places),
-        teacher=_shard_side(chunks.teacher, owners, rank, _Places(teacher_cu_seqlens_padded, size)),
+        teacher=_shard_side(chunks.teacher, owners, rank, _Places(teacher_cu_seqlens_padded, shard.size)),
         kinds=chunks.kinds[owned],
         weights=chunks.weights[owned],
         packs=chunks.packs[owned],
@@ -62,7 +61,7 @@ class _Places:
         self.ranks = np.empty(int(cu_seqlens_padded[-1]), dtype=np.int64)  # [t]
         self.rows = np.empty_like(self.ranks)  # [t]
         for rank in range(size):
-            held = context_parallel_rows(cu_seqlens_padded, rank, size).numpy()
+            held = RowShard(rank, size).rows(cu_seqlens_padded).numpy()
             self.ranks[held], self.rows[held] = rank, np.arange(len(held))
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
 from mkd.data.batch import as_row, cumulative, position_ids
 from mkd.data.images.image_table import PackImages
-from mkd.data.teacher_input import ContextParallelCut, TokenRow
+from mkd.data.teacher_input import RowCut, TokenRow
 from mkd.parallel.image_row import ImageRow
-from mkd.parallel.zigzag import context_parallel_rows
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 
 
@@ -93,14 +92,14 @@ class TeacherBatch:
         images = self.images and self.images.map(change)
         return replace(self, **changed, chunks=self.chunks.map(change), images=images)
 
-    def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherBatch:
-        """Return the part of a whole row on the rank of `cut`, with the chunks that the rank owns.
+    def cut(self, cut: RowCut) -> TeacherBatch:
+        """Return the part of a whole row in the shard of `cut`, with the chunks that its process owns.
 
         The row is cut by the teacher's own spans.
         """
-        held = context_parallel_rows(self.cu_seqlens_padded, cut.rank, cut.size)
+        held = cut.shard.rows(self.cu_seqlens_padded)
         sharded = {name: getattr(self, name)[:, held] for name in ("tokens", "position_ids")}
-        chunks = shard_chunks(self.chunks, cut.rank, cut.size, cut.cu_seqlens_padded, self.cu_seqlens_padded)
+        chunks = shard_chunks(self.chunks, cut.shard, cut.cu_seqlens_padded, self.cu_seqlens_padded)
         return replace(self, **sharded, chunks=chunks)
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:

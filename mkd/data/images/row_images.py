@@ -16,10 +16,10 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import grids_of
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.image_row import Grid, ImageRow, deal_images, held_rows, image_row, num_patches
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 RowImages = Callable[..., ImageRow]
-"""Returns this rank's images of packs, of their whole row, for a `context_parallel` (rank, size)."""
+"""Returns this rank's images of packs, of their whole row, for a `shard`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def images_of_row(
     batch: PackedBatch | TeacherBatch,  # the packs as a whole row
     images: ConversationImages,
     layout: ImageLayout,
-    context_parallel: tuple[int, int] = (0, 1),  # rank, size
+    shard: RowShard,
 ) -> ImageRow:
     """Return the images of a micro-batch for one rank, which decodes only its own.
 
@@ -88,7 +88,7 @@ def images_of_row(
         place + np.flatnonzero(tokens[place : place + count] == processor.image_token_id)
         for place, count, _ in placed
     ]
-    kept = _kept(batch.cu_seqlens_padded, layout, context_parallel)
+    kept = _kept(batch.cu_seqlens_padded, layout, shard)
     own = torch.from_numpy(np.concatenate(pixels))
     return image_row(
         own,
@@ -131,12 +131,11 @@ def _positions(
     return found
 
 
-def _kept(borders: Tensor, layout: ImageLayout, context_parallel: tuple[int, int]) -> Tensor | None:
+def _kept(borders: Tensor, layout: ImageLayout, shard: RowShard) -> Tensor | None:
     """Return the rows of the whole row that the rank holds, int64; None if it holds all."""
-    rank, size = context_parallel
-    if size == 1 and layout.tensor_size == 1:
+    if shard.is_whole and layout.tensor_size == 1:
         return None
-    rows = context_parallel_rows(borders, rank, size) if size > 1 else torch.arange(int(borders[-1]))
+    rows = shard.rows(borders)
     return held_rows(rows, layout.tensor_rank, layout.tensor_size) if layout.tensor_size > 1 else rows
 
 

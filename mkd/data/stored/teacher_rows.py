@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mkd.data.teacher_input import ContextParallelCut, TokenRow
+from mkd.data.teacher_input import RowCut, TokenRow
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class TeacherRows:
             self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         )
 
-    def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherRows:
-        """Return the rows of the loss positions that the rank of `cut` holds."""
+    def cut(self, cut: RowCut) -> TeacherRows:
+        """Return the rows of the loss positions in the shard of `cut`."""
         return self.map(lambda tensor: tensor[cut.loss_places])
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:

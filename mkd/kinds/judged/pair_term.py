@@ -76,8 +76,8 @@ class PairTerm:
         pair, count = number.abs() - 1, given.batch.num_pairs
         sides = [torch.where(side, tokens, 0.0) for side in (number > 0, number < 0)]
         sums = torch.stack([sum_by(pair, one, count) for side in sides for one in side])
-        if given.cp_group is not None:
-            dist.all_reduce(sums, group=given.cp_group)
+        if given.context.row_group is not None:
+            dist.all_reduce(sums, group=given.context.row_group)
         chosen, rejected = sums.view(2, 3, count)
         return self._side(chosen), self._side(rejected)
 

@@ -28,17 +28,8 @@ def token_documents(
     all processes.
     """
     assert packed.cu_seqlens_real is not None, "documents have lengths without padding"
-    spans = packed.cu_seqlens_q_padded.diff()
     lengths = packed.cu_seqlens_real.diff()
-    held = packed.cu_seqlens_q_padded // context.cp_size  # borders of the documents' parts on this process
-    row = torch.arange(num_tokens, device=held.device, dtype=held.dtype)
-    document = torch.searchsorted(held[1:].contiguous(), row, right=True)
-    place = row - held[document]
-    piece = spans[document] // (2 * context.cp_size)  # each process has two pieces (see zigzag.py)
-    first, last = context.cp_rank, 2 * context.cp_size - 1 - context.cp_rank
-    position = place + piece * torch.where(place < piece, first, last - 1)
-    if context.cp_size == 1:
-        position = place
+    document, position = context.row_shard.places(packed.cu_seqlens_q_padded, num_tokens)
     ids = torch.where(position < lengths[document], document, -1).to(torch.int32)
     if sequence_parallel:
         ids = ids.chunk(context.tp_size)[context.tp_rank]

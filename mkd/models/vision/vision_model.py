@@ -13,7 +13,6 @@ from mkd.models.packed import PackedDocuments
 from mkd.models.vision.features import mark_tower, row_features
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.image_row import ImageRow
-from mkd.parallel.zigzag import context_parallel_rows
 
 
 class VisionLanguageModel(LanguageModel):
@@ -63,7 +62,5 @@ class VisionLanguageModel(LanguageModel):
 
     def _own_rows(self, positions: Tensor, packed: PackedDocuments) -> Tensor:
         """Return the columns of `positions` [3, t] of the rows on this context-parallel rank."""
-        if self.context.cp_size == 1:
-            return positions
-        borders = packed.cu_seqlens_q_padded
-        return positions[:, context_parallel_rows(borders, self.context.cp_rank, self.context.cp_size)]
+        shard = self.context.row_shard
+        return positions if shard.is_whole else positions[:, shard.rows(packed.cu_seqlens_q_padded)]

@@ -43,7 +43,6 @@ from mkd.operations.signals import Signals
 from mkd.parallel.agreement import require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
-from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_data import open_data
@@ -198,8 +197,7 @@ class _Exporter:
         layout = BatchLayout(
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.micro_batch_size,  # of one replica: each has its own shards
-            context_parallel_rank=context.cp_rank,
-            context_parallel_size=context.cp_size,
+            shard=context.row_shard,
             images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
         )
         return cls(out, meta, context, schedule, stages, layout, plan.config.data.num_workers)
@@ -289,8 +287,8 @@ class _Collector:
         metrics = torch.stack([top.ce, top.entropy], dim=1)
         columns = [tensor.cpu().numpy() for tensor in (top.ids, top.logprobs, metrics)]
         positions = batch.loss_rows.cpu()
-        if self.context.cp_size > 1:
-            columns, positions = self._whole_row(batch, columns, positions)
+        if self.context.row_group is not None:
+            columns, positions = self._whole_row(batch, columns, positions, self.context.row_group)
         if self.writer is not None:
             borders = np.searchsorted(
                 positions.numpy(), np.arange(1, len(batch.sample_ids)) * self.meta.data["seq_length"]
@@ -304,12 +302,12 @@ class _Collector:
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), report
 
     def _whole_row(
-        self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
+        self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor, group: dist.ProcessGroup
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Return rows and positions of the whole row, in order. All-gather over CP."""
-        held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
-        parts: list[Any] = [None] * self.context.cp_size
-        dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)
+        """Return rows and positions of the whole row, in order. All-gather over its `group`."""
+        held = self.context.row_shard.rows(batch.cu_seqlens_padded)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, (columns, held[positions]), group=group)
         positions = torch.cat([part[1] for part in parts])
         order = positions.argsort()
         return [

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from mkd.config.divergence import DivergenceSettings
@@ -41,11 +40,6 @@ class LossInput:
     def num_loss_tokens(self) -> Tensor:
         """Loss tokens that this rank holds, int64 []."""
         return self.batch.loss_mask.count_nonzero()
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share a row; None if rows are whole."""
-        return self.context.groups.cp if self.context.cp_size > 1 else None
 
 
 class Term(Protocol):

@@ -47,7 +47,7 @@ class CrossTokenizer:
             vocabulary=self.vocabulary,
             settings=self.settings,
             tp_group=given.context.tp_group,
-            cp_group=given.cp_group,
+            cp_group=given.context.row_group,
             loss_gradient=scale,
             sequence_parallel=student.config.sequence_parallel,
             fp32_logits=given.fp32_logits,
@@ -71,7 +71,11 @@ class CrossTokenizer:
             if exchange is None:
                 return hidden
             return exchange_rows(
-                hidden, exchange.send_rows, exchange.send_counts, exchange.receive_counts, given.cp_group
+                hidden,
+                exchange.send_rows,
+                exchange.send_counts,
+                exchange.receive_counts,
+                given.context.row_group,
             )
 
         scores = token_scores(

@@ -58,8 +58,8 @@ def _metric_per_token(metric: str, teachers: Sequence[ScoringTeacher], given: Lo
         values = sum_by(found.packs, METRICS[metric](found.scores), given.num_packs)
         sums.append(torch.stack([values, found.covered], dim=1))
     total = torch.stack(sums)  # [teachers, k, 2]
-    if given.cp_group is not None:
-        dist.all_reduce(total, group=given.cp_group)
+    if given.context.row_group is not None:
+        dist.all_reduce(total, group=given.context.row_group)
     values, covered = total.unbind(dim=2)
     is_silent = (covered == 0) & (covered > 0).any(dim=0)  # another teacher has tokens of the pack
     return (values / covered.clamp(min=1)).masked_fill(is_silent, torch.inf)

@@ -16,6 +16,7 @@ from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import TrainStream
 from mkd.errors import ErrorList
 from mkd.parallel.image_row import num_patches
+from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.images.test_conversation import ANSWER, asked
 from tests.data.images.tiny_processors import image_file, make_qwen, make_smolvlm, picture
@@ -96,10 +97,7 @@ def test_chunks_are_the_same_text_and_images_are_whole_on_both_sides(open_pair, 
 def test_dealt_images_of_a_teacher_join_to_all(open_pair):
     dataset = open_pair("smolvlm", "qwen")
     whole = batches(dataset).teacher_inputs[0].images
-    layout = dict(context_parallel_size=2)
-    parts = [
-        batches(dataset, context_parallel_rank=rank, images=ImageLayout(rank, 2), **layout) for rank in (0, 1)
-    ]
+    parts = [batches(dataset, shard=RowShard(rank, 2), images=ImageLayout(rank, 2)) for rank in (0, 1)]
     shares = [part.teacher_inputs[0].images for part in parts]
     assert sum(len(share.pixels) for share in shares) == len(whole.pixels)
     assert sum(len(share.rows) for share in shares) == len(whole.rows)

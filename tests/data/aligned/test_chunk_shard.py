@@ -9,7 +9,7 @@ import torch
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges
 from mkd.data.batch import collate
 from mkd.data.teacher_input import SharedTokens
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 
 
@@ -53,12 +53,12 @@ def exchanged(sides, held):
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_chunks(batch, size):
     whole = batch.teacher_inputs[1].chunks
-    shards = [batch.context_parallel_shard(rank, size) for rank in range(size)]
+    shards = [batch.shard(RowShard(rank, size)) for rank in range(size)]
     parts = [shard.teacher_inputs[1].chunks for shard in shards]
     borders = {"student": batch.cu_seqlens_padded, "teacher": batch.teacher_inputs[1].cu_seqlens_padded}
     rows = {}
     for name, cu_seqlens in borders.items():
-        held = [context_parallel_rows(cu_seqlens, rank, size) for rank in range(size)]
+        held = [RowShard(rank, size).rows(cu_seqlens) for rank in range(size)]
         sides = [getattr(part, name) for part in parts]
         received = exchanged(sides, held)
         rows[name] = [received[rank][side.rows] for rank, side in enumerate(sides)]
@@ -75,9 +75,9 @@ def test_ranks_share_the_chunks(batch, size):
     )
     for rank, (part, shard) in enumerate(zip(parts, shards, strict=True)):
         last = rows["student"][rank][part.student.offsets[1:] - 1]
-        assert np.isin(last, context_parallel_rows(batch.cu_seqlens_padded, rank, size)).all(), "of the owner"
+        assert np.isin(last, RowShard(rank, size).rows(batch.cu_seqlens_padded)).all(), "of the owner"
         assert (np.diff(part.kinds) >= 0).all()
-        own = context_parallel_rows(borders["teacher"], rank, size)
+        own = RowShard(rank, size).rows(borders["teacher"])
         for name in ("tokens", "position_ids"):
             assert torch.equal(
                 getattr(shard.teacher_inputs[1], name), getattr(batch.teacher_inputs[1], name)[:, own]
@@ -91,9 +91,7 @@ def test_ranks_share_the_chunks(batch, size):
 def test_a_rank_without_chunks_takes_part(write_jsonl, tmp_path):
     path = write_jsonl("texts.jsonl", {"text": "ab"})
     dataset, _ = open_pair(path, tmp_path, teacher_text(), document_multiple=4)
-    parts = [
-        collate([dataset[0]]).context_parallel_shard(rank, 2).teacher_inputs[0].chunks for rank in range(2)
-    ]
+    parts = [collate([dataset[0]]).shard(RowShard(rank, 2)).teacher_inputs[0].chunks for rank in range(2)]
     assert (
         sorted(len(part.kinds) for part in parts) == [0, parts[0].num_chunks]
         and parts[0].num_chunks == parts[1].num_chunks

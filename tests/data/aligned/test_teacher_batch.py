@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack, collate_teacher
-from mkd.data.teacher_input import ContextParallelCut
+from mkd.data.teacher_input import RowCut
+from mkd.parallel.zigzag import RowShard
 from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 
 STUDENT_LABELS = np.arange(100, 112)  # of two packs of 4 and an empty one
@@ -88,8 +89,8 @@ def tensors_of(value):
 def test_all_tensors_move_and_nothing_else_changes():
     batch = collate_teacher(packs(), STUDENT_LABELS)
     borders = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
-    cut = ContextParallelCut(0, 2, borders, loss_places=torch.zeros(0, dtype=torch.int64))
-    batch = replace(batch, chunks=batch.context_parallel_shard(cut).chunks)
+    cut = RowCut(RowShard(0, 2), borders, loss_places=torch.zeros(0, dtype=torch.int64))
+    batch = replace(batch, chunks=batch.cut(cut).chunks)
     moved = batch.map(lambda tensor: tensor.to("meta"))
     assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert len(tensors_of(moved)) == len(tensors_of(batch)) == 17

@@ -14,7 +14,7 @@ from mkd.data.images.row_images import ImageLayout, rotary_positions
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.parallel.image_row import num_patches
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 from tests.data.images.test_conversation import asked, data_uri
 from tests.data.images.tiny_processors import image_file, picture
 from tests.reported import refused
@@ -93,7 +93,7 @@ def test_dealt_images_join_to_the_whole_row(open_data, tp, cp, sequence_parallel
     for c, t in ranks:
         share = (t, tp) if sequence_parallel else (0, 1)
         layout = ImageLayout(c * tp + t, tp * cp, *share)
-        shares.append(steps(dataset, context_parallel_rank=c, context_parallel_size=cp, images=layout))
+        shares.append(steps(dataset, shard=RowShard(c, cp), images=layout))
     for step, whole in enumerate(alone):
         parts = [share[step] for share in shares]
         assert sum(len(part.images.pixels) for part in parts) == len(whole.images.pixels)
@@ -105,7 +105,7 @@ def test_dealt_images_join_to_the_whole_row(open_data, tp, cp, sequence_parallel
         for (c, t), part in zip(ranks, parts, strict=True):
             rows = torch.arange(held.numel())
             if cp > 1:
-                rows = context_parallel_rows(whole.cu_seqlens_padded, c, cp)
+                rows = RowShard(c, cp).rows(whole.cu_seqlens_padded)
             rows = rows.view(tp, -1)[t] if sequence_parallel else rows
             local = torch.full((len(rows),), -1.0)
             local[part.images.rows] = gathered[part.images.features]

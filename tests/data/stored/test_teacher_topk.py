@@ -15,7 +15,7 @@ from mkd.data.batch import collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.stored.teacher_topk import ShardWriter, TaughtDataset, TopKMeta, TopKPart, pack_digest
 from mkd.errors import DataError
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 pytest.importorskip("pyarrow")
 VOCAB, SEQ_LENGTH = 50, 16
@@ -117,8 +117,8 @@ def test_a_micro_batch_carries_the_rows_of_its_loss_positions(dataset, cache):
     by_position = dict(zip(batch.loss_rows.tolist(), batch.teacher_inputs[0].ids.tolist(), strict=True))
     seen = []
     for rank in range(2):
-        shard = batch.context_parallel_shard(rank, 2)
-        positions = context_parallel_rows(batch.cu_seqlens_padded, rank, 2)[shard.loss_rows].tolist()
+        shard = batch.shard(RowShard(rank, 2))
+        positions = RowShard(rank, 2).rows(batch.cu_seqlens_padded)[shard.loss_rows].tolist()
         assert [by_position[position] for position in positions] == shard.teacher_inputs[0].ids.tolist()
         assert len(shard.teacher_inputs[0].logprobs) == len(shard.teacher_inputs[0].metrics) == len(positions)
         seen += positions

@@ -9,7 +9,7 @@ import torch
 
 from mkd.models.moe.token_documents import split_documents, token_documents
 from mkd.models.packed import packed_documents
-from mkd.parallel.zigzag import context_parallel_rows
+from mkd.parallel.zigzag import RowShard
 
 LENGTHS, SPANS = (5, 0, 16, 7), (8, 8, 16, 16)
 
@@ -23,9 +23,10 @@ def test_documents_of_the_tokens(cp_size, joins):
     for number, (start, length) in enumerate(zip(padded.tolist(), LENGTHS, strict=False)):
         whole[start : start + length] = number
     for cp_rank in range(cp_size):
-        expected = whole[context_parallel_rows(padded, cp_rank, cp_size)]
+        shard = RowShard(cp_rank, cp_size)
+        expected = whole[shard.rows(padded)]
         for tp_rank in range(2):
-            place = SimpleNamespace(cp_rank=cp_rank, cp_size=cp_size, tp_rank=tp_rank, tp_size=2)
+            place = SimpleNamespace(row_shard=shard, tp_rank=tp_rank, tp_size=2)
             ids, lengths = split_documents(
                 token_documents(packed, expected.numel(), place, True), expected.numel() // 2
             )
