@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mkd.checkpoint.manifest import ManifestError, check_sizes, read_manifest, sync
+from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError
 from mkd.plan.models.model_shape import ModelShape
 
@@ -100,6 +101,20 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     if not (folder / MEGATRON_FILE).exists():
         what, why = f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing"
         raise CheckpointError(what, why, ANOTHER, code="checkpoint-damaged")
+    return folder
+
+
+def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
+    """Return the checkpoint of --student-load or --teacher-load. Raises CheckpointError without one."""
+    assert source.load, "the weights are in a checkpoint"
+    folder = find_checkpoint(Path(source.load))
+    if folder is None:
+        is_student = isinstance(source, StudentConfig)
+        place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
+        what = f"the {role}'s folder {source.load} holds no checkpoint"
+        why = "its weights are read from there"
+        do = f"name a folder that --save or `mkd convert` has written to: {place}"
+        raise CheckpointError(what, why, do, code="checkpoint-missing")
     return folder
 
 

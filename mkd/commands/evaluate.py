@@ -85,7 +85,7 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     require_new_file("--out", args.out, args.overwrite)
     if args.out is not None and rank == 0:  # which alone writes it, on its own machine
         require_writable("--out", args.out)
-    from mkd.run.resolve.early_checks import early_model_problems
+    from mkd.run.early_checks import early_model_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = early_model_problems(config, world_size)

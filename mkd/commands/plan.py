@@ -27,7 +27,7 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.times.cost import DOCUMENT_LENGTH
-from mkd.run.resolve.early_checks import model_of, model_shape
+from mkd.run.early_checks import model_of, model_shape
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
 

@@ -91,7 +91,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
             "raise it",
             code="out-of-range",
         )
-    from mkd.run.resolve.early_checks import early_model_problems
+    from mkd.run.early_checks import early_model_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = early_model_problems(config, world_size, EXPORTED) if config.teachers else []

@@ -4,6 +4,8 @@ kind.py          the hooks of a kind; each adds nothing by default
 known_kinds.py   all kinds, and their additions together
 loss_card.py     the objective of a run as text
 sampled/         the student's own text: completions of prompts, sampled here or by a server
+cross_tokenizer/ teachers with another tokenizer
+texts.py         the record of the text of a run
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers
 
 Modules that `mkd/config/schema.py` imports hold settings and formulas alone. A plan asks the kinds without

@@ -3,15 +3,15 @@
 Read in this order:
 
     main.py                   the command: configuration in, trained student out, exit code
-    resolve/                  models, data and layouts of a run, from files and flags alone
+    early_checks.py           problems that are found before torch is imported
+    plan_run.py               models, data and layouts of a run, from files and flags alone
+    plan_text.py              the plan and the objective as text
     stored/                   predictions of teachers, exported and read again
     start_text.py             what a run shows before its first step
     dry_run.py                the verdict at the end of a dry run
     setup.py                  from a plan to a run: who gets which part
-    texts.py                  data, prompts and tasks, and how each teacher reads them
+    read_texts.py             data, prompts and tasks, and how each teacher reads them
     build_data.py             the data sets
-    cross_tokenizer_setup.py  what teachers with another tokenizer need
-    rollouts_setup.py         the stream of batches with completions
     build_engine.py           models with weights, schedule and optimizer
     fingerprints.py           what identifies a run, compared when it resumes
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves

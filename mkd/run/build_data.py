@@ -13,14 +13,18 @@ from mkd.data.prompts import PromptSet
 from mkd.data.quarantine import append
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
+from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import (
+    NO_CROSS_TOKENIZER,
+    CrossTokenizerTeacher,
+    teacher_texts,
+)
 from mkd.operations.phases import Phases
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.operations.shared_build import SharedBuild, leave_preempted
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.platform import usable_cores
-from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, if there are bad records

@@ -15,6 +15,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_laye
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, collect_error
+from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.kinds.known_kinds import data_term
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
 from mkd.models.fp8_weights import Fp8Weights, LayerMemory, fp8_recipe
@@ -28,9 +29,8 @@ from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
-from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
-from mkd.run.resolve.model_source import ModelSource
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.model_source import ModelSource
+from mkd.resolve.run_plan import Plan
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule

@@ -32,15 +32,15 @@ from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.human import duration
+from mkd.kinds.texts import Texts
 from mkd.operations.console import LOG
 from mkd.operations.event_log import SAVE
 from mkd.operations.phases import Phases
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
+from mkd.resolve.run_plan import Plan
 from mkd.run.fingerprints import describe_changes, identify_run, require_same
-from mkd.run.resolve.run_plan import Plan
-from mkd.run.texts import Texts
 
 
 def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:

@@ -17,7 +17,7 @@ from mkd.plan.advice.verdict import fullest_rank
 from mkd.plan.times.hardware import USABLE
 
 if TYPE_CHECKING:  # it loads torch
-    from mkd.run.resolve.run_plan import Plan
+    from mkd.resolve.run_plan import Plan
 
 
 def verdict_text(plan: Plan) -> str:

@@ -23,11 +23,11 @@ from mkd.data.corpus.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.data.dataset import later_orders
 from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError, UsageError
+from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import teacher_images
 from mkd.kinds.known_kinds import identity
 from mkd.operations.run_folders import cache_folder
-from mkd.run.cross_tokenizer_setup import teacher_images
-from mkd.run.resolve.chat_setup import CHAT_DATE, date_of
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.chat_setup import CHAT_DATE, date_of
+from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 

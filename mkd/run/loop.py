@@ -21,8 +21,8 @@ from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.operations.console import LOG
 from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
+from mkd.resolve.run_plan import Plan
 from mkd.run.checkpoints import Saver
-from mkd.run.resolve.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch

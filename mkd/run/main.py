@@ -31,12 +31,12 @@ from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
 from mkd.operations.run_folders import LOG_FILES, changes_to_resume, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
-from mkd.run.resolve.early_checks import early_problems
+from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
 
 if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
-    from mkd.run.resolve.run_plan import Plan
+    from mkd.resolve.run_plan import Plan
 
 INDENT = " "  # before each logged line, as before Megatron's progress lines
 
@@ -87,7 +87,7 @@ def run(
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.out_of_memory import memory_explained
     from mkd.operations.watchdog import MARGIN_S, Watchdog
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     plan = plan_run(loaded.config, _world_size())
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
@@ -161,11 +161,12 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
 def write_plan(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> None:
     """Write what the run is about to do: its settings, its objective and its forecast."""
     from mkd.operations.run_folders import SAVED_CONFIG
+    from mkd.run.plan_text import figures, objective
 
     save_config(loaded, folder / SAVED_CONFIG)
-    (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
-    figures = plan.figures() | {"device": platform.describe()}
-    (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (folder / "loss_card.txt").write_text(objective(plan) + "\n", encoding="utf-8")
+    found = figures(plan) | {"device": platform.describe()}
+    (folder / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def end(current, stop) -> None:

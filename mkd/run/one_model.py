@@ -28,9 +28,9 @@ from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.platform import Platform, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
+from mkd.resolve.chat_setup import chat_settings
+from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.run.build_engine import build_teacher_parts, load_weights
-from mkd.run.resolve.chat_setup import chat_settings
-from mkd.run.resolve.model_source import ModelSource, locate_model
 from mkd.tokenizers.load import load_tokenizer
 
 

@@ -16,8 +16,11 @@ from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
+from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.kinds.known_kinds import METRICS
 from mkd.kinds.sampled.rollout_stream import RolloutStream
+from mkd.kinds.sampled.rollouts_setup import build_rollouts
+from mkd.kinds.texts import Texts
 from mkd.log.progress import build_lines
 from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
@@ -36,13 +39,12 @@ from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.parameters import checkpoint_bytes
 from mkd.platform import Platform
+from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_save, take_identity
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
-from mkd.run.resolve.run_plan import Plan
-from mkd.run.rollouts_setup import build_rollouts
-from mkd.run.texts import Texts, describe_texts, read_texts
+from mkd.run.read_texts import describe_texts, read_texts
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
@@ -65,7 +67,7 @@ def build_run(
     # Before anything is written: another run may be using the folder.
     notice = begin(plan, context, phases, cleanup, signals)
     # Text before models: bad records end the run before weights are read.
-    plan, texts = read_texts(plan, context, phases, cleanup, signals)
+    plan, texts, tasks = read_texts(plan, context, phases, cleanup, signals)
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
@@ -79,12 +81,12 @@ def build_run(
     reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
-    for line in describe_texts(plan, texts):
+    for line in describe_texts(plan, texts, tasks):
         LOG.info(line)
     # After the engine, whose models sample, and from the checkpoint's position on.
     known: Any = run_identity.get("fingerprints", {})
     rollouts, meter = build_rollouts(plan, engine, state, texts, position, phases, known)
-    streams = build_streams(plan, context, texts, position.consumed_samples, rollouts)
+    streams = build_streams(plan, context, texts, tasks, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or texts.train_set, signals)
     phases.follow(guards.stopper)  # it learns from every step how long the next may take
     run = Run(
@@ -143,6 +145,7 @@ def build_streams(
     plan: Plan,
     context: ParallelContext,
     texts: Texts,
+    tasks: TaskEvaluator | None,
     consumed_samples: int,
     rollouts: RolloutStream | None = None,
 ) -> DataStreams:
@@ -167,7 +170,7 @@ def build_streams(
     stream = rollouts or TrainStream(
         texts.train_set, seed=training.seed, shuffle=data.shuffle, consumed_samples=consumed_samples, **sizes
     )
-    return DataStreams(stream, held_out, texts.tasks)
+    return DataStreams(stream, held_out, tasks)
 
 
 def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guards:

@@ -9,15 +9,17 @@ from mkd.config.load import LoadedConfig, format_config, num_defaults
 
 if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
-    from mkd.run.resolve.run_plan import Plan
+    from mkd.resolve.run_plan import Plan
 
 
 def start_text(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> str:
     """Return the start of a run that logs to `folder`: a few lines, and where the rest is."""
-    loss = plan.loss_card().splitlines()[1].split(maxsplit=1)[1]
+    from mkd.run.plan_text import brief, objective
+
+    loss = objective(plan).splitlines()[1].split(maxsplit=1)[1]
     lines = [
         *given_settings(loaded, f"listed in {folder / 'config.yaml'}"),
-        plan.brief(predicts=platform.is_cuda),
+        brief(plan, predicts=platform.is_cuda),
         f"loss: {loss}; its formula is in {folder / 'loss_card.txt'}",
         platform.describe(),
     ]
@@ -27,9 +29,10 @@ def start_text(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Pat
 def dry_run_text(loaded: LoadedConfig, plan: Plan, platform: Platform) -> str:
     """Return everything that is known before the start."""
     from mkd.run.dry_run import verdict_text
+    from mkd.run.plan_text import objective, plan_text
 
     given = given_settings(loaded, "described by `mkd train --help-all`")
-    return "\n".join([*given, plan.text, plan.loss_card(), platform.describe(), verdict_text(plan)])
+    return "\n".join([*given, plan_text(plan), objective(plan), platform.describe(), verdict_text(plan)])
 
 
 def given_settings(loaded: LoadedConfig, where: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,8 @@ from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.spans import EncodedText, locate, utf8
+
+NAMED_IDS = 3  # most ids that a message names
 
 
 class Tokenizer(ABC):
@@ -173,6 +175,15 @@ class Tokenizer(ABC):
         """SHA-256 over the base vocabulary alone: the same for tokenizers of one family."""
         base = sorted(item for item in self.vocabulary.items() if item[0] not in self.special_tokens)
         return sha256_of(base)
+
+    def named(self, ids: Collection[int]) -> str:
+        """Return the first ids with their tokens, and the number of others: "id 0 '</s>' or 4 others"."""
+        tokens = {i: token for token, i in self.vocabulary.items() if i in ids}
+        names = [
+            f"id {i} {tokens[i]!r}" if i in tokens else f"id {i}, which is not a token"
+            for i in sorted(ids)[:NAMED_IDS]
+        ]
+        return " or ".join(names + ([f"{len(ids) - NAMED_IDS} others"] if len(ids) > NAMED_IDS else []))
 
     def vocabulary_difference(self, other: Tokenizer) -> str | None:
         """Return None if ids mean the same in both tokenizers, else one line with the first differences.

@@ -92,8 +92,8 @@ def load_bad(folder: Path, checkpoint: Path | None, residency: str) -> str:
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
+    from mkd.resolve.model_source import ModelSource
     from mkd.run.build_engine import build_teacher_parts
-    from mkd.run.resolve.model_source import ModelSource
 
     peers = 2 if residency == "peers" else None
     context = ParallelContext.create(detect(), tensor_parallel=1 if peers else dist.get_world_size())

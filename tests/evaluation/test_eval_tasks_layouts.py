@@ -74,7 +74,7 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.tokenizers.load import load_tokenizer
     from mkd.train.step import train_step
 

@@ -43,7 +43,7 @@ def stopped(argv, iteration, where):
     from mkd.operations.signals import Signals
     from mkd.platform import detect
     from mkd.run.loop import train
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     signals = Signals()

@@ -104,11 +104,10 @@ def round_activations(model, name):
 @contextmanager
 def stand_in_recipes():
     """Let teachers in FP8 be built on this machine."""
-    from mkd.run import build_engine, one_model
-    from mkd.run.resolve import run_plan
+    from mkd.run import build_engine, one_model, plan_run
 
     replaced = [(build_engine, "fp8_recipe", StandInRecipe)]
-    replaced += [(module, "fp8_problems", lambda recipes: ()) for module in (one_model, run_plan)]
+    replaced += [(module, "fp8_problems", lambda recipes: ()) for module in (one_model, plan_run)]
     before = [getattr(module, name) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)

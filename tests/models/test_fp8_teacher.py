@@ -20,7 +20,7 @@ def source_of(folder, checkpoint=None):
     from mkd.checkpoint.folders import find_checkpoint
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
     from mkd.plan.models.model_shape import ModelShape
-    from mkd.run.resolve.model_source import ModelSource
+    from mkd.resolve.model_source import ModelSource
 
     shape = ModelShape.from_hf_dir(folder)
     load = find_checkpoint(checkpoint) if checkpoint else None

@@ -57,7 +57,7 @@ def steps(student, teacher, flags, is_late, asks_the_module):
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.train import optimizer
     from mkd.train.step import train_step
     from tests.train.invariance import microbatches

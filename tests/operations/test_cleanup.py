@@ -68,7 +68,7 @@ def stopped(argv, in_step):
     from mkd.platform import detect
     from mkd.run.loop import train
     from mkd.run.main import end
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     config, signals = load_config(argv).config, Signals()
@@ -146,7 +146,7 @@ def phases_of_publishing(argv):
     from mkd.operations.watchdog import Watchdog
     from mkd.platform import detect
     from mkd.run.loop import train
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     with Cleanup() as cleanup:

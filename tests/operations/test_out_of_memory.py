@@ -24,7 +24,7 @@ def files(tmp_path_factory):
 
 def planned(files, *more, world_size=1):
     from mkd.config.load import load_config
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     return plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
 

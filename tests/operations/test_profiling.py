@@ -155,7 +155,7 @@ def fail_in_build(argv):
     from mkd.operations.cleanup import Cleanup
     from mkd.platform import detect
     from mkd.run import setup
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     def build_engine(*args):
         raise torch.OutOfMemoryError("models")

@@ -14,7 +14,7 @@ def held_bytes(layout: Layout, student, teacher):
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.train.step import train_step
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)

@@ -8,7 +8,8 @@ from mkd.config.load import load_config
 from mkd.errors import ErrorList
 from mkd.operations.disk import Written, checkpoints_to_stay, disk_problems
 from mkd.run.dry_run import verdict_text
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
+from mkd.run.plan_text import plan_text
 from tests.reported import reports
 from tests.train.command import flags, make_files, write_records
 
@@ -108,7 +109,7 @@ def test_swapped_models_are_noticed(files):
         plan_run(load_config(flags(files, "swap", **paths)).config, 1)
         for paths in ({}, dict(student_hf="teacher", teacher_hf="student"))
     ]
-    assert [note in plan.text for plan in plans] == [False, True]
+    assert [note in plan_text(plan) for plan in plans] == [False, True]
 
 
 def test_a_disk_that_takes_nothing_more_is_a_problem():

@@ -9,9 +9,9 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.data.images.processors import PREPROCESSOR_FILE
+from mkd.resolve.stored_teacher import StoredTeacher
 from mkd.run.fingerprints import fingerprints
-from mkd.run.resolve.run_plan import plan_run
-from mkd.run.stored.stored_teacher import StoredTeacher
+from mkd.run.plan_run import plan_run
 from mkd.run.stored.topk_description import ExportSettings
 from mkd.run.stored.topk_export import _describe, plan_export
 from tests.data.images.tiny_processors import make_qwen

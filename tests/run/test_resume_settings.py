@@ -29,7 +29,7 @@ def settings_after_load(arguments) -> list[tuple]:
     """Return (betas, eps, weight decay) of every parameter group."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(arguments).config, 1), detect())

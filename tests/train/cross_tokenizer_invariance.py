@@ -92,11 +92,11 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.config.load import load_config
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
+    from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.tokenizers.load import load_tokenizer
 
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file

@@ -53,7 +53,7 @@ def build(layout: Layout, config: Path):
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     argv = layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
     plan = plan_run(load_config(argv).config, layout.ranks)

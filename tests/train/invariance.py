@@ -213,7 +213,7 @@ def build_layout(layout: Layout, argv: list[str]):
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(argv).config, layout.ranks)
     parallel = plan.config.parallel

@@ -47,7 +47,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     """Run one step's forward and backward, export its gradients; return its sums and documents."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
     from tests.train.invariance import export_gradients
 

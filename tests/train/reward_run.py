@@ -41,7 +41,7 @@ def one_step(arguments: list[str], out_dir: Path, moved: bool = False) -> dict:
     """
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
     from tests.train.invariance import export_gradients
 

@@ -59,7 +59,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     """Sample, run one step's forward and backward, export its gradients; return what it was made of."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
     from mkd.train.step import training_objective
     from tests.train.invariance import export_student, gradients_as_parameters
@@ -181,7 +181,7 @@ def samples_of_steps(arguments: list[str], steps: int) -> list[tuple[int, int, i
     """Return (step, prompt, sample) of the completions of so many steps, without training."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(arguments).config, 1), detect())

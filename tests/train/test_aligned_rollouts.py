@@ -82,7 +82,7 @@ def stored_step(arguments: list[str], out_dir: Path) -> dict:
     """Run one step's forward and backward on all packs of the stored data; return its sums."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
     from mkd.train.step import training_objective
     from tests.train.invariance import export_student, gradients_as_parameters
@@ -207,7 +207,7 @@ def test_the_command_trains_and_resumes(files, ranks):
 def test_a_teacher_without_a_template_is_named(files, tmp_path):
     from mkd.config.load import load_config
     from mkd.errors import ErrorList
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     write_records(tmp_path / "chat.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     arguments = on_policy(files, "alone", "refused", "--prompt-data-path", tmp_path / "chat.jsonl")

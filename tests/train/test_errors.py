@@ -367,7 +367,7 @@ def hash_around_failure(argv):
     from mkd.errors import NonFiniteError
     from mkd.platform import detect
     from mkd.run.loop import train
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())

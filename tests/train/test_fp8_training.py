@@ -90,7 +90,7 @@ def test_an_export_is_of_one_precision(ranks, tmp_path):
 
 def test_a_machine_without_fp8_refuses_before_anything_is_built(tmp_path):
     from mkd.run.one_model import plan_model
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     config = load_config(command(tmp_path, *FP8)).config
     with pytest.raises(ErrorList) as caught:

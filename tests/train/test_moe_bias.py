@@ -71,7 +71,7 @@ def moves_of_steps(argv, fault):
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.loop import one_step
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     with injected(fault):

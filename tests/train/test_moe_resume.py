@@ -35,7 +35,7 @@ def save_again(arguments):
     """Load the checkpoint of a run at this world's layout, and save it without a step."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(arguments).config, torch.distributed.get_world_size()), detect())

@@ -89,7 +89,7 @@ def steps_of(argv, fault=None):
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.loop import one_step
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     with injected(fault), unchecked_weights():

@@ -165,7 +165,7 @@ def rewards_argv(folder, ranks, run, models, more, paths) -> list[str]:
 def trained(arguments: list[str]) -> tuple[int, tuple]:
     """Return how many micro-batches teachers are ahead on this rank, and what `train_and_hash` returns."""
     from mkd.config.load import load_config
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(arguments).config, torch.distributed.get_world_size())
     assert (plan.forecast.prefetch is not None) == bool(plan.forecast.states_ahead)
@@ -203,7 +203,7 @@ def has_prefetch(arguments: list[str], small: int) -> bool:
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(arguments).config, torch.distributed.get_world_size())
     context = join(plan.config.parallel, plan.facts.virtual_stages, detect(), 1)

@@ -50,7 +50,7 @@ def train_and_hash(arguments, export=None):
     from mkd.platform import detect
     from mkd.run.loop import train
     from mkd.run.main import export as export_student
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     world_size = torch.distributed.get_world_size()
@@ -77,7 +77,7 @@ def train_and_save(arguments):
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.loop import train
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(arguments).config, 1), detect())

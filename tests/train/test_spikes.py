@@ -65,7 +65,7 @@ def train_with_a_broken_weight(argv, step):
     from mkd.operations.console import console
     from mkd.platform import detect
     from mkd.run.loop import one_step
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     samples, world_size = [], torch.distributed.get_world_size()

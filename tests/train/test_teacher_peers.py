@@ -80,7 +80,7 @@ def train_whole_and_split(layout: Layout, student, teacher, peers: int) -> None:
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     results, at_rest = [], []
     loaded = ("--teacher-load", str(teacher / "megatron")) if "Megatron" in layout.name else ()

@@ -37,7 +37,7 @@ def build(layout: Layout, argv: list[str]):
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(argv).config, layout.ranks)
     context = join(plan.config.parallel, plan.facts.virtual_stages, detect(), 1)
@@ -130,7 +130,7 @@ def train_to_the_end(argv: list[str], signalled: int | None = None) -> tuple[int
     from mkd.operations.signals import Signals
     from mkd.platform import detect
     from mkd.run.loop import train
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
     signals = Signals()

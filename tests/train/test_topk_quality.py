@@ -48,7 +48,7 @@ def gradient(argv, out) -> dict[str, float]:
     from mkd.platform import detect
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.train.step import training_objective
 
     plan = plan_run(load_config(argv).config, 1)

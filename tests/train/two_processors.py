@@ -126,11 +126,11 @@ def build(layout: Layout, student: Path, teacher: Path):
     from mkd.data.build import open_datasets
     from mkd.data.images.row_images import ImageLayout
     from mkd.data.loader import TrainStream
+    from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.one_model import join
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
 
     argv = [*layout.argv(student, teacher), "--xtoken-loss", "partition_kl"]
     argv += ["--data-path", str(student / "chats.jsonl"), "--image-root", str(student / "pictures")]

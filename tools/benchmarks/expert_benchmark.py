@@ -23,7 +23,7 @@ from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.platform import Platform
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.kernel_times import ALL_TO_ALL, KernelTimes, kernel_times
 from tools.benchmarks.machine import Machine

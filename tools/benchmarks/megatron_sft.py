@@ -26,7 +26,7 @@ from mkd.models.packed import packed_documents
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.parallel.context import ParallelContext
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.train.optimizer import accumulate_inside_products, build_optimizer
 
 

@@ -18,7 +18,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import attach_teacher_hidden
 from mkd.plan.times.bubble import balanced_bubble
 from mkd.platform import Platform
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.train.objective import Objective
 from mkd.train.schedule import stage_inputs
 from mkd.train.step import Engine, training_objective

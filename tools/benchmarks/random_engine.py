@@ -22,9 +22,9 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import Platform
+from mkd.resolve.model_source import ModelSource
+from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
-from mkd.run.resolve.model_source import ModelSource
-from mkd.run.resolve.run_plan import Plan
 from mkd.train.step import Engine
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.shapes import shape_of

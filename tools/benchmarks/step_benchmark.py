@@ -16,7 +16,7 @@ from mkd.plan.footprint.memory import predict_memory
 from mkd.plan.forecast import PEAK_TFLOPS
 from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.platform import Platform
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.train.step import Engine, train_step
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.host_times import step_profile

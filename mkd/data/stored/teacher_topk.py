@@ -32,6 +32,7 @@ GROUP_BYTES = 1 << 20
 OPEN_FILES = 64
 CACHED_GROUPS = 8
 DTYPES = {"float16": np.float16, "float32": np.float32}
+CHAT_DATE = "chat_date"  # in `TopKMeta.data`; absent if no template wrote it, and in earlier exports
 UNKNOWN_PRECISION = "fp32 or bf16"  # of a cache of version 0.1.0, which does not say
 
 
@@ -56,6 +57,12 @@ class TopKMeta:
     def is_fp8(self) -> bool:
         """True if the teacher's layers multiplied in FP8."""
         return self.precision.startswith("fp8")
+
+    @property
+    def chat_date(self) -> str | None:
+        """Date that the chat template wrote; None if it wrote none, or the export does not say."""
+        date = self.data.get(CHAT_DATE)
+        return date if isinstance(date, str) else None
 
     @classmethod
     def read(cls, folder: Path) -> TopKMeta:

@@ -14,4 +14,6 @@ rollout_packs.py      completions as packs for training
 rollout_figures.py    length, truncation, repetition and entropy of a step's completions
 rollout_stream.py     the batches of a run: stored packs and fresh completions
 rollout_meter.py      scores of the teachers for them, on the last stage
+rollout_preflight.py  problems of prompts and stop tokens, before processes meet
+rollouts_setup.py     stream and meter of a run
 """

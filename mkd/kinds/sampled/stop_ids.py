@@ -10,7 +10,7 @@ from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
 FILES = ("generation_config.json", "config.json")
-SHOWN, SHOWN_CHARACTERS = 3, 80  # ids, and characters of a value that holds none
+SHOWN_CHARACTERS = 80  # of a value that holds no ids
 
 
 def stop_ids(folder: Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
@@ -43,7 +43,7 @@ def require_tokens(stops: Collection[int], tokenizer: Tokenizer, num_ids: int, r
     unknown = sorted(one for one in stops if one >= num_ids or one not in known)
     if unknown:
         raise UsageError(
-            f"eos_token_id of the {role} has {named(unknown, tokenizer)}: the tokenizer knows {len(known)} "
+            f"eos_token_id of the {role} has {tokenizer.named(unknown)}: the tokenizer knows {len(known)} "
             f"ids, the models {num_ids}",
             "completions would never end there: such an id is never sampled",
             "remove it from eos_token_id of generation_config.json (or config.json), or correct it",
@@ -56,19 +56,9 @@ def unlisted_eos(stops: Collection[int], tokenizer: Tokenizer) -> str | None:
     eos = tokenizer.eos_id
     if eos is None or eos in stops:
         return None
-    ends, stored = named(stops, tokenizer), named((eos,), tokenizer)
+    ends, stored = tokenizer.named(stops), tokenizer.named((eos,))
     return (
         f"note: completions end at {ends}, but plain texts of --data-path end with {stored}, the EOS of the "
         "tokenizer. A student that learned from them does not stop. List both in eos_token_id of "
         "generation_config.json"
     )
-
-
-def named(ids: Collection[int], tokenizer: Tokenizer) -> str:
-    """Return the first ids with their tokens, and the number of others: "id 0 '</s>' or 4 others"."""
-    tokens = {i: token for token, i in tokenizer.vocabulary.items() if i in ids}
-    names = [
-        f"id {i} {tokens[i]!r}" if i in tokens else f"id {i}, which is not a token"
-        for i in sorted(ids)[:SHOWN]
-    ]
-    return " or ".join(names + ([f"{len(ids) - SHOWN} others"] if len(ids) > SHOWN else []))

@@ -1,6 +1,5 @@
 """Stored teachers: predictions exported once, and read by later runs.
 
-stored_teacher.py       whether a stored teacher fits the run
 topk_description.py     what a stored teacher is made of
 topk_export.py          a teacher's predictions, exported for later runs
 """

@@ -10,18 +10,12 @@ from pathlib import Path
 from mkd.config.models import EXPORTED
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.stored.teacher_topk import META_FILE, UNKNOWN_PRECISION, TopKMeta
+from mkd.data.stored.teacher_topk import CHAT_DATE, META_FILE, UNKNOWN_PRECISION, TopKMeta
 from mkd.errors import DataError
 from mkd.human import counted
+from mkd.resolve.preflight import require_same_tokenizer
+from mkd.resolve.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.run.one_model import ModelPlan
-from mkd.run.resolve.preflight import require_same_tokenizer
-from mkd.run.stored.stored_teacher import (
-    CHAT_DATE,
-    IMAGE_PROCESSOR,
-    data_settings,
-    temperature_of,
-    weights_fingerprint,
-)
 from mkd.tokenizers.tokenizer import Tokenizer
 
 SHARD = re.compile(r"(train|valid)-\d{5,}\.parquet")

@@ -45,12 +45,12 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import Platform
+from mkd.resolve.chat_setup import chat_problems, chat_settings
+from mkd.resolve.image_reader import open_images
+from mkd.resolve.model_source import ModelSource
+from mkd.resolve.preflight import Tokenizers, data_problems, wider_than_head
 from mkd.run.build_data import open_data
 from mkd.run.one_model import plan_model
-from mkd.run.resolve.chat_setup import chat_problems, chat_settings
-from mkd.run.resolve.image_reader import open_images
-from mkd.run.resolve.model_source import ModelSource
-from mkd.run.resolve.preflight import Tokenizers, data_problems, wider_than_head
 from mkd.run.stored.topk_description import ExportPlan, ExportSettings, require_room, write_description
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer

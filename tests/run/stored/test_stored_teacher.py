@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mkd.config.load import load_config
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
+from mkd.run.plan_text import objective
 from tests.reported import reported_codes, reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import (
@@ -151,7 +152,7 @@ def losses_by_sample(argv):
     from mkd.platform import detect
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.run_plan import plan_run
+    from mkd.run.plan_run import plan_run
     from mkd.train.stage_inputs import stage_inputs
 
     plan = plan_run(load_config(argv).config, dist.get_world_size())
@@ -285,7 +286,7 @@ def test_a_run_resumes_only_with_the_export_that_it_had(cache, files, ranks):
     for name, argv in refused.items():
         assert_refused(ranks, argv, 66, "run-differs", f" {name}")
     config = load_config([*map(str, refused["loss.stored_precision"])]).config
-    assert "exported with layers in fp8 tensorwise" in plan_run(config, 1).loss_card()
+    assert "exported with layers in fp8 tensorwise" in objective(plan_run(config, 1))
 
 
 def test_a_cache_says_in_which_precision_its_teacher_ran(files, ranks):

@@ -24,7 +24,7 @@ from mkd.kinds.sampled.server.server_client import Refused, ServerClient, Server
 from mkd.kinds.sampled.server.server_source import ServerSource
 from mkd.operations.run_folders import log_folder
 from mkd.parallel.context import ParallelContext
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.step import Engine
 

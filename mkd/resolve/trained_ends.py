@@ -12,8 +12,7 @@ from mkd.config.schema import Config
 from mkd.data.corpus.sources import find_prefix
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import ENDS, ends_with_loss
-from mkd.kinds.sampled.stop_ids import named
-from mkd.run.resolve.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
+from mkd.resolve.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
 
 
 def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ...]:
@@ -72,7 +71,7 @@ def stop_notes(
     old = json.loads(path.read_text(encoding="utf-8"))
     new = StopIds(ends).added_to(old) if ends else old
     if listed_ids(new) != listed_ids(old):
-        added = named([one for one in ends if one not in listed_ids(old)], tokenizers.student)
+        added = tokenizers.student.named([one for one in ends if one not in listed_ids(old)])
         yield (
             f"note: the training texts end with {added}, which {path} does not list as eos_token_id. Exports "
             f"list {list(listed_ids(new))} there, so that generation stops"

@@ -14,7 +14,7 @@ from mkd.data.images.processors import load_image_processor
 from mkd.data.teacher_input import SharedTokens
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
-from mkd.run.resolve.run_plan import Plan
+from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken import build_projection
 from mkd.xtoken.vocabulary.relation import VocabularyRelation

@@ -9,7 +9,8 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
+from mkd.run.plan_text import plan_text
 from tests.reported import reports
 from tests.train.command import write_records
 from tests.train.rollout_run import argv, make_files
@@ -73,7 +74,7 @@ def test_stored_texts_that_end_otherwise_are_named(files, tmp_path):
         flags = [word for name in NAMES for word in (f"--{name}-hf", str(pair[name]))]
         plan = plan_run(load_config([*argv(files, "ends"), *flags, *more]).config, 1)
         return [
-            line for line in plan.text.splitlines() if "completions end at" in line
+            line for line in plan_text(plan).splitlines() if "completions end at" in line
         ], plan.tokenizers.student
 
     (text,), tokenizer = notes([5, 7])

@@ -27,9 +27,9 @@ from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
-from mkd.run.resolve.chat_setup import chat_problems, chat_settings
-from mkd.run.resolve.image_reader import open_images
-from mkd.run.resolve.model_source import ModelSource
+from mkd.resolve.chat_setup import chat_problems, chat_settings
+from mkd.resolve.image_reader import open_images
+from mkd.resolve.model_source import ModelSource
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer

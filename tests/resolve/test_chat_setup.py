@@ -17,11 +17,11 @@ from mkd.commands.inspect import show_packs
 from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE, ErrorList
+from mkd.resolve import chat_setup
+from mkd.resolve.chat_setup import chat_settings, describe_chat
 from mkd.run.fingerprints import _chat as fingerprints_of_chats
 from mkd.run.fingerprints import fingerprints
-from mkd.run.resolve import chat_setup
-from mkd.run.resolve.chat_setup import chat_settings, describe_chat
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
 from mkd.run.stored.topk_description import ExportSettings, write_description
 from mkd.run.stored.topk_export import plan_export
 from mkd.tokenizers import chat_input

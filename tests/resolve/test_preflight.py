@@ -16,7 +16,8 @@ from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList
 from mkd.operations import disk
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
+from mkd.run.plan_text import plan_text
 from tests.reported import Reported, assert_all_reported
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tokenizers.trained import spm_file, write_ranks  # noqa: F401
@@ -104,8 +105,8 @@ def test_a_good_run_has_no_problems_and_keeps_its_tokenizers(files):
 def test_a_note_says_that_a_teacher_without_tokenizer_is_not_checked(files, tmp_path):
     bare = make_model(tmp_path / "bare", **TEACHER)
     plan = plan_run(load_config(flags(files, "bare", teacher_hf=bare)).config, 1)
-    assert f"note: the teacher's folder {bare} has no tokenizer" in plan.text
-    assert "has no tokenizer" not in plan_run(load_config(flags(files, "good")).config, 1).text
+    assert f"note: the teacher's folder {bare} has no tokenizer" in plan_text(plan)
+    assert "has no tokenizer" not in plan_text(plan_run(load_config(flags(files, "good")).config, 1))
 
 
 def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
@@ -223,7 +224,7 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
         assert (plan.assets.model, plan.assets.tokenizer) == (wide, source)
         assert len(plan.tokenizers.notes) == len(notes)
         assert all(note.startswith(start) for note, start in zip(plan.tokenizers.notes, notes, strict=True))
-        assert "\n".join(plan.tokenizers.notes) in plan.text
+        assert "\n".join(plan.tokenizers.notes) in plan_text(plan)
     unwritten = flags(files, "source", "--kd-ratio", 0, *more, student_hf=wide, teacher_hf=None)
     assert len(plan_run(load_config(unwritten).config, 1).tokenizers.notes) == 1
 

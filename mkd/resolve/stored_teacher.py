@@ -15,16 +15,15 @@ from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
+from mkd.data.stored.teacher_topk import CHAT_DATE, TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
-from mkd.run.resolve.model_source import ModelSource
+from mkd.resolve.model_source import ModelSource
 from mkd.tokenizers.tokenizer import Tokenizer
 
 READ_BYTES = 1 << 22
 OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions
-CHAT_DATE = "chat_date"  # absent if no template wrote it, and in exports of earlier versions
 DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     "seq_length": ("--seq-length", "it is the length of a pack"),
     "pack": ("--pack", "it decides which documents share a pack"),

@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
 from mkd.data.teacher_input import SharedTokens
 from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
+from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import (
+    CrossTokenizerTeacher,
+    find_cross_tokenizer,
+    teacher_texts,
+)
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.reward.rewards import Rewards
+from mkd.kinds.texts import Texts
 from mkd.operations.cleanup import Cleanup
 from mkd.operations.phases import ROLLOUT, Phases
 from mkd.operations.run_folders import log_folder
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
+from mkd.resolve.chat_setup import describe_chat
+from mkd.resolve.run_plan import Plan
 from mkd.run.build_data import build_data, quarantine_file
-from mkd.run.cross_tokenizer_setup import CrossTokenizerTeacher, find_cross_tokenizer, teacher_texts
-from mkd.run.resolve.chat_setup import describe_chat
-from mkd.run.resolve.run_plan import Plan, with_ends_of
+from mkd.run.plan_run import with_ends_of
 
 SPARE_ROOM = 1.25  # in the packs of cross-tokenizer teachers: texts vary
 FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
 
 
-@dataclass(frozen=True)
-class Texts:
-    """The text of a run on this rank, before any model is built."""
-
-    train_set: BlendedDataset | None  # None: the student's own text takes its place
-    valid_set: BlendedDataset | None
-    tasks: TaskEvaluator | None  # held-out tasks
-    prompts: PromptSet | None  # that the student completes
-    rewards: Rewards | None  # judges of these completions
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher]  # by number of the teacher
-    teacher_seq_lengths: tuple[int, ...]  # tokens of every teacher's packs
-
-
 def read_texts(
     plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup, signals: Signals
-) -> tuple[Plan, Texts]:
-    """Return the plan with what the text decides, and the text. Collective."""
+) -> tuple[Plan, Texts, TaskEvaluator | None]:
+    """Return the plan with what the text decides, the text, and held-out tasks. Collective."""
     assert plan.tokenizers is not None, "a run reads text"
     tokenizer = plan.tokenizers.student
     # Prompts come first, because packs of cross-tokenizer teachers need room for their completions.
@@ -56,17 +49,17 @@ def read_texts(
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
     lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
-    return plan, Texts(train_set, valid_set, tasks, prompts, rewards, cross_tokenizer, lengths)
+    return plan, Texts(train_set, valid_set, prompts, rewards, cross_tokenizer, lengths), tasks
 
 
-def describe_texts(plan: Plan, texts: Texts) -> list[str]:
+def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> list[str]:
     """Return the sizes of the data sets, how much of them teachers cover, and how conversations are read."""
     assert plan.tokenizers is not None, "a run reads text"
     quarantine, lines = str(quarantine_file(plan.config)), []
     for name, part in (("training", texts.train_set), ("held-out", texts.valid_set)):
         described = part.describe(quarantine) if part is not None else []
         lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
-    lines += texts.tasks.describe() if texts.tasks else []
+    lines += tasks.describe() if tasks else []
     lines += [texts.prompts.describe(quarantine)] if texts.prompts else []
     stored = (texts.train_set, texts.valid_set)
     return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)

@@ -20,11 +20,11 @@ from mkd.config.load import load_config
 from mkd.human import size
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import weight_bytes
-from mkd.run.resolve.early_checks import early_model_problems, early_problems
+from mkd.run.early_checks import early_model_problems, early_problems
 from tests.reported import reported_codes
 from tests.train.command import flags, make_files
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 NO_TEACHER = "there is no folder nobody/model, and no model of this name could be downloaded"
 SCRIPT = """
 import json, shutil, sys

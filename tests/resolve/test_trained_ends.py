@@ -14,7 +14,8 @@ from mkd.checkpoint.hf.hf_changes import StopIds
 from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.convert.mcore_to_hf import assets_of
-from mkd.run.resolve.run_plan import plan_run
+from mkd.run.plan_run import plan_run
+from mkd.run.plan_text import plan_text
 from mkd.tokenizers.tokenizer_files import warn_of_export
 from tests.tiny_models import make_model
 from tests.tokenizers.test_tokenizer_files import with_digits, write
@@ -73,7 +74,7 @@ def test_stop_ids_of_exports(data, tokenizer, stops, note, files, tmp_path):
     more = ("--tokenizer-model", files / tokenizer) if tokenizer else ()
     plan = plan_of(files, "--export-hf", tmp_path / "hf", *more, data_path=data)
     assert written(plan, tmp_path / "out") == [stops, stops]
-    found = [line for line in plan.text.splitlines() if "Exports list" in line]
+    found = [line for line in plan_text(plan).splitlines() if "Exports list" in line]
     assert len(found) == note
     if note:
         assert "id 2 '<|im_end|>'" in found[0] and "[2, 0]" in found[0]

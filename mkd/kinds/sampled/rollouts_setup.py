@@ -9,17 +9,17 @@ from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
+from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import teacher_texts
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_meter import RolloutMeter
 from mkd.kinds.sampled.rollout_stream import InProcessSource, RolloutStream
 from mkd.kinds.sampled.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
 from mkd.kinds.sampled.sampler.rollouts import RolloutSource, Sampling
+from mkd.kinds.sampled.server.server_setup import build_server_source
 from mkd.kinds.sampled.stop_ids import stop_ids
+from mkd.kinds.texts import Texts
 from mkd.operations.phases import ROLLOUT, Phases
-from mkd.run.cross_tokenizer_setup import teacher_texts
-from mkd.run.resolve.run_plan import Plan
-from mkd.run.rollout_server_setup import build_server_source
-from mkd.run.texts import Texts
+from mkd.resolve.run_plan import Plan
 from mkd.train.step import Engine
 from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens

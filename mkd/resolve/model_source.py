@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.folders import HF_FOLDER, require_same_model
+from mkd.checkpoint.folders import HF_FOLDER, find_weights, require_same_model
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import MkdError
 from mkd.plan.models.model_shape import ModelShape
-from mkd.run.resolve.early_checks import find_weights
 
 
 @dataclass(frozen=True)

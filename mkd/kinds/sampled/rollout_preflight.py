@@ -9,10 +9,10 @@ from mkd.config.data_files import require_file
 from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.kinds.sampled.stop_ids import named, require_tokens, stop_ids, unlisted_eos
+from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
-from mkd.run.resolve.model_source import ModelSource
-from mkd.run.resolve.preflight import LOOKED_AT, Tokenizers
+from mkd.resolve.model_source import ModelSource
+from mkd.resolve.preflight import LOOKED_AT, Tokenizers
 
 
 def rollout_problems(
@@ -82,8 +82,8 @@ def _stop_problems(
             )
         if theirs - mine:
             yield UsageError(
-                f"the {role} ends texts with {named(theirs - mine, tokenizers.student)}, but completions of "
-                f"the student end only at {named(mine, tokenizers.student)}",
+                f"the {role} ends texts with {tokenizers.student.named(theirs - mine)}, but completions of "
+                f"the student end only at {tokenizers.student.named(mine)}",
                 "the student learns these ends from its teacher, but sampling would continue past them",
                 f"write {sorted(mine | theirs)} as eos_token_id of the student's generation_config.json",
                 code="stop-ids-not-valid",

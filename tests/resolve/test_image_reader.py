@@ -10,7 +10,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.config.schema import TeacherConfig
 from mkd.data.images.processors import PREPROCESSOR_FILE
-from mkd.run.resolve.image_reader import open_images
+from mkd.resolve.image_reader import open_images
 from mkd.tokenizers.hugging_face import load_hugging_face
 from tests.data.images.tiny_processors import make_qwen, make_smolvlm
 from tests.reported import refused

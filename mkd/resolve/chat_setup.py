@@ -15,7 +15,6 @@ from mkd.data.prompts import PromptSet
 from mkd.data.stored.teacher_topk import TopKMeta
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
-from mkd.run.stored import stored_teacher
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -110,7 +109,6 @@ def _candidates(checkpoint: CheckpointConfig) -> Iterator[Path]:
 def _exported_date(folder: Path) -> str | None:
     """Return the date in the teacher cache, if there is one."""
     try:
-        found = TopKMeta.read(folder).data.get(stored_teacher.CHAT_DATE)
+        return TopKMeta.read(folder).chat_date
     except DataError:  # reported where the cache is read, or there is none yet
         return None
-    return found if isinstance(found, str) else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mkd.checkpoint.folders import find_checkpoint
+from mkd.checkpoint.folders import find_weights
 from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import data_paths, is_raw, require_file
 from mkd.config.models import hf_flag
@@ -89,20 +89,6 @@ def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -
 def model_of(config: Config, teacher: int | None) -> StudentConfig | TeacherConfig:
     """Return the settings of the student (None) or of the teacher of that number."""
     return config.student if teacher is None else config.teachers[teacher]
-
-
-def find_weights(role: str, source: StudentConfig | TeacherConfig) -> Path:
-    """Return the checkpoint of --student-load or --teacher-load. Raises CheckpointError without one."""
-    assert source.load, "the weights are in a checkpoint"
-    folder = find_checkpoint(Path(source.load))
-    if folder is None:
-        is_student = isinstance(source, StudentConfig)
-        place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
-        what = f"the {role}'s folder {source.load} holds no checkpoint"
-        why = "its weights are read from there"
-        do = f"name a folder that --save or `mkd convert` has written to: {place}"
-        raise CheckpointError(what, why, do, code="checkpoint-missing")
-    return folder
 
 
 def missing_files(paths: Mapping[str, str]) -> list[MkdError]:

@@ -1,0 +1,93 @@
+"""Plan a run before processes communicate: models, batch and layouts, from files and flags alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mkd.config.data_files import data_paths
+from mkd.config.schema import Config
+from mkd.errors import ErrorList, MkdError
+from mkd.evaluation.task_evaluator import task_problems
+from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.sampled.rollout_preflight import rollout_problems
+from mkd.log.writers import missing_packages
+from mkd.operations.console import LOG
+from mkd.operations.disk import disk_problems, writes_of
+from mkd.operations.profiling import profile_problems
+from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
+from mkd.plan.checks.expert_limits import require_expert_layers
+from mkd.plan.checks.problems import find_problems
+from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.checks.teacher_precision import fp8_recipes
+from mkd.plan.checks.vision_limits import require_deepstack_layers
+from mkd.plan.facts import RunFacts
+from mkd.platform import gpu_gib, processes_of_machine
+from mkd.platform.fp8_support import fp8_problems
+from mkd.resolve.model_source import ModelSource, locate_model
+from mkd.resolve.preflight import data_problems, open_tokenizers
+from mkd.resolve.run_plan import Plan
+from mkd.resolve.stored_teacher import StoredTeacher
+from mkd.resolve.trained_ends import ends_of_stores, trained_ends
+
+KEPT_STOPS = "note: no token that ends a text has loss: exports stop where the student's own files do"
+
+
+def plan_run(config: Config, world_size: int) -> Plan:
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList."""
+    problems: list[MkdError] = []
+    facts = RunFacts(config, world_size, kinds=KINDS)
+    student = locate_model(problems, "student", config.student)
+    teachers = zip(facts.roles, config.teachers, strict=True)
+    sources: list[ModelSource | None] = []
+    stored_teacher = None
+    if config.needs_models:
+        sources = [locate_model(problems, role, one) for role, one in teachers]
+    shape = student.shape if student else None
+    if sources and not facts.read_teachers:
+        stored_teacher = StoredTeacher.find(problems, config, sources[0], shape and shape.vocab_size)
+        sources = []
+    shapes = tuple(source.shape if source else None for source in sources)
+    facts = replace(facts, student=shape, teachers=shapes)
+    problems += find_problems(facts)
+    problems += check_machine(facts, processes_of_machine(world_size))
+    problems += fp8_problems(fp8_recipes(facts))
+    tokenizers = open_tokenizers(problems, facts, student, sources)
+    paths = data_paths(problems, config.data)
+    problems += data_problems(paths, tokenizers, config, facts.roles)
+    problems += rollout_problems(facts, tokenizers, student, sources)
+    problems += task_problems(config)
+    problems += missing_packages(config.log)
+    problems += profile_problems(config.log, world_size)
+    problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
+    problems += disk_problems(list(writes_of(config, shape, paths)))
+    read = [source.assets for source in (student, *sources) if source]
+    read += [tokenizers.source] if tokenizers and tokenizers.source else []
+    problems += export_problems(config.checkpoint, read)
+    if problems:
+        raise ErrorList(problems)
+    assert student is not None, "a student without a source is a problem"
+    require_expert_layers(facts)
+    require_deepstack_layers(facts)
+    return Plan(
+        facts=facts,
+        student=student,
+        teachers=tuple(sources),
+        stored_teacher=stored_teacher,
+        tokenizers=tokenizers,
+        trained_ends=trained_ends(config, tokenizers),
+        gpu_gib=gpu_gib(),
+    )
+
+
+def with_ends_of(train_set, plan: Plan) -> Plan:
+    """Return the plan whose exports stop where all of the tokenised texts end.
+
+    Before they are tokenised, only their first records are known.
+    """
+    if train_set is None or plan.tokenizers is None:
+        return plan
+    exact = replace(plan, trained_ends=ends_of_stores(train_set, plan.tokenizers))
+    before, now = plan.stop_notes(), exact.stop_notes()
+    for line in (now or [KEPT_STOPS]) if now != before else ():
+        LOG.info(line)
+    return exact
