@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from tests.tiny_families import FURTHER
+
 SIZES = dict(
     hidden_size=48, intermediate_size=96, num_hidden_layers=4, vocab_size=307, max_position_embeddings=256
 )
@@ -169,12 +171,12 @@ def config_class(name: str) -> type:
 
 def config_values(family: str) -> dict:
     """Return the sizes and options of a tiny model of `family`."""
-    return {**SIZES, **(FAMILIES | VARIANTS)[family][1]}
+    return {**SIZES, **(FAMILIES | VARIANTS | FURTHER)[family][1]}
 
 
 def config_of(family: str) -> dict:
     """Return config.json of a tiny model of `family`, as transformers writes it."""
-    name, _ = (FAMILIES | VARIANTS)[family]
+    name, _ = (FAMILIES | VARIANTS | FURTHER)[family]
     return config_class(name)(**config_values(family)).to_dict()
 
 
@@ -192,7 +194,7 @@ def make_model(
     `sizes` override `SIZES`. Norm weights and biases are random too: a model whose norms are all one hides
     mapping errors. Matrices are `scale` times their usual size.
     """
-    name, _ = (FAMILIES | VARIANTS)[family]
+    name, _ = (FAMILIES | VARIANTS | FURTHER)[family]
     config = config_class(name)(**config_values(family) | sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)

@@ -62,7 +62,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     (
         Kind("true or false", lambda v: isinstance(v, bool)),
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window is_causal "
-        "use_bidirectional_attention norm_topk_prob rope_interleave truncate",
+        "use_bidirectional_attention norm_topk_prob rope_interleave truncate attention_out_bias use_qk_norm",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (
@@ -70,7 +70,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "model_type hidden_act hidden_activation rope_type type scoring_func topk_method",
     ),
     (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join((*ROPE_OBJECTS, *PART_OBJECTS))),
-    (Kind("a list of texts", _list_of(_is_text)), "layer_types"),
+    (Kind("a list of texts", _list_of(_is_text)), "layer_types mlp_layer_types"),
     (
         Kind("a list of whole numbers of 0 or more", _list_of(_is_count)),
         "mlp_only_layers fullatt_block_indexes deepstack_visual_indexes mrope_section",

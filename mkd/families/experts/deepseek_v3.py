@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: multi-head latent attention, sigmoid routing, shared experts.
+"""DeepSeek-V3, Moonlight and Kimi K2: multi-head latent attention, sigmoid routing, shared experts.
 
 The first layers have dense MLPs. Moonlight has the same model_type without a latent of the queries.
 transformers norms the latents with an epsilon of 1e-6 whatever `rms_norm_eps` says. The layers for
@@ -7,39 +7,27 @@ multi-token prediction are left out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.families.expert_shapes import require_groups, require_top_k
+from mkd.families.experts.expert_shapes import sigmoid_experts, with_shared_experts
 from mkd.families.family import Family, HFConfig, swiglu_layers
-from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
+from mkd.families.layer_shape import LayerShape, MLAShape
 from mkd.families.rope_config import read_rope, yarn_scale
-from mkd.families.weight_rules import (
-    HIDDEN,
-    LAYER,
-    ROUTER_BIAS,
-    SEPARATE,
-    SHARED_DOWN,
-    SHARED_GATE_UP,
-    Entry,
-    ModelSizes,
-    Rule,
-    with_experts,
-)
-
-# Keys of config.json that choose how tokens are routed. transformers ignores those of the first releases.
-_ROUTING: Mapping[str, bool | int | str] = MappingProxyType(
-    {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-)
+from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry, ModelSizes, Rule
 
 Size = Callable[[ModelSizes, LayerShape | None], int]
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
+    first = config["first_k_dense_replace"]
+    return latent_layers(config, [index >= first for index in range(config["num_hidden_layers"])])
+
+
+def latent_layers(config: HFConfig, has_experts: Sequence[bool]) -> tuple[LayerShape, ...]:
+    """Return layers with latent attention; `has_experts` says of each whether it has experts or an MLP."""
     if config.get("attention_bias"):
         what, why = "attention_bias true is not supported", "mkd's latent attention has no biases"
         raise UsageError(what, why, "use a model without it", code="model-feature-not-supported")
@@ -49,45 +37,10 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
         why = "DeepSeek-V3 has default and YaRN position embeddings"
         raise UsageError(what, why, "use a model with one of these", code="model-feature-not-supported")
     dense = swiglu_layers(config, rope, mla=_read_mla(config))
-    first = config["first_k_dense_replace"]
-    if first >= len(dense):
-        return dense
-    experts = _read_experts(config)
-    return dense[:first] + tuple(replace(layer, moe=experts) for layer in dense[first:])
-
-
-def _read_experts(config: HFConfig) -> MoEShape:
-    num_experts, top_k, width = (
-        config[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    experts = sigmoid_experts(config) if any(has_experts) else None
+    return tuple(
+        replace(layer, moe=experts if has else None) for layer, has in zip(dense, has_experts, strict=True)
     )
-    groups, top_groups = config["n_group"], config["topk_group"]
-    require_top_k(num_experts, top_k)
-    require_groups(num_experts, top_k, groups, top_groups)
-    for name, supported in _ROUTING.items():
-        if config.get(name, supported) != supported:
-            what = f"{name} {_written(config[name])} is not supported"
-            why = f"mkd routes as DeepSeek-V3 does, with {name} {_written(supported)}"
-            raise UsageError(what, why, "use a model that routes so", code="model-feature-not-supported")
-    if top_groups < groups and top_k // top_groups != 2:
-        what = f"{top_k} experts in {top_groups} of {groups} groups are not supported"
-        why = "groups are chosen by the sum of 2 scores, which must be the number of experts of a group"
-        raise UsageError(what, why, "use a model with 2 for each group", code="model-feature-not-supported")
-    return MoEShape(
-        num_experts,
-        top_k,
-        width,
-        scores="sigmoid",
-        scaling_factor=float(config["routed_scaling_factor"]),
-        num_groups=groups,
-        top_groups=top_groups,
-        shared_ffn_hidden_size=config["n_shared_experts"] * width,
-        correction_bias=True,
-    )
-
-
-def _written(value: object) -> str:
-    """Return a value of config.json as JSON writes it."""
-    return json.dumps(value).strip('"')
 
 
 def _read_mla(config: HFConfig) -> MLAShape:
@@ -101,7 +54,7 @@ def _read_mla(config: HFConfig) -> MLAShape:
     )
 
 
-def _read_model(config: HFConfig) -> dict[str, Any]:
+def read_latent_model(config: HFConfig) -> dict[str, Any]:
     """Return sizes of the heads, and the scale of attention, which grows with YaRN's `mscale_all_dim`."""
     width = _read_mla(config).qk_head_dim
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -185,26 +138,7 @@ def _attention_table() -> dict[str, Entry]:
 def _tensors() -> Mapping[str, Entry]:
     after = {name: SEPARATE[name] for name in SEPARATE if not name.startswith(("self_attention", "input"))}
     before = {"input_layernorm.weight": Entry(HIDDEN, (f"{LAYER}input_layernorm.weight",))}
-    experts = "mlp.experts.{expert}."
-    table = with_experts(
-        before | _attention_table() | after,
-        (f"{experts}gate_proj.weight", f"{experts}up_proj.weight"),
-        f"{experts}down_proj.weight",
-        "mlp.gate.weight",
-    )
-    shared = f"{LAYER}mlp.shared_experts."
-    bias = Entry(ROUTER_BIAS, (f"{LAYER}mlp.gate.e_score_correction_bias",), "has_correction_bias")
-    gate_up = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight")
-    return MappingProxyType(
-        dict(table)
-        | {
-            "mlp.router.expert_bias": bias,
-            "mlp.shared_experts.linear_fc1.weight": Entry(SHARED_GATE_UP, gate_up, "has_shared_experts"),
-            "mlp.shared_experts.linear_fc2.weight": Entry(
-                SHARED_DOWN, (f"{shared}down_proj.weight",), "has_shared_experts"
-            ),
-        }
-    )
+    return with_shared_experts(before | _attention_table() | after)
 
 
 DEEPSEEK_V3 = Family(
@@ -223,9 +157,13 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "kv_lora_rank": 512,
         "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     },
-    read_model=_read_model,
+    read_model=read_latent_model,
 )
+
+# Kimi K2 names the architecture after itself. transformers does not know the name; the weights are the same.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

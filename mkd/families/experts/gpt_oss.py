@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mkd.errors import UsageError
-from mkd.families.expert_shapes import softmax_experts
+from mkd.families.experts.expert_shapes import softmax_experts
 from mkd.families.family import Family, HFConfig, swiglu_layers, with_windows
 from mkd.families.layer_shape import QUICK_GELU_GAIN, LayerShape
 from mkd.families.rope_config import read_rope

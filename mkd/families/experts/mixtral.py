@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mkd.errors import UsageError
-from mkd.families.expert_shapes import softmax_experts
+from mkd.families.experts.expert_shapes import softmax_experts
 from mkd.families.family import Family, HFConfig, swiglu_layers, with_windows
 from mkd.families.layer_shape import LayerShape
 from mkd.families.rope_config import read_rope

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mkd.families.expert_shapes import softmax_experts
+from mkd.families.dense.qwen3 import QWEN3
+from mkd.families.experts.expert_shapes import softmax_experts
 from mkd.families.family import Family, HFConfig
 from mkd.families.layer_shape import LayerShape
-from mkd.families.qwen3 import QWEN3
 from mkd.families.weight_rules import SEPARATE, with_experts
 
 
