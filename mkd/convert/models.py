@@ -17,6 +17,7 @@ from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,7 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def build_context(tensor: int, pipeline: int) -> ParallelContext:
     """Join the process grid of a conversion."""
-    return ParallelContext.create(detect(), tensor_parallel=tensor, pipeline_parallel=pipeline)
+    return ParallelContext.create(detect(), Sizes(tensor=tensor, pipeline=pipeline))
 
 
 def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext) -> LanguageModel:

@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mkd.plan.parallel_sizes import Sizes
+
 # Axis -> what it divides, in Megatron's order of ranks: along the first axis neighbours differ by 1.
 AXES = {"tp": "every matrix", "cp": "every sequence", "dp": "the batch", "pp": "the layers"}
 
@@ -82,18 +84,16 @@ def grid_groups(sizes: Mapping[str, int], span: Iterable[str]) -> list[list[int]
     return list(groups.values())
 
 
-def build_groups(
-    sizes: Mapping[str, int], timeout: timedelta, expert_parallel: int = 1
-) -> ProcessGroupCollection:
-    """Create the groups of a grid with the `sizes` of all axes, over all processes. Collective.
+def build_groups(sizes: Sizes, timeout: timedelta) -> ProcessGroupCollection:
+    """Create the groups of a grid over all processes. Collective.
 
     A process that is in no group of a field (an inner pipeline stage for `embd`) has None there, as in
     Megatron.
     """
-    sizes = {name: sizes[name] for name in AXES}
-    assert math.prod(sizes.values()) == dist.get_world_size(), "the axes span the world"
-    members = {field: grid_groups(sizes, span) for field, span in SPANS.items()}
-    members |= _expert_members(sizes["pp"], expert_parallel)
+    grid = dict(zip(AXES, (sizes.tensor, sizes.context, sizes.data, sizes.pipeline), strict=True))
+    assert math.prod(grid.values()) == dist.get_world_size(), "the axes span the world"
+    members = {field: grid_groups(grid, span) for field, span in SPANS.items()}
+    members |= _expert_members(sizes.pipeline, sizes.expert)
     for field, stages in STAGES.items():
         members[field] = [sorted({ranks[stage] for stage in stages}) for ranks in members["pp"]]
     return ProcessGroupCollection(**dict.fromkeys(ABSENT), **_create(members, timeout))

@@ -17,8 +17,8 @@ from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.parallel.zigzag import RowShard
-from mkd.plan.batch import document_multiple
 from mkd.plan.models.peer_groups import peer_ranks, weight_shards
+from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
 from mkd.platform import Platform
 
 T = TypeVar("T")
@@ -76,6 +76,11 @@ class ParallelContext:
         """Axis of the copies of the experts: its processes hold the same experts."""
         return self.axes["edp"]
 
+    @property
+    def sizes(self) -> Sizes:
+        """Processes along each axis."""
+        return Sizes(self.tp.size, self.cp.size, self.pp.size, self.ep.size, self.dp.size)
+
     tp_rank = property(lambda self: self.tp.rank)
     tp_size = property(lambda self: self.tp.size)
     tp_group = property(lambda self: self.tp.group)
@@ -115,12 +120,17 @@ class ParallelContext:
 
     def first_expert_holder(self, pp_rank: int, ep_rank: int) -> int:
         """Return the global rank with the first copy of a pipeline stage's experts of one `ep_rank`."""
-        return pp_rank * (self.world_size // self.pp.size) + ep_rank
+        return pp_rank * self.sizes.stage + ep_rank
 
     @property
     def row_shard(self) -> RowShard:
         """The part of every row that this process holds."""
         return RowShard(self.cp.rank, self.cp.size)
+
+    @property
+    def row_rank(self) -> int:
+        """Number of this process among the `sizes.row` that share a row."""
+        return self.cp.rank * self.tp.size + self.tp.rank
 
     @property
     def row_group(self) -> dist.ProcessGroup | None:
@@ -130,7 +140,7 @@ class ParallelContext:
     @property
     def document_multiple(self) -> int:
         """Number of tokens that the length of padded documents and packs must be a multiple of."""
-        return document_multiple(self.cp.size)
+        return self.sizes.document_multiple
 
     def sequence_shards(self, sequence_parallel: bool) -> int:
         """Return how many processes share the activations of a sequence between layers."""
@@ -140,12 +150,9 @@ class ParallelContext:
     def create(
         cls,
         platform: Platform,
+        sizes: Sizes = ONE_PROCESS,  # `data` follows from the world
         *,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
         virtual_stages: int = 1,
-        context_parallel: int = 1,
-        expert_parallel: int = 1,
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
@@ -157,11 +164,11 @@ class ParallelContext:
         if not dist.is_initialized():
             join_process_group(platform, timeout)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel,
-            pipeline_model_parallel_size=pipeline_parallel,
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
-            context_parallel_size=context_parallel,
-            expert_model_parallel_size=expert_parallel,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_minutes)),
             create_gloo_process_groups=platform.is_cuda,
@@ -181,12 +188,9 @@ class ParallelContext:
 
     def with_layout(
         self,
+        sizes: Sizes = ONE_PROCESS,  # `data` follows from the world
         *,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
         virtual_stages: int = 1,
-        context_parallel: int = 1,
-        expert_parallel: int = 1,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
         """Return a second context over the same processes in another layout. Collective.
@@ -195,12 +199,10 @@ class ParallelContext:
         A model under the second context only runs forward, with weights that are loaded. Random
         initialisation, DDP and the optimizer need this context.
         """
-        sizes = {"tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
-        replica = tensor_parallel * context_parallel * pipeline_parallel
-        assert self.world_size % replica == 0, f"{self.world_size} processes, replicas of {replica}"
-        sizes["dp"] = self.world_size // replica
+        data, rest = divmod(self.world_size, sizes.replica)
+        assert not rest, f"{self.world_size} processes, replicas of {sizes.replica}"
         timeout = timedelta(minutes=timeout_minutes)
-        groups = build_groups(sizes, timeout, expert_parallel)
+        groups = build_groups(replace(sizes, data=data), timeout)
         return ParallelContext(
             self.platform,
             self.rank,
@@ -237,7 +239,7 @@ class ParallelContext:
 
         It is the same at every call with the same `number`. The first call is collective.
         """
-        of_stage = self.world_size // self.pp.size
+        of_stage = self.sizes.stage
         pipelines = [list(range(first, self.world_size, of_stage)) for first in range(of_stage)]
         return self._group(("teacher_pipeline", number), pipelines)
 

@@ -3,6 +3,7 @@
 It starts without torch. In reading order:
 
     models/          shapes, parameters and floating-point operations of the models
+    parallel_sizes.py  processes along each axis of parallelism
     batch.py         global batch, micro-batches and data parallelism
     layout.py        the pipeline layout of one model
     auto_layout.py   the pipeline layouts of all models, balanced

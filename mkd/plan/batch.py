@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 from mkd.human import counted
+from mkd.plan.parallel_sizes import sizes_of
 
 
 @dataclass(frozen=True)
@@ -61,36 +62,6 @@ class BatchPlan:
         return cls.create(
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size,
-            data_parallel=data_parallel_of(config, world_size),
+            data_parallel=sizes_of(config, world_size).data,
             seq_length=training.seq_length,
         )
-
-
-def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
-    """Return the number of processes that hold one replica of the models."""
-    return tensor * pipeline * context
-
-
-def data_parallel_of(config: Config, world_size: int) -> int:
-    """Return the replicas that `config` makes of `world_size` processes. UsageError for a remainder."""
-    parallel = config.parallel
-    sizes = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    replica = model_parallel_size(parallel.tensor_model_parallel_size, *sizes)
-    if world_size % replica:
-        do = f"start a multiple of {replica} processes (torchrun --nproc-per-node x --nnodes)"
-        if config.dry_run:
-            do = f"plan a multiple of {replica} processes, for example `mkd plan --world-size {replica}`"
-        do += ", or change the parallel sizes"
-        raise UsageError(
-            f"{counted(world_size, 'process')} cannot be divided into replicas of {replica} "
-            "(tensor x pipeline x context parallel size)",
-            "every process belongs to exactly one replica of the models",
-            do,
-            code="world-not-divisible",
-        )
-    return world_size // replica
-
-
-def document_multiple(context_parallel: int) -> int:
-    """Return the unit of the lengths of documents and packs: 2 parts a process of context parallelism."""
-    return 2 * context_parallel if context_parallel > 1 else 1

@@ -16,6 +16,7 @@ from mkd.plan.layout import Layouts, PipelineLayout, count_virtual_stages
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import PlannedModel, one_layout, planned_models
 from mkd.plan.models.planned_teachers import Pair, Teacher, plan_teachers
+from mkd.plan.parallel_sizes import Sizes, sizes_of
 from mkd.plan.times.cost import DOCUMENT_LENGTH, PairCost, pair_cost
 from mkd.plan.work import Work
 
@@ -96,6 +97,11 @@ class RunFacts:
         by_layers = parallel.num_layers_per_virtual_pipeline_stage
         pipeline = parallel.pipeline_model_parallel_size
         return count_virtual_stages(self.student.num_layers, pipeline, by_layers, by_stages)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Processes along each axis of parallelism."""
+        return sizes_of(self.config, self.world_size)
 
     @cached_property
     def batch(self) -> BatchPlan:

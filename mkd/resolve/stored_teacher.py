@@ -18,7 +18,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import CHAT_DATE, TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
-from mkd.plan.batch import document_multiple
+from mkd.plan.parallel_sizes import Sizes
 from mkd.resolve.model_source import ModelSource
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -165,7 +165,7 @@ def data_settings(config: Config) -> dict[str, Any]:
             config.data.overlong, config.data.overlong_conversations
         ),
         "append_eod": config.data.append_eod,
-        "document_multiple": document_multiple(config.parallel.context_parallel_size),
+        "document_multiple": Sizes.of(config.parallel).document_multiple,
     }
     if config.data.max_patches_per_pack is not None:  # absent as in earlier versions
         found["max_patches_per_pack"] = config.data.max_patches_per_pack

@@ -26,6 +26,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.checks.teacher_precision import fp8_recipes
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import Platform, processes_of_machine
 from mkd.platform.fp8_support import fp8_problems
 from mkd.resolve.chat_setup import chat_settings
@@ -89,10 +90,7 @@ def join(
     """Join the process group with `stages` virtual stages on each pipeline rank. Collective."""
     return ParallelContext.create(
         platform,
-        tensor_parallel=parallel.tensor_model_parallel_size,
-        pipeline_parallel=parallel.pipeline_model_parallel_size,
-        context_parallel=parallel.context_parallel_size,
-        expert_parallel=expert_parallel,
+        replace(Sizes.of(parallel), expert=expert_parallel),
         virtual_stages=stages,
         # Wait longer than the watchdog, whose report says more.
         timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,

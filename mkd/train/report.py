@@ -73,7 +73,7 @@ class Reporter:
         A step without an update adds only its time and its position.
         """
         seconds, packs = result.step_time_ms / 1000, step_packs or self.global_batch_size
-        ranks_per_replica = self.context.world_size // self.context.dp_size
+        ranks_per_replica = self.context.sizes.replica
         if result.is_applied:
             earlier = self._losses and self._losses.named_as(result.sums)
             self._losses = earlier + result.sums if earlier else result.sums

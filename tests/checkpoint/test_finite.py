@@ -91,12 +91,13 @@ def load_bad(folder: Path, checkpoint: Path | None, residency: str) -> str:
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
     from mkd.resolve.model_source import ModelSource
     from mkd.run.build_engine import build_teacher_parts
 
     peers = 2 if residency == "peers" else None
-    context = ParallelContext.create(detect(), tensor_parallel=1 if peers else dist.get_world_size())
+    context = ParallelContext.create(detect(), Sizes(tensor=1 if peers else dist.get_world_size()))
     shape = ModelShape.from_hf_dir(folder)
     source = ModelSource(shape, folder, None if checkpoint else HFCheckpoint(folder), checkpoint)
     settings = TeacherConfig(residency=residency, peers=peers)

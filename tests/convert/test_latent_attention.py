@@ -12,6 +12,7 @@ from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.convert.models import build_model, load_from_hf
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
@@ -19,13 +20,13 @@ from tests.tiny_models import make_model
 
 def save(folder, checkpoint, tp):
     """Convert `folder` on two ranks; what tensor parallelism leaves of them is pipeline stages."""
-    context = ParallelContext.create(detect(), tensor_parallel=tp, pipeline_parallel=2 // tp)
+    context = ParallelContext.create(detect(), Sizes(tensor=tp, pipeline=2 // tp))
     model = load_from_hf(folder, ModelShape.from_hf_dir(folder), torch.float32, context)
     save_checkpoint(checkpoint, TrainingState([model]), TrainingPosition(), context, HFAssets.of(folder))
 
 
 def export(checkpoint, folder, out, tp):
-    context = ParallelContext.create(detect(), tensor_parallel=tp, pipeline_parallel=2 // tp)
+    context = ParallelContext.create(detect(), Sizes(tensor=tp, pipeline=2 // tp))
     shape = ModelShape.from_hf_dir(folder)
     model = build_model(shape, torch.float32, context)
     load_checkpoint(find_checkpoint(checkpoint), TrainingState([model]), context, is_verified=True)

@@ -109,9 +109,10 @@ def test_members_of_a_blend_have_epochs_of_their_own(members):
 def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count: int):
     """Return (data-parallel rank, samples of each micro-batch of `count` steps) of this rank in a layout."""
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    context = ParallelContext.create(detect(), tensor_parallel=tensor, pipeline_parallel=pipeline)
+    context = ParallelContext.create(detect(), Sizes(tensor=tensor, pipeline=pipeline))
     stream = TrainStream(
         PackedDataset(TokenStore(prefix), seq_length=8, vocab_size=1000, pad_id=0),
         micro_batch_size=2,

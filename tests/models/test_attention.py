@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from mkd.models.attention import PackedAttention
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 
 # Megatron's own default
@@ -122,7 +123,7 @@ LONG_LENGTHS, LONG_SPANS = (5, 1, 23, 0, 16), (8, 8, 24, 8, 16)
 def attend_my_rows(groups, window, lengths, spans, value_dim):
     """Return outputs of this rank's rows of a pack, and the gradients of its rows of query, key and value."""
     size = torch.distributed.get_world_size()
-    context = ParallelContext.create(detect(), context_parallel=size)
+    context = ParallelContext.create(detect(), Sizes(context=size))
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * DIM,

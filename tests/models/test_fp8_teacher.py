@@ -59,9 +59,10 @@ def outputs(folder, checkpoint, recipe, tp, peers):
     """Return (error of weights, outputs are of rounded weights, outputs elsewhere are the same, bytes)."""
     from mkd.config.models import TeacherConfig
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    context, source = ParallelContext.create(detect(), tensor_parallel=tp), source_of(folder, checkpoint)
+    context, source = ParallelContext.create(detect(), Sizes(tensor=tp)), source_of(folder, checkpoint)
     settings = TeacherConfig(precision="fp8", fp8_recipe=recipe)
     elsewhere = [replace(settings, residency="host")]
     elsewhere += [replace(settings, residency="peers", peers=peers)] if peers else []

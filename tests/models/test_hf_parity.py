@@ -36,9 +36,10 @@ def load_model(folder, tp, sequence_parallel=False):
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    context = ParallelContext.create(detect(), tensor_parallel=tp)
+    context = ParallelContext.create(detect(), Sizes(tensor=tp))
     shape = ModelShape.from_hf_dir(folder)
     options = ModelOptions(sequence_parallel=sequence_parallel)
     (model,) = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), options, context)

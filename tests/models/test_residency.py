@@ -141,9 +141,10 @@ def virtual_stages(folder):
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    context = ParallelContext.create(detect(), pipeline_parallel=2, virtual_stages=2)
+    context = ParallelContext.create(detect(), Sizes(pipeline=2), virtual_stages=2)
     shape = ModelShape.from_hf_dir(folder)
     chunks = build_model_parts(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
     for chunk in chunks:

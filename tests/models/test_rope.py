@@ -15,6 +15,7 @@ from mkd.families.rope_config import read_rope
 from mkd.models.packed import packed_documents
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding, inverse_frequencies
 from mkd.parallel.context import ParallelContext
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE, YARN
 
@@ -108,7 +109,7 @@ def test_longrope_takes_each_document_by_its_own_length():
 
 def rotate_my_rows(rope, lengths, spans):
     """Return True if Megatron rotates this rank's rows by the angles of the whole pack, as without CP."""
-    context = ParallelContext.create(detect(), context_parallel=torch.distributed.get_world_size())
+    context = ParallelContext.create(detect(), Sizes(context=torch.distributed.get_world_size()))
     documents = packed(lengths, spans)
     angles = RotaryEmbedding(rope, context.device)(documents)
     config = TransformerConfig(num_layers=1, hidden_size=HEAD_DIM, num_attention_heads=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,17 +11,18 @@ import torch.distributed as dist
 
 from mkd.parallel.axes import ABSENT, AXES, EXPERT_AXES, EXPERT_SPANS, SPANS, STAGES, grid_groups
 from mkd.parallel.context import ParallelContext
+from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
 from mkd.platform import detect
 from tests.tiny_models import make_model
 
 LAYOUTS_OF_4 = (
-    {"tensor_parallel": 2, "pipeline_parallel": 2},
-    {"context_parallel": 2, "tensor_parallel": 2},
-    {"pipeline_parallel": 4},
-    {"context_parallel": 2},
-    {"expert_parallel": 4},
-    {"expert_parallel": 2, "tensor_parallel": 2},
-    {"expert_parallel": 2, "pipeline_parallel": 2},
+    Sizes(tensor=2, pipeline=2),
+    Sizes(context=2, tensor=2),
+    Sizes(pipeline=4),
+    Sizes(context=2),
+    Sizes(expert=4),
+    Sizes(expert=2, tensor=2),
+    Sizes(expert=2, pipeline=2),
 )
 FIELDS = (*SPANS, *EXPERT_SPANS, *STAGES, *ABSENT)
 
@@ -51,14 +54,14 @@ def members(context: ParallelContext) -> dict[str, list[int] | None]:
     return {field: group and dist.get_process_group_ranks(group) for field, group in groups.items()}
 
 
-def both_members(layout: dict[str, int]) -> tuple[dict, dict]:
+def both_members(layout: Sizes) -> tuple[dict, dict]:
     """Return the members of Megatron's groups at `layout` and of a second context's at the same layout.
 
     The third result is that of a context with other groups of experts, set back to those of `layout`.
     """
-    first = ParallelContext.create(detect(), **layout)
-    second = first.with_layout(**layout)
-    others = first.with_layout(**layout | {"expert_parallel": 1})
+    first = ParallelContext.create(detect(), layout)
+    second = first.with_layout(layout)
+    others = first.with_layout(replace(layout, expert=1))
     third = others.with_expert_parallel(first.ep.size)
     assert members(third) == members(first)
     places = [{name: (axis.rank, axis.size) for name, axis in one.axes.items()} for one in (first, second)]
@@ -74,7 +77,7 @@ def test_groups_are_those_of_megatron(layout, ranks):
         assert ours == megatron
 
 
-def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) -> np.ndarray:
+def scores(folder: str, first: Sizes, second: Sizes | None) -> np.ndarray:
     """Return log-likelihoods of a model under `first`, or under a `second` context created beside it."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
     from mkd.checkpoint.hf.hf_weights import load_hf_weights
@@ -85,9 +88,9 @@ def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) ->
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
 
-    context = ParallelContext.create(detect(), **first)
+    context = ParallelContext.create(detect(), first)
     if second is not None:
-        context = context.with_layout(**second)
+        context = context.with_layout(second)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, context.pp.size)
     models = build_model_parts(shape, layout, ModelOptions(), context)
@@ -100,12 +103,12 @@ def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) ->
     return log_likelihoods(models, batches)
 
 
-TENSOR, CONTEXT, PIPELINE = {"tensor_parallel": 2}, {"context_parallel": 2}, {"pipeline_parallel": 2}
+TENSOR, CONTEXT, PIPELINE = Sizes(tensor=2), Sizes(context=2), Sizes(pipeline=2)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(TENSOR, {}), (TENSOR, CONTEXT), (TENSOR, PIPELINE), (PIPELINE, TENSOR)],
+    [(TENSOR, ONE_PROCESS), (TENSOR, CONTEXT), (TENSOR, PIPELINE), (PIPELINE, TENSOR)],
     ids=["tp-dp", "tp-cp", "tp-pp", "pp-tp"],
 )
 def test_a_model_under_a_second_context_equals_one_under_the_first(first, second, ranks, tmp_path):

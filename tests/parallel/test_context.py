@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.parallel.axes import AXES, Axis
+from mkd.parallel.axes import AXES, EXPERT_AXES, Axis
 from mkd.parallel.context import ParallelContext
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 
 
 def grid(tp, pp):
-    context = ParallelContext.create(detect(), tensor_parallel=tp, pipeline_parallel=pp)
+    context = ParallelContext.create(detect(), Sizes(tensor=tp, pipeline=pp))
     shared = context.broadcast_object({"rank": context.rank})
     return context.tp_rank, context.pp_rank, context.dp_rank, context.dp_size, shared
 
@@ -24,7 +25,7 @@ def test_megatron_grid_order(ranks):
 
 
 def context_grid():
-    context = ParallelContext.create(detect(), tensor_parallel=2, context_parallel=2)
+    context = ParallelContext.create(detect(), Sizes(tensor=2, context=2))
     groups = (context.groups.cp, context.dp_group, context.dp_cp_group)
     return (
         context.tp_rank,
@@ -56,7 +57,7 @@ def test_one_process(ranks):
     ],
 )
 def test_what_follows_from_the_axes(place, first_replica, multiple, shards):
-    axes = {name: Axis(*place.get(name, (0, 1)), None) for name in AXES}
+    axes = {name: Axis(*place.get(name, (0, 1)), None) for name in (*AXES, *EXPERT_AXES)}
     context = ParallelContext(detect(), 0, 1, axes, 1, None)
     assert context.is_first_replica == first_replica
     assert context.document_multiple == multiple

@@ -12,20 +12,14 @@ def held_bytes(layout: Layout, student, teacher):
     """Return (weights, gradients, optimizer state, teacher) of this rank after one step: held, predicted."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.plan_run import plan_run
     from mkd.train.step import train_step
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
-    context = ParallelContext.create(
-        detect(),
-        tensor_parallel=layout.tp,
-        pipeline_parallel=layout.pp,
-        virtual_stages=layout.vp,
-        context_parallel=layout.cp,
-        expert_parallel=plan.config.parallel.expert_model_parallel_size,
-    )
+    context = ParallelContext.create(detect(), Sizes.of(plan.config.parallel), virtual_stages=layout.vp)
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context, len(engine.teachers)))
     teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]

@@ -6,7 +6,8 @@ import pytest
 
 from mkd.config.schema import Config, ParallelConfig, TrainingConfig
 from mkd.errors import UsageError
-from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.batch import BatchPlan
+from mkd.plan.parallel_sizes import Sizes
 
 
 def config(tp=1, pp=1, cp=1, **training) -> Config:
@@ -59,4 +60,4 @@ def test_context_parallel_processes_share_their_packs():
 
 
 def test_documents_are_padded_only_for_context_parallelism():
-    assert [document_multiple(size) for size in (1, 2, 3, 4)] == [1, 4, 6, 8]
+    assert [Sizes(context=size).document_multiple for size in (1, 2, 3, 4)] == [1, 4, 6, 8]

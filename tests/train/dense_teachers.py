@@ -51,6 +51,7 @@ def build(layout: Layout, config: Path):
     """Return (context, engine) of the layout, with the teachers of the file."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.plan_run import plan_run
@@ -58,7 +59,7 @@ def build(layout: Layout, config: Path):
     argv = layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
     plan = plan_run(load_config(argv).config, layout.ranks)
     context = ParallelContext.create(
-        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
+        detect(), Sizes(tensor=layout.tp, pipeline=layout.pp), virtual_stages=layout.vp
     )
     return context, build_engine(plan, context)[0]
 

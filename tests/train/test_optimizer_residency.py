@@ -42,6 +42,7 @@ def build(folder, flags):
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
     from mkd.train.optimizer import build_optimizer, wrap_stages
 
@@ -60,7 +61,7 @@ def build(folder, flags):
     config = load_config(
         [*argv, "--data-path", "none", "--seq-length", "64", "--global-batch-size", "2"]
     ).config
-    context = ParallelContext.create(detect(), tensor_parallel=config.parallel.tensor_model_parallel_size)
+    context = ParallelContext.create(detect(), Sizes(tensor=config.parallel.tensor_model_parallel_size))
     shape = ModelShape.from_hf_dir(student)
     options = ModelOptions(
         dtype=torch.bfloat16 if config.training.bf16 else torch.float32,

@@ -21,6 +21,7 @@ from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import Platform
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
@@ -109,13 +110,7 @@ class RandomCheckpoint(HFCheckpoint):
 def parallel_context(platform: Platform, settings: PairSettings) -> Iterator[ParallelContext]:
     """Provide the process groups of the layout, for all engines of a benchmark."""
     parallel = load_config(settings.argv(torch.float32, 1)).config.parallel
-    context = ParallelContext.create(
-        platform,
-        tensor_parallel=settings.tensor_parallel,
-        pipeline_parallel=settings.pipeline_parallel,
-        virtual_stages=settings.virtual_stages,
-        expert_parallel=parallel.expert_model_parallel_size,
-    )
+    context = ParallelContext.create(platform, Sizes.of(parallel), virtual_stages=settings.virtual_stages)
     try:
         yield context
     finally:

@@ -26,7 +26,7 @@ RowImages = Callable[..., ImageRow]
 class ImageLayout:
     """One rank's share of the images of a row."""
 
-    rank: int = 0  # in the group of ranks that share a row: context rank * tp + tensor rank
+    rank: int = 0  # in the group of ranks that share a row
     ranks: int = 1
     tensor_rank: int = 0
     tensor_size: int = 1  # ranks among which sequence parallelism cuts a row; 1 without it
@@ -36,9 +36,8 @@ class ImageLayout:
     def of_context(cls, context: ParallelContext, sequence_parallel: bool) -> ImageLayout:
         """Return the share of the rank of `context`."""
         tensor_rank, tensor_size = (context.tp_rank, context.tp_size) if sequence_parallel else (0, 1)
-        rank = context.cp_rank * context.tp_size + context.tp_rank
-        ranks = context.cp_size * context.tp_size
-        return cls(rank, ranks, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
+        place = context.row_rank, context.sizes.row
+        return cls(*place, tensor_rank, tensor_size, runs_tower=context.pp_rank == 0)
 
 
 def row_images_of(

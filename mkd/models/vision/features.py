@@ -107,7 +107,7 @@ def row_features(
     own = own_features(tower, images, width, dtype)
     if images is None or not images.slots:
         return own
-    if context.tp_size * context.cp_size > 1:
+    if context.sizes.row > 1:
         assert context.groups is not None, "several processes have groups"
         padded = F.pad(own.flatten(1), (0, 0, 0, images.slots - len(own)))
         gathered = gather_from_sequence_parallel_region(padded, group=context.groups.tp_cp)

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from mkd.config.schema import Config, KDConfig, StudentConfig, TeacherConfig
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
@@ -121,7 +120,7 @@ def find_model_problems(model: ModelAlone) -> list[MkdError]:
     if wrong.isdisjoint((*PACKS, *SHARDS)):
         problems += check_sequences(facts)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
-        collect_error(problems, lambda: data_parallel_of(facts.config, facts.world_size))
+        collect_error(problems, lambda: facts.sizes)
     if teacher is not None and wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS, "teacher_peers")):
         alone = model.of_teacher
         problems += [*check_peers(alone), *check_replicas(alone), *check_precision_of_models(alone)]

@@ -9,10 +9,10 @@ from functools import partial
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.batch import document_multiple
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import given_layouts, layout_flags
+from mkd.plan.parallel_sizes import Sizes
 
 
 def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
@@ -59,8 +59,8 @@ def check_sequences(facts: RunFacts) -> Iterator[UsageError]:
 
 def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator[UsageError]:
     parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    multiple, shards = document_multiple(context), tensor * context if parallel.sequence_parallel else 1
+    sizes = Sizes.of(parallel)
+    multiple, shards = sizes.document_multiple, sizes.row if parallel.sequence_parallel else 1
     fitting = math.lcm(multiple, shards)
     fitting *= math.ceil(seq_length / fitting)
     tokens = seq_length * micro_batch_size
@@ -74,17 +74,17 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
         )
     if seq_length % multiple:
         yield UsageError(
-            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = "
+            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {sizes.context} = "
             f"{multiple}",
             "context parallelism gives every process two equal parts of each document",
             f"use {option.place} {fitting}",
             code="length-not-divisible",
         )
     elif tokens % shards:
-        by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
+        by_context = f" x context-parallel-size {sizes.context} = {shards}" if sizes.context > 1 else ""
         yield UsageError(
             f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are not "
-            f"divisible by tensor-model-parallel-size {tensor}{by_context}",
+            f"divisible by tensor-model-parallel-size {sizes.tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
             f"use {option.place} {fitting}, or remove --sequence-parallel",
             code="length-not-divisible",
@@ -113,10 +113,10 @@ def check_batch(facts: RunFacts) -> Iterator[MkdError]:
 
 def check_heads(facts: RunFacts) -> Iterator[UsageError]:
     """Check that context parallelism suits the attention of all models: sliding windows and sinks."""
-    parallel = facts.config.parallel
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    sizes = Sizes.of(facts.config.parallel)
+    context = sizes.context
     for role, shape, *_ in facts.models:
-        groups = shape.padded_query_groups(tensor) // tensor
+        groups = shape.padded_query_groups(sizes.tensor) // sizes.tensor
         if context > 1 and any(layer.attention_sinks for layer in shape.layers):
             yield UsageError(
                 f"context-parallel-size {context} does not work with the {role}'s attention sinks",
@@ -137,9 +137,8 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
 
 def check_ffn(facts: RunFacts) -> Iterator[UsageError]:
     """Check that tensor parallelism can split the models' MLPs. Heads and vocabularies are padded instead."""
-    parallel, models = facts.config.parallel, facts.models
-    tensor = parallel.tensor_model_parallel_size
-    others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
+    sizes, models = Sizes.of(facts.config.parallel), facts.models
+    tensor, others = sizes.tensor, max(1, sizes.pipeline * sizes.context)
     common = math.gcd(*(width for model in models for width in _cut_widths(model.shape))) or tensor
     dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
     fitting = [size for size in dividing if facts.world_size % (size * others) == 0] or dividing

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mkd.errors import UsageError, collect_error
-from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.expert_parallel import expert_parallel_size
@@ -46,12 +45,10 @@ def check_peers(facts: RunFacts) -> Iterator[UsageError]:
 
 def check_replicas(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the peers divide the processes that hold the same weights."""
-    parallel = facts.config.parallel
-    # `check_batch` reports the error.
-    data = collect_error([], lambda: data_parallel_of(facts.config, facts.world_size))
-    if data is None:
+    sizes = collect_error([], lambda: facts.sizes)  # `check_batch` reports the error
+    if sizes is None:
         return
-    of_stage = data * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    of_stage = sizes.stage
     for split in _split_teachers(facts):
         alike, rest = divmod(of_stage, split.shards)
         if rest:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
-from mkd.plan.batch import document_multiple
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.teacher_peers import place_of
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 
 ROWS, WIDTHS = 8, 16
 """Multiples of the tokens and of the channels that an FP8 product takes, in Transformer Engine."""
@@ -48,19 +48,19 @@ def check_precision(facts: RunFacts) -> Iterator[UsageError]:
 def _check_rows(config: Config, teacher: TeacherConfig, place: str) -> Iterator[UsageError]:
     """Check that the tokens of a process in front of a product are a fitting number."""
     parallel, packs = config.parallel, config.training.micro_batch_size
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    sizes = Sizes.of(parallel)
     length, label = config.training.seq_length, "--seq-length"
     if teacher.xtoken is not None:
         known = teacher.xtoken.seq_length
-        length, label = known or LENGTH_UNIT * document_multiple(context), "the teacher's xtoken seq_length"
+        length, label = known or LENGTH_UNIT * sizes.document_multiple, "the teacher's xtoken seq_length"
     rows = BLOCK if _gathers_blocks(config, teacher) else ROWS
-    multiple = rows * context * (tensor if parallel.sequence_parallel else 1)
+    multiple = rows * (sizes.row if parallel.sequence_parallel else sizes.context)
     if packs * length % multiple:
-        sizes = f"context-parallel-size {context}"
-        sizes += f" x tensor-model-parallel-size {tensor}" if parallel.sequence_parallel else ""
+        given = f"context-parallel-size {sizes.context}"
+        given += f" x tensor-model-parallel-size {sizes.tensor}" if parallel.sequence_parallel else ""
         unit = multiple // math.gcd(packs, multiple)
         yield UsageError(
-            f"{place}precision fp8: {label} {length} x micro-batch-size {packs} over {sizes} is not a "
+            f"{place}precision fp8: {label} {length} x micro-batch-size {packs} over {given} is not a "
             f"multiple of {rows} tokens",
             "FP8 products take only such numbers of rows",
             f"use {label} {unit * math.ceil(length / unit)}",

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 
 ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
 ROW_BYTES = 12  # of a row that an expert computes: fp32 weight, its place before and after the exchange
@@ -54,12 +55,17 @@ class Activations:
     def tokens(self) -> int:
         """Tokens of a micro-batch on this context-parallel process."""
         tokens = self.config.training.micro_batch_size * self.seq_length
-        return tokens // self.config.parallel.context_parallel_size
+        return tokens // self.sizes.context
+
+    @property
+    def sizes(self) -> Sizes:
+        """Processes along each axis."""
+        return Sizes.of(self.config.parallel)
 
     @property
     def is_sharded(self) -> bool:
         """True if hidden states are split over the tensor-parallel processes."""
-        return self.config.parallel.sequence_parallel and self.config.parallel.tensor_model_parallel_size > 1
+        return self.config.parallel.sequence_parallel and self.sizes.tensor > 1
 
     @property
     def full_hidden_bytes(self) -> int:
@@ -69,13 +75,13 @@ class Activations:
     @property
     def hidden_bytes(self) -> int:
         """Size of one hidden state between layers, [t(/tp), h]."""
-        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        shards = self.sizes.tensor if self.is_sharded else 1
         return self.full_hidden_bytes // shards
 
     @property
     def _heads(self) -> tuple[int, int]:
         """(query heads, key/value heads) of one process, padded ones included."""
-        tensor = self.config.parallel.tensor_model_parallel_size
+        tensor = self.sizes.tensor
         groups = self.shape.padded_query_groups(tensor) // tensor
         return groups * self.shape.heads_per_group, groups
 
@@ -87,7 +93,7 @@ class Activations:
 
     def _ffn_bytes(self, width: int) -> int:
         """Return the size of [t, f] on one process for an MLP of `width` channels."""
-        return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
+        return self.tokens * width // self.sizes.tensor * self.element
 
     def _recomputes(self, module: str) -> bool:
         """Return True if selective recomputation covers this part of a layer."""
@@ -128,14 +134,14 @@ class Activations:
 
     def _expert_rows(self, moe: MoEShape) -> int:
         """Return the rows that the experts of a process compute, if all experts are chosen equally often."""
-        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        shards = self.sizes.tensor if self.is_sharded else 1
         return self.tokens // shards * moe.top_k
 
     def _latent_attention_bytes(self, mla: MLAShape, heads: int) -> int:
         """Return what latent attention keeps: queries, keys, values, output and the latents around norms."""
         per_head = 2 * mla.qk_head_dim + 2 * mla.v_head_dim
         latents = mla.kv_lora_rank + (mla.q_lora_rank or 0)
-        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        shards = self.sizes.tensor if self.is_sharded else 1
         return self.tokens * self.element * (heads * per_head + 2 * latents // shards)
 
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
@@ -198,7 +204,7 @@ class Activations:
         """
         hidden, moe = self.shape.hidden_size, layer.moe
         if moe is None:
-            tensor = self.config.parallel.tensor_model_parallel_size
+            tensor = self.sizes.tensor
             weight = 2 * hidden * layer.ffn_hidden_size // tensor * self.element
             return 2 * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size

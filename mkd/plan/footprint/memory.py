@@ -24,6 +24,7 @@ from mkd.plan.models.parameters import Parameters, stage_parameters
 from mkd.plan.models.peer_groups import weight_shards
 from mkd.plan.models.planned_teachers import Teacher, layer_bytes
 from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.bubble import rank_order
 
 GIB = 2**30
@@ -188,12 +189,9 @@ class _Models:
         )
 
     @property
-    def _replicas(self) -> int:
-        return self.facts.batch.data_parallel * self.config.parallel.context_parallel_size
-
-    def _expert_copies(self, expert_parallel: int) -> int:
-        """Return the processes of a stage that hold the same experts."""
-        return self._replicas * self.config.parallel.tensor_model_parallel_size // expert_parallel
+    def sizes(self) -> Sizes:
+        """Processes along each axis, for the student's experts."""
+        return replace(self.facts.sizes, expert=self.facts.pair.expert_parallel)
 
     def _optimizer_bytes(self, learned: Parameters) -> float:
         """Return the bytes of the optimizer state of a process that learns these parameters.
@@ -202,19 +200,19 @@ class _Models:
         tensor x context x data / expert parallel ones.
         """
         is_spread = self.config.parallel.use_distributed_optimizer
-        copies = self._replicas if is_spread else 1
-        of_experts = self._expert_copies(self.facts.pair.expert_parallel) if is_spread else 1
+        copies = self.sizes.copies if is_spread else 1
+        of_experts = self.sizes.expert_copies if is_spread else 1
         updated = learned.dense / copies + learned.experts / of_experts
         return state_bytes(self.config.training.bf16) * updated
 
     def _group_sizes(self) -> list[int]:
         """Return the sizes of the groups that communicate, those of experts and peers included."""
-        parallel = self.config.parallel
-        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, self._replicas]
+        tensor = self.sizes.tensor
+        sizes = [tensor, self.sizes.pipeline, self.sizes.copies]
         if self.student.moe:
-            sizes.append(self._expert_copies(self.facts.pair.expert_parallel))
+            sizes.append(self.sizes.expert_copies)
         sizes += sorted({self.facts.pair.expert_parallel, *(one.expert_parallel for one in self.teachers)})
-        tensor, split = sizes[0], (one for one in self.teachers if one.residency == "peers")
+        split = (one for one in self.teachers if one.residency == "peers")
         groups = {(weight_shards(tensor, one.expert_parallel), one.peers) for one in split}
         return sizes + [peers for _, peers in groups]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mkd.config.schema import Config
 from mkd.families.vision_shape import VisionShape
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.layer_time import Rates, WorkTime, milliseconds
 
 IMAGE_SHARE = 0.5
@@ -119,8 +120,7 @@ def _moved_bytes(vision: VisionShape, element: int) -> int:
 
 def image_tokens(config: Config) -> float:
     """Return the assumed image tokens of a micro-batch on each process that shares it."""
-    parallel, training = config.parallel, config.training
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    training, ranks = config.training, Sizes.of(config.parallel).row
     return IMAGE_SHARE * training.micro_batch_size * training.seq_length / ranks
 
 

@@ -38,9 +38,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mkd.config.schema import ParallelConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.hardware import COLLECTIVE_BYTES_PER_MS, LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
 
 
@@ -83,19 +83,20 @@ def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
 class ModelCollectives:
     """Gives the times of one model's collectives for a micro-batch."""
 
-    parallel: ParallelConfig
+    sizes: Sizes
+    sequence_parallel: bool
     shape: ModelShape
     channel_bytes: float  # of one channel, for all tokens of a context-parallel process
 
     def forward_ms(self, block: SplitBlock) -> float:
         """Return the time of a block's collectives in forward."""
-        entering = block.width if self.parallel.sequence_parallel else self.shape.hidden_size
+        entering = block.width if self.sequence_parallel else self.shape.hidden_size
         return self._gather_ms(entering) + self._gather_ms(self.shape.hidden_size)
 
     def backward_ms(self, block: SplitBlock, product_ms: float) -> float:
         """Return the time in backward that is not hidden by the first products, each of `product_ms`."""
         gather_ms = self._gather_ms(block.width)
-        if self.parallel.sequence_parallel:
+        if self.sequence_parallel:
             return self._gather_ms(self.shape.hidden_size) + 2 * max(0.0, gather_ms - product_ms)
         return max(0.0, 2 * gather_ms - product_ms)
 
@@ -114,10 +115,10 @@ class ModelCollectives:
 
     def context_ms(self, attention_ms: float) -> tuple[float, float]:
         """Return the time of context parallelism in forward and backward beside attention's forward time."""
-        tensor, context = self.parallel.tensor_model_parallel_size, self.parallel.context_parallel_size
+        tensor, context = self.sizes.tensor, self.sizes.context
         groups = self.shape.padded_query_groups(tensor) // tensor
         of_group = self.shape.head_dim + self.shape.value_dim
-        bytes_per_ms = _bandwidth(tensor * context, LINK_BYTES_PER_MS)
+        bytes_per_ms = _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
         if self.shape.sliding_windows:
             channels = groups * (1 + self.shape.heads_per_group) * of_group
             both_ms = channels * self.channel_bytes * (context - 1) / context / bytes_per_ms
@@ -129,7 +130,7 @@ class ModelCollectives:
     def embedding_ms(self) -> tuple[float, float]:
         """Return the time of forward and backward around a vocabulary-parallel embedding."""
         gather_ms = self._gather_ms(self.shape.hidden_size)
-        return (gather_ms, gather_ms) if self.parallel.sequence_parallel else (2 * gather_ms, 0.0)
+        return (gather_ms, gather_ms) if self.sequence_parallel else (2 * gather_ms, 0.0)
 
     def head_ms(self, reads: int, gradients: int) -> tuple[float, float]:
         """Return the time of forward and backward around a vocabulary-parallel head.
@@ -137,12 +138,12 @@ class ModelCollectives:
         Forward reads the hidden states so many times, and backward has the gradients of some.
         """
         gather_ms = self._gather_ms(self.shape.hidden_size)
-        if self.parallel.sequence_parallel:
+        if self.sequence_parallel:
             return reads * gather_ms, gradients * gather_ms
         return 0.0, 2 * gradients * gather_ms
 
     def _gather_ms(self, channels: int) -> float:
-        return gather_ms(channels * self.channel_bytes, self.parallel.tensor_model_parallel_size)
+        return gather_ms(channels * self.channel_bytes, self.sizes.tensor)
 
 
 def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:

@@ -18,6 +18,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_teachers import Pair, Teacher, layer_bytes
 from mkd.plan.models.towers import IMAGE_SHARE, towers_time
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.times.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 
@@ -90,8 +91,7 @@ def pair_cost(
         timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe)
         for one in pair.teachers
     ]
-    ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
-    head_flops = training.micro_batch_size * _head_flops(pair) / ranks
+    head_flops = training.micro_batch_size * _head_flops(pair) / Sizes.of(config.parallel).row
     loss_share = 1.0 if pair.student.vision is None else 1 - IMAGE_SHARE
     return PairCost(
         learning.student(num_stages),

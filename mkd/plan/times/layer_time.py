@@ -21,6 +21,7 @@ from mkd.plan.models.flops import (
     mlp_parameters,
 )
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.collectives import ModelCollectives, exchange_ms
 
 ROW_COPIES = 8
@@ -171,8 +172,9 @@ class ModelTimer:
     @property
     def collectives(self) -> ModelCollectives:
         """The collectives of the model."""
-        tokens = self._tokens / self.config.parallel.context_parallel_size
-        return ModelCollectives(self.config.parallel, self.shape, tokens * self._element)
+        sizes = Sizes.of(self.config.parallel)
+        channel_bytes = self._tokens / sizes.context * self._element
+        return ModelCollectives(sizes, self.config.parallel.sequence_parallel, self.shape, channel_bytes)
 
     def _forward_ms(self, layer: LayerShape) -> float:
         """Time of forward without collectives."""
@@ -219,8 +221,7 @@ class ModelTimer:
     @property
     def _ranks(self) -> int:
         """Processes that share the tokens and the work of a layer."""
-        parallel = self.config.parallel
-        return parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        return Sizes.of(self.config.parallel).row
 
     @property
     def _element(self) -> int:

@@ -239,7 +239,7 @@ class _Exporter:
         `batches` yields the micro-batches of `_samples`.
         """
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
-        is_writer = self.context.holds_last_stage and self.context.tp_rank == self.context.cp_rank == 0
+        is_writer = self.context.holds_last_stage and self.context.row_rank == 0
         path = self.meta.shard_path(self.out, part, shard) if is_writer and shard is not None else None
         written = () if path is None else self.meta.shard_samples(part, shard)
         digests = {sample: pack_digest(dataset[sample]) for sample in written}

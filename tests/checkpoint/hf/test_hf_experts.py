@@ -24,13 +24,11 @@ def round_trip(source, out, expert_parallel, pipeline_parallel=1, tensor_paralle
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
     context = ParallelContext.create(
-        detect(),
-        expert_parallel=expert_parallel,
-        pipeline_parallel=pipeline_parallel,
-        tensor_parallel=tensor_parallel,
+        detect(), Sizes(expert=expert_parallel, pipeline=pipeline_parallel, tensor=tensor_parallel)
     )
     shape, checkpoint = ModelShape.from_hf_dir(source), HFCheckpoint(source)
     options = ModelOptions(dtype=torch.bfloat16, sequence_parallel=True)

@@ -20,6 +20,7 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.reported import Reported, refused, reports
@@ -302,7 +303,7 @@ def test_neither_folder_nor_hub_id(source):
 
 def load(folder, tp, dtype=torch.float32, change=None):
     """Return the bytes that this rank read and its parameters, or the code of the error."""
-    context = ParallelContext.create(detect(), tensor_parallel=tp)
+    context = ParallelContext.create(detect(), Sizes(tensor=tp))
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
     (chunk,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)

@@ -18,6 +18,7 @@ from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 from tests.checkpoint.hf.test_hf_writer import import_export
 from tests.checkpoint.saved_tensors import all_tensors
@@ -45,13 +46,13 @@ def test_export_is_bitwise_the_model_that_was_read(family, tmp_path, ranks):
 
 
 def save_at_tp2(source, folder):
-    context = ParallelContext.create(detect(), tensor_parallel=2)
+    context = ParallelContext.create(detect(), Sizes(tensor=2))
     model = load_from_hf(source, ModelShape.from_hf_dir(source), torch.float32, context)
     save_checkpoint(folder, TrainingState([model]), TrainingPosition(), context, HFAssets.of(source))
 
 
 def export_at_pp2(source, folder, out):
-    context = ParallelContext.create(detect(), pipeline_parallel=2)
+    context = ParallelContext.create(detect(), Sizes(pipeline=2))
     shape = ModelShape.from_hf_dir(source)
     model = build_model(shape, torch.float32, context)
     load_checkpoint(next(folder.glob("iter_*")), TrainingState([model]), context)

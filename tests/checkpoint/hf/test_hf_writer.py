@@ -26,6 +26,7 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.reported import refused
@@ -63,9 +64,7 @@ def import_export(
     assets = assets or HFAssets.of(source)
     tp, stages, virtual = layout
     pp = len(stages) // virtual
-    context = ParallelContext.create(
-        detect(), tensor_parallel=tp, pipeline_parallel=pp, virtual_stages=virtual
-    )
+    context = ParallelContext.create(detect(), Sizes(tensor=tp, pipeline=pp), virtual_stages=virtual)
     shape = ModelShape.from_hf_dir(source)
     vocabulary = shape.padded_vocab_size(tp) + more_vocabulary
     chunks = build_model_parts(

@@ -33,10 +33,11 @@ def load_parts(folder: Path, place: Place):
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    sizes = dict(tensor_parallel=place.tp, pipeline_parallel=place.pp, virtual_stages=place.vp)
-    context = ParallelContext.create(detect(), **sizes)
+    sizes = Sizes(tensor=place.tp, pipeline=place.pp)
+    context = ParallelContext.create(detect(), sizes, virtual_stages=place.vp)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout(
         (shape.num_layers // (place.pp * place.vp),) * place.pp * place.vp, place.pp, place.vp

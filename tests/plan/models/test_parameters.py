@@ -48,12 +48,11 @@ def built(folder, tensor_parallel, expert_parallel):
 
     from mkd.convert.models import build_model
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
     shape = ModelShape.from_hf_dir(folder)
-    context = ParallelContext.create(
-        detect(), tensor_parallel=tensor_parallel, expert_parallel=expert_parallel
-    )
+    context = ParallelContext.create(detect(), Sizes(tensor=tensor_parallel, expert=expert_parallel))
     model = build_model(shape, torch.float32, context)
     held = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
