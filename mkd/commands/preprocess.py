@@ -73,6 +73,14 @@ def _add_record_flags(add: Callable[..., object]) -> None:
         help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)",
     )
     add(
+        "--numbers",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="keys of a number in each record that the loss of the run reads, such as that of --weight-key "
+        "(default: none)",
+    )
+    add(
         "--max-bad-records",
         type=int,
         default=0,
@@ -164,6 +172,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             tokenizer,
             args.append_eod,
             workers,
+            numbers=tuple(args.numbers),
             max_bad_records=args.max_bad_records,
             images=image_reader(
                 args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side

@@ -16,6 +16,7 @@ from mkd.parallel.image_row import ImageRow
 from mkd.parallel.zigzag import RowShard
 
 PAIR_NUMBER, ADVANTAGE, SAMPLED_LOGP = "pair", "advantage", "sampled_logp"  # names of row values
+RECORD = "record."  # names of row values that records give begin with it: record.KEY
 
 
 def as_row(values: np.ndarray) -> Tensor:
@@ -78,9 +79,17 @@ class PackedBatch:
 
     `pair` (int64) numbers the preference pairs from 1: positive for tokens of the chosen document, negative
     for those of the rejected one, 0 elsewhere. `advantage` and `sampled_logp` (float32) are those of the
-    label, if the student has sampled it.
+    label, if the student has sampled it. `record.KEY` (float32) is the number KEY of the document's record.
     """
+    row_sums: Mapping[str, float] = field(default_factory=dict)
+    """Name -> sum of a row value over the loss tokens of the whole row, of numbers of records."""
     num_pairs: int = 0  # preference pairs of the whole row
+
+    def of_loss_rows(self, name: str) -> Tensor:
+        """Return a row value of each loss row, [n]; fp32 zeros in a batch of padding, which has none."""
+        if name not in self.row_values:
+            return self.loss_mask.new_zeros(len(self.loss_rows))
+        return self.row_values[name][0, self.loss_rows]
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the batch on `device`; from pinned memory the copies do not block."""
@@ -152,6 +161,8 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
     labels = np.concatenate([pack.labels for pack in packs])
     loss_mask = as_row(np.concatenate([pack.loss_mask for pack in packs]))
     of_teachers = zip(*(pack.teacher_inputs for pack in packs), strict=True)
+    row_values = _joined_row_values(packs)
+    weighed = {name: loss_mask * values for name, values in row_values.items() if name.startswith(RECORD)}
     return PackedBatch(
         tokens=as_row(np.concatenate([pack.tokens for pack in packs])),
         labels=as_row(labels),
@@ -164,7 +175,8 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
         teacher_inputs=tuple(first.collate(others, labels) for first, *others in of_teachers),
-        row_values=_joined_row_values(packs),
+        row_values=row_values,
+        row_sums={name: float(values.sum(dtype=torch.float64)) for name, values in weighed.items()},
         num_pairs=sum(pack.num_pairs for pack in packs),
     )
 

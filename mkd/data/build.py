@@ -15,7 +15,7 @@ from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
-from mkd.data.corpus.documents import require_pairs, require_pairs_fit
+from mkd.data.corpus.documents import require_numbers, require_pairs, require_pairs_fit
 from mkd.data.corpus.encoding import useful_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.sources import find_prefix, require_image_processor, require_text, require_vocabulary
@@ -29,6 +29,7 @@ from mkd.data.packing.pack_index import PackIndex, is_small, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.quarantine import collect, list_left_out, require_few
 from mkd.data.records.file_notes import log_notes
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def open_datasets(
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
     images: ConversationImages | None = None,  # reads the images of conversations; None: there may be none
     max_patches_per_pack: int | None = None,  # of images; default: no limit
-    pairs: bool | None = None,  # the corpora hold preference pairs; None: whatever there is
+    records: WantedRecords = ANY_RECORDS,  # what the loss reads of them
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -85,7 +86,7 @@ def open_datasets(
         quarantine=quarantine,
         progress=progress,
         images=images,
-        pairs=pairs,
+        records=records,
         packing=replace(packing, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
     )
@@ -163,7 +164,7 @@ class _Preparation:
     quarantine: str | None
     progress: Callable[[], None]
     images: ConversationImages | None
-    pairs: bool | None
+    records: WantedRecords
     packing: PackSettings
     known: KnownFiles
 
@@ -250,6 +251,7 @@ class _Preparation:
             cache_dir=self.cache_dir,
             workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
+            numbers=self.records.numbers,
             known=self.known,
             progress=self.progress,
         )
@@ -270,7 +272,8 @@ class _Preparation:
         store.check_layout(self.known, self.progress)  # first: other reads trust the layout
         # From the description alone, so that a wrong corpus is refused before all its tokens are read.
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
-        require_pairs(store.meta.get("kinds", ()), self.pairs, f"{flag} {path}")
+        require_pairs(store.meta.get("kinds", ()), self.records.pairs, f"{flag} {path}")
+        require_numbers(store, self.records, f"{flag} {path}")
         require_image_processor(store, self.images, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
@@ -282,7 +285,8 @@ class _Preparation:
 
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
-        key = cache_key(path, self.tokenizer, self.append_eod, self.progress, self.known, self.images)
+        wanted = self.records.numbers
+        key = cache_key(path, self.tokenizer, self.append_eod, self.progress, self.known, self.images, wanted)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not self._is_complete(prefix, key):
             build_store(
@@ -295,6 +299,7 @@ class _Preparation:
                 self.max_bad_records,
                 self.progress,
                 self.images,
+                wanted,
             )
             # `build_store` has hashed the files; without this, the next start would read them again.
             for end, digest in TokenStore(prefix).meta["sha256"].items():

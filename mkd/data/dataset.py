@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
-from mkd.data.batch import PAIR_NUMBER, Pack, empty_pack
+from mkd.data.batch import PAIR_NUMBER, RECORD, Pack, empty_pack
 from mkd.data.corpus.store import TokenStore, first_out_of_range
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import PackImages
@@ -69,10 +69,20 @@ class PackedDataset:
         columns = (pieces.document, pieces.offset, pieces.length, starts)
         parts = zip(*(column.tolist() for column in columns), strict=True)
         student = StudentPack(first_piece, pieces, starts, pack.labels, pack.loss_mask)
+        row_values = {
+            RECORD + key: _spread(values[pieces.document], starts, pieces.length, self.seq_length)
+            for key, values in self.store.numbers.items()
+        }
+        num_pairs = 0
         if self.store.documents_per_record > 1:
-            pack = replace(pack, **_pair_numbers(starts, pieces.length, self.seq_length))
+            num_pairs = len(starts) // 2
+            pairs = np.arange(2 * num_pairs) // 2 + 1
+            pairs[1::2] *= -1  # of a rejected document
+            row_values[PAIR_NUMBER] = _spread(pairs, starts, pieces.length, self.seq_length)
         return replace(
             pack,
+            row_values=row_values,
+            num_pairs=num_pairs,
             lengths=pieces.length,
             spans=spans,
             sample_id=index,
@@ -186,12 +196,12 @@ class PackedDataset:
             pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
 
 
-def _pair_numbers(starts: np.ndarray, lengths: np.ndarray, seq_length: int) -> dict[str, Any]:
-    """Return the fields of a Pack that say which of its documents [starts, starts + lengths) are a pair."""
-    numbers = np.zeros(seq_length, dtype=np.int64)
-    for place, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        numbers[start : start + length] = place // 2 + 1 if place % 2 == 0 else -(place // 2 + 1)
-    return dict(row_values={PAIR_NUMBER: numbers}, num_pairs=len(starts) // 2)
+def _spread(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+    """Return each document's value at its positions [start, start + length), and 0 elsewhere."""
+    found = np.zeros(seq_length, dtype=values.dtype)
+    for value, start, length in zip(values, starts.tolist(), lengths.tolist(), strict=True):
+        found[start : start + length] = value
+    return found
 
 
 def later_orders(dataset: BlendedDataset) -> dict[str, str]:

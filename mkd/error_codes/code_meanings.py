@@ -178,6 +178,9 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
             "An answer of a held-out task cannot be scored: repair or remove the record."
         ),
         "corpus-damaged": "A tokenised corpus is damaged or incomplete: tokenise it again.",
+        "corpus-without-numbers": (
+            "The loss reads a number of each record that the corpus was made without: make it with --numbers."
+        ),
         "corpus-of-another-model": (
             "A corpus was tokenised for another model: tokenise the raw files for this run."
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mkd.config.schema import Config
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
 from mkd.log.metrics import Metric
 from mkd.plan.facts import RunFacts
@@ -56,6 +57,10 @@ class Kind:
     def text_rows(self, config: Config) -> Iterable[Row]:
         """Yield rows of the loss card about the text that has a loss."""
         return ()
+
+    def records(self, config: Config) -> WantedRecords:
+        """Return what the loss reads of records besides their texts."""
+        return WantedRecords()
 
     def identity(self, config: Config) -> Mapping[str, object]:
         """Return the settings, by name, that must not change when a run resumes."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 from mkd.config.schema import Config
+from mkd.data.records.wanted import WantedRecords
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind
@@ -21,6 +24,11 @@ METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind
 def identity(config: Config) -> dict[str, object]:
     """Return the settings of all kinds that must not change when a run resumes."""
     return {name: value for kind in KINDS for name, value in kind.identity(config).items()}
+
+
+def wanted_records(config: Config) -> WantedRecords:
+    """Return what the loss reads of records besides their texts."""
+    return reduce(or_, (kind.records(config) for kind in KINDS))
 
 
 def card_term(config: Config) -> CardTerm | None:

@@ -27,10 +27,11 @@ def dense_kd(
     rows = loss_mask.nonzero().squeeze(1)
     weight, label = loss_mask[rows].double(), labels[rows]
     student = student_logits[rows, : objective.student_vocab_size].double()
-    ce = (weight * functional.cross_entropy(student, label, reduction="none")).sum()
+    row_ce = functional.cross_entropy(student, label, reduction="none")
+    ce, plain_ce = (weight * row_ce).sum(), row_ce.detach().sum()
     if teacher_logits is None:
         assert ratio == 0, "a KD term needs a teacher"
-        return KDOutput(ce, ce.detach(), None, None, None, None, rows.new_tensor(len(rows)))
+        return KDOutput(ce, ce.detach(), None, None, None, None, rows.new_tensor(len(rows)), plain_ce)
     shared = objective.num_shared_ids
     teacher = teacher_logits[rows, :shared].double()
     log_p_s = (student[:, :shared] / temperature).log_softmax(dim=1)
@@ -47,4 +48,5 @@ def dense_kd(
         teacher_entropy=-(weight * (log_p.exp() * log_p).sum(dim=1)).sum(),
         top1_agreement=(weight * agree).sum(),
         num_loss_tokens=torch.count_nonzero(loss_mask),
+        plain_ce=plain_ce,
     )

@@ -35,6 +35,7 @@ class KDOutput:
     teacher_entropy: Tensor | None  # over the shared ids, T = 1, nats
     top1_agreement: Tensor | None  # rows whose first maximum of the teacher is one of the student
     num_loss_tokens: Tensor  # int64, rows with a non-zero mask
+    plain_ce: Tensor | None = None  # `ce` with weight 1 for all of these rows
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.data_files import RAW_SUFFIXES, is_raw, require_file
 from mkd.config.schema import Config
-from mkd.data.corpus.documents import require_eos, require_pairs
+from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
 from mkd.data.images.conversation import ConversationImages
@@ -25,6 +25,7 @@ from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
 from mkd.resolve.chat_setup import chat_problems, chat_settings
@@ -187,6 +188,7 @@ def data_problems(
     paths: Mapping[str, str],
     tokenizers: Tokenizers | None,
     config: Config,
+    wanted: WantedRecords,
     roles: Sequence[str] = (),  # of the teachers with tokenizers
 ) -> list[MkdError]:
     """Return the errors of all corpora (path -> flag): missing, unknown kind, empty, damaged, other ids.
@@ -197,12 +199,12 @@ def data_problems(
     kinds: set[str] = set()
     for path, flag in paths.items():
         max_bad_records = config.data.max_bad_records
-        found = collect_error(problems, partial(_kinds_in, flag, path, tokenizers, max_bad_records))
+        read = partial(_kinds_in, flag, path, tokenizers, max_bad_records, wanted)
+        found = collect_error(problems, read)
         kinds |= found or set()
         if found:
-            wanted = config.pair_loss is not None
             plain = {PAIR if one == CONVERSATION_PAIR else one for one in found}
-            collect_error(problems, partial(require_pairs, plain, wanted, f"{flag} {path}"))
+            collect_error(problems, partial(require_pairs, plain, wanted.pairs, f"{flag} {path}"))
         if found and found & CONVERSATIONS and tokenizers is not None and not max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, ("student", *roles))
     if tokenizers is not None and config.data.append_eod and kinds - CONVERSATIONS:
@@ -210,16 +212,19 @@ def data_problems(
     return problems
 
 
-def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
+def _kinds_in(
+    flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int, wanted: WantedRecords
+) -> set[str]:
     """Return the kinds of a corpus's first records; an empty set if it is tokenised. Raises DataError."""
     if is_raw(path):
         require_file(path, flag)
-        return kinds_of_records(flag, path, max_bad_records)
+        return kinds_of_records(flag, path, max_bad_records, wanted.numbers)
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
         do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
         raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore(find_prefix(path, flag))
+    require_numbers(store, wanted, f"{flag} {path}")
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")
         if any(tokenizers.teachers):
@@ -227,13 +232,13 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
     return set()
 
 
-def kinds_of_records(flag: str, path: str, max_bad_records: int) -> set[str]:
+def kinds_of_records(flag: str, path: str, max_bad_records: int, numbers: Sequence[str] = ()) -> set[str]:
     """Return the kinds of the first records. Raises DataError, as the run would, if too many are bad."""
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
     kinds, bad = set(), list[BadRecord]()
-    for number, row in islice(read_rows(path), looked_at):
+    for number, row in islice(read_rows(path, numbers=numbers), looked_at):
         try:
-            record = parse_row(row)
+            record = parse_row(row, numbers)
             is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
             kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
         except DataError as error:

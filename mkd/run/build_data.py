@@ -18,6 +18,7 @@ from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import (
     CrossTokenizerTeacher,
     teacher_texts,
 )
+from mkd.kinds.known_kinds import wanted_records
 from mkd.operations.phases import Phases
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.operations.shared_build import SharedBuild, leave_preempted
@@ -119,7 +120,7 @@ def open_data(
         teachers=teachers,
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,
-        pairs=config.pair_loss is not None,
+        records=wanted_records(config),
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -8,7 +8,7 @@ from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
-from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.known_kinds import KINDS, wanted_records
 from mkd.kinds.sampled.rollout_preflight import rollout_problems
 from mkd.log.writers import missing_packages
 from mkd.operations.console import LOG
@@ -53,7 +53,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += fp8_problems(fp8_recipes(facts))
     tokenizers = open_tokenizers(problems, facts, student, sources)
     paths = data_paths(problems, config.data)
-    problems += data_problems(paths, tokenizers, config, facts.roles)
+    problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)
     problems += rollout_problems(facts, tokenizers, student, sources)
     problems += task_problems(config)
     problems += missing_packages(config.log)

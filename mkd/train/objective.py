@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
-from mkd.train.sums import OF_NO_TEACHER, LossSums, ReportLayout
+from mkd.train.sums import DATA, OF_NO_TEACHER, LossSums, ReportLayout
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
 from mkd.train.teachers.same_tokens import CrossEntropy, SameTokens
 from mkd.train.teachers.weights import pack_weights
@@ -59,7 +60,10 @@ class Objective:
     @property
     def layout(self) -> ReportLayout:
         measures = {term.name: term.measures for term in self.terms}
-        return ReportLayout(tuple(measures), measures)
+        data: Any = next((term for term in self.terms if term.name == DATA), None)
+        if data is None:
+            return ReportLayout(tuple(measures), measures)
+        return ReportLayout(tuple(measures), measures, data.loss_key, data.reports_cross_entropy)
 
     @property
     def num_sums(self) -> int:

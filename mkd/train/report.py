@@ -155,7 +155,8 @@ class Reporter:
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Return the sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", *_TEACHER_KEYS}
-        absent |= set() if with_ce and sums.feedback is None else {"ce"}
+        has_ce = sums.feedback is None or sums.has_cross_entropy
+        absent |= set() if with_ce and has_ce else {"ce"}
         present = ((name, value) for name, value in sums.token_sums().items() if name not in absent)
         return {_LOSS_KEYS.get(name, name): value for name, value in present}
 

@@ -125,18 +125,18 @@ def training_objective(
         engine.experts.start_step(microbatches)
     terms = loss_terms(engine.kd, engine.teachers, data_term=engine.data_term)
     counts = count_rows(microbatches, terms, engine.context)
-    inverse_counts = 1.0 / counts.clamp(min=1).float()
+    inverse_counts = 1.0 / counts.masked_fill(counts == 0, 1.0).float()  # nothing to divide: the sum is 0
     return Objective(engine.kd, engine.context, terms, inverse_counts, observe)
 
 
 def count_rows(
     microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
 ) -> Tensor:
-    """Return the number of rows of each term in the global batch, int64 [terms].
+    """Return the rows of each term in the global batch, fp64 [terms]: numbers of rows, or sums of weights.
 
     Communication: one all-reduce SUM over data parallelism; no backward.
     """
     counts = [[term.num_rows(batch) for term in terms] for batch in microbatches]
-    total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)
+    total = torch.tensor(counts, dtype=torch.float64, device=context.device).sum(dim=0)
     dist.all_reduce(total, group=context.dp_group)
     return total

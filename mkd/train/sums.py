@@ -13,9 +13,11 @@ Number = Tensor | float | None
 """A sum of one micro-batch: a 0-dim tensor, a Python number, or None if not computed (counts as 0)."""
 
 CROSS_ENTROPY = "cross entropy"
-JUDGED = "judged answers"
-OF_NO_TEACHER = (CROSS_ENTROPY, JUDGED)
+DATA = "data term"
+OF_NO_TEACHER = (CROSS_ENTROPY, DATA)
 """Names of the terms that belong to no teacher; the blank keeps them apart from the names of teachers."""
+
+FEEDBACK_LOSS = "feedback_loss"  # metric of the loss of judged answers
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class TermSums:
     """The sums of one term of the loss over its rows.
 
     Rows are loss tokens, or the aligned chunks of a cross-tokenizer teacher. A row counts with the teacher's
-    weight in its pack. The cross entropy alone fills `student_ce` only. A loss of judged answers fills
-    `feedback`, `rows` (pairs or tokens) and its `measures`.
+    weight in its pack. The cross entropy alone fills `student_ce` only. A data term (see `DataTerm`) fills
+    `feedback`, `rows` (such as pairs, or a sum of weights) and its `measures`.
     """
 
     student_ce: Number = 0.0  # the student's cross entropy, nats, if this term computed it
@@ -36,7 +38,7 @@ class TermSums:
     tokens: Number = 0.0  # ... both over this number of tokens
     top1_agreement: Number = 0.0
     compared: Number = 0.0  # rows that count for `top1_agreement`
-    feedback: Any = 0.0  # loss of judged answers; see mkd/kinds/judged
+    feedback: Any = 0.0  # loss of a data term
     measures: Mapping[str, Any] = field(default_factory=dict)  # sums over rows by metric key
 
     def __add__(self, other: TermSums) -> TermSums:
@@ -54,6 +56,8 @@ class ReportLayout:
 
     terms: Sequence[str]  # names
     measures: Mapping[str, Sequence[str]] = field(default_factory=dict)  # term -> keys of its measures
+    loss_key: str = FEEDBACK_LOSS  # of the data term, if there is one; see `DataTerm`
+    has_cross_entropy: bool = False  # the data term reports it too
 
     @property
     def size(self) -> int:
@@ -80,7 +84,9 @@ class ReportLayout:
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
             teachers={name: one for name, one in terms.items() if name not in OF_NO_TEACHER},
-            feedback=terms.get(JUDGED),
+            feedback=terms.get(DATA),
+            loss_key=self.loss_key,
+            has_cross_entropy=self.has_cross_entropy or DATA not in terms,
         )
 
 
@@ -100,7 +106,9 @@ class LossSums:
     teachers: Mapping[str, TermSums]  # by name
     auxiliary: Mapping[str, float] = field(default_factory=dict)  # name -> sum over the loss tokens
     num_steps: int = 1
-    feedback: TermSums | None = None  # of judged answers, which take the place of the cross entropy
+    feedback: TermSums | None = None  # of the data term, which takes the place of the cross entropy
+    loss_key: str = FEEDBACK_LOSS  # metric of the data term's loss
+    has_cross_entropy: bool = False  # `ce` is known beside a data term
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums of both together. Both must have the same teachers and auxiliary losses."""
@@ -112,6 +120,8 @@ class LossSums:
             {name: one + other.auxiliary[name] for name, one in self.auxiliary.items()},
             self.num_steps + other.num_steps,
             self.feedback + other.feedback if self.feedback and other.feedback else None,
+            self.loss_key,
+            self.has_cross_entropy,
         )
 
     def named_as(self, other: LossSums) -> LossSums | None:
@@ -121,6 +131,7 @@ class LossSums:
         """
         is_same = self.kd_ratio == other.kd_ratio and self.auxiliary.keys() == other.auxiliary.keys()
         measures = [one.feedback and one.feedback.measures.keys() for one in (self, other)]
+        is_same = is_same and self.loss_key == other.loss_key
         if not is_same or len(self.teachers) != len(other.teachers) or measures[0] != measures[1]:
             return None
         return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
@@ -141,13 +152,13 @@ class LossSums:
         """Return metric name -> sum over `num_loss_tokens`.
 
         The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`,
-        `auxiliary_loss/<name>` for each auxiliary loss, `feedback_loss` and the measures of judged answers. A
+        `auxiliary_loss/<name>` for each auxiliary loss, and the loss and the measures of the data term. A
         teacher's own metrics are weighted as the teachers are. All but `ce` are means times
         `num_loss_tokens`, because other rows may differ from the loss tokens.
         """
-        count, judged = self.num_loss_tokens, self.feedback
+        count, data = self.num_loss_tokens, self.feedback
         kd = self.kd_mean * count
-        of_data = self.ce if judged is None else mean(judged.feedback, judged.rows) * count
+        of_data = self.ce if data is None else mean(data.feedback, data.rows) * count
         loss = (1 - self.kd_ratio) * of_data + self.kd_ratio * kd + sum(self.auxiliary.values())
         sums = {"loss": loss, "ce": self.ce, "kd": kd}
         shares = [(mean(one.weight, one.rows), one) for one in self.teachers.values()]
@@ -160,9 +171,9 @@ class LossSums:
             value = sum(share * mean(getattr(one, part), getattr(one, out_of)) for share, one in shares)
             sums[name] = mean(value, total) * count
         sums |= {f"auxiliary_loss/{name}": value for name, value in self.auxiliary.items()}
-        if judged is not None:
-            sums["feedback_loss"] = of_data
-            sums |= {key: mean(value, judged.rows) * count for key, value in judged.measures.items()}
+        if data is not None:
+            sums[self.loss_key] = of_data
+            sums |= {key: mean(value, data.rows) * count for key, value in data.measures.items()}
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:

@@ -13,6 +13,7 @@ from mkd.data.corpus.documents import encode_documents
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
+from mkd.data.records.wanted import WantedRecords
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
@@ -126,7 +127,7 @@ def test_pieces_that_belong_together_share_a_pack():
 
 
 def open_pairs(path, tokenizer, folder, **more):
-    settings = dict(seq_length=48, vocab_size=tokenizer.vocab_size, cache_dir=str(folder), pairs=True) | more
+    settings = dict(seq_length=48, vocab_size=tokenizer.vocab_size, cache_dir=str(folder)) | more
     return open_datasets(data_path=[path], tokenizer=tokenizer, **settings)
 
 
@@ -199,4 +200,4 @@ def test_pairs_and_other_records_are_told_apart(tmp_path, tokenizer, write_jsonl
     ):
         path = write_jsonl(f"{len(records)} {wanted}.jsonl", *records)
         with refused(code):
-            open_pairs(path, tokenizer, tmp_path / "c", pairs=wanted)
+            open_pairs(path, tokenizer, tmp_path / "c", records=WantedRecords(pairs=wanted))

@@ -56,6 +56,7 @@ class RowAligner:
     """Turns rows of files into aligned documents, with the documents and student ids of `encode_record`."""
 
     pair: Pair
+    numbers: tuple[str, ...] = ()  # a record without one is bad, as in the student's corpus
 
     def __call__(self, batch: FileBatch | MkdError) -> AlignedBatch:
         if isinstance(batch, MkdError):
@@ -73,10 +74,10 @@ class RowAligner:
         return replace(found, num_rows=len(batch.rows), megabytes_read=batch.megabytes_read)
 
     def _align(self, row: Row) -> AlignedText:
-        return align_record(parse_row(row), self.pair)
+        return align_record(parse_row(row, self.numbers), self.pair)
 
     def _without_teacher(self, row: Row) -> AlignedText:
-        record, pair = parse_row(row), self.pair
+        record, pair = parse_row(row, self.numbers), self.pair
         ids = encode_record(record, pair.student, pair.append_eod, pair.student_images).ids
         return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
 

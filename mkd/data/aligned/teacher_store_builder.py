@@ -41,6 +41,7 @@ def cached_teacher_store(
     cache_dir: str,
     workers: int,
     max_bad_records: int = 0,
+    numbers: tuple[str, ...] = (),  # see `WantedRecords`
     known: KnownFiles = FORGETFUL,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
@@ -60,9 +61,10 @@ def cached_teacher_store(
         text.alignment,
         text.reasoning,
         *(reader.settings for reader in (images, text.images) if reader),
+        *([list(numbers)] if numbers else []),
     ]
     if is_raw(path):
-        source, align = FileRows([path]), RowAligner(pair)
+        source, align = FileRows([path], numbers), RowAligner(pair, numbers)
         key = known.content_hash([*settings, append_eod, None], [path], progress)  # None: see `cache_key`
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)

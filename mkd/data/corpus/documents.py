@@ -17,7 +17,9 @@ from mkd.data.images.image_table import EncodedImage
 from mkd.data.packing.cutting import whole_records
 from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError
+from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # workers that tokenise do not import Megatron
@@ -143,6 +145,22 @@ def require_pairs(kinds: Collection[str], wanted: bool | None, name: str) -> Non
         what, why = f"{name} has no preference pairs", "the loss compares a chosen with a rejected answer"
         do = 'give records {"prompt", "chosen", "rejected"}, or remove the loss, such as --dpo-beta'
         raise DataError(what, why, do, code="pairs-and-others")
+
+
+def require_numbers(store: TokenStore, wanted: WantedRecords, name: str) -> None:
+    """Raise DataError unless a tokenised corpus, called `name`, has the wanted numbers of its records."""
+    missing = [key for key in wanted.numbers if key not in store.numbers]
+    if missing:
+        what, why = f"{name} has no numbers {', '.join(missing)}", "the loss of this run reads them"
+        do = f"make it again: mkd preprocess --numbers {' '.join(wanted.numbers)}"
+        raise DataError(what, why, do, code="corpus-without-numbers")
+    for key in wanted.weights:
+        not_above_0 = np.flatnonzero(store.numbers[key] <= 0)
+        if not_above_0.size:
+            ((path, line),) = store.places(not_above_0[:1].tolist())
+            what = f"{path}:{line}: {key} is {store.numbers[key][not_above_0[0]]:g}"
+            why = f"it weighs the record in the loss, as {counted(not_above_0.size, 'document')} of {name}"
+            raise DataError(what, why, "use numbers above 0, or remove the records", code="out-of-range")
 
 
 def require_pairs_fit(

@@ -45,6 +45,7 @@ class EncodedBatch:
     images: np.ndarray  # [images] of IMAGE, with documents and sources counted from those of the batch
     image_sources: bytes
     lines: np.ndarray  # [documents] int64, line or row of each document's record
+    numbers: np.ndarray  # [documents, keys] fp32, see `WantedRecords.numbers`
     path: str = ""  # the file; "" if it cannot be read
     ignored: IgnoredKeys = field(default_factory=IgnoredKeys)
     num_rows: int = 0
@@ -65,12 +66,14 @@ class FileRows:
     """Rows of files in batches, or the error that stopped reading a file."""
 
     paths: Sequence[str]
+    numbers: tuple[str, ...] = ()  # keys of numbers that are read too
 
     def __iter__(self) -> Iterator[FileBatch | MkdError]:
         position = Position()
         for path in self.paths:
             left_out = Counter[str]()
-            rows = cut_texts(position.follow(read_rows(path), path), left_out)
+            read = read_rows(path, numbers=self.numbers)
+            rows = cut_texts(position.follow(read, path), left_out, self.numbers)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
                     yield FileBatch(path, batch, left_out.copy(), position.megabytes)
@@ -80,24 +83,25 @@ class FileRows:
 
 
 def cut_texts(
-    rows: Iterable[tuple[int, Row]], left_out: Counter[str] | None = None
+    rows: Iterable[tuple[int, Row]], left_out: Counter[str] | None = None, numbers: Sequence[str] = ()
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows, with each text of more than MAX_CHARACTERS cut into several rows.
 
-    The other keys of a record that is cut are counted in `left_out`.
+    Each of them has the `numbers` of the record. Its other keys are counted in `left_out`.
 
     A cut is made after the last line end in the second half of what fits, else before the last blank there,
     else anywhere.
     """
     for number, row in rows:
-        text = _text(row, left_out) if _size(row) > MAX_CHARACTERS else None
-        if text is None:
+        record = _text(row, left_out, numbers) if _size(row) > MAX_CHARACTERS else None
+        if record is None:
             yield number, row
             continue
+        (text,), others = record.values, dict(zip(numbers, record.numbers, strict=True))
         start = 0
         while start < len(text):
             end = _cut(text, start)
-            yield number, {"text": text[start:end]}
+            yield number, {"text": text[start:end], **others}
             start = end
 
 
@@ -119,16 +123,16 @@ def _cut(text: str, start: int) -> int:
     return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
 
 
-def _text(row: Row, left_out: Counter[str] | None) -> str | None:
+def _text(row: Row, left_out: Counter[str] | None, numbers: Sequence[str]) -> Record | None:
     try:
-        record = parse_row(row)
+        record = parse_row(row, numbers)
     except DataError:
         return None  # the encoder reports what is wrong with it
     if record.kind != TEXT:
         return None
     if left_out is not None:
         left_out.update(record.ignored)
-    return record.values[0]
+    return record
 
 
 def useful_workers(num_bytes: int, most: int) -> int:
@@ -191,6 +195,7 @@ def encode_files(
     workers: int = 0,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
+    numbers: tuple[str, ...] = (),
 ) -> Generator[EncodedBatch, None, None]:
     """Yield the encoded batches of all files, in the order of files and rows.
 
@@ -198,7 +203,8 @@ def encode_files(
     batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. For
     `progress` see `in_workers`.
     """
-    return in_workers(FileRows(paths), _Encoder(tokenizer, append_eod, images), workers, progress)
+    encoder = _Encoder(tokenizer, append_eod, images, numbers)
+    return in_workers(FileRows(paths, numbers), encoder, workers, progress)
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,7 @@ class _Encoder:
     tokenizer: Tokenizer
     append_eod: bool
     images: ConversationImages | None
+    numbers: tuple[str, ...]
 
     def __call__(self, batch: FileBatch | MkdError) -> EncodedBatch:
         encoded, errors = each_row(batch, self._encode)
@@ -214,6 +221,7 @@ class _Encoder:
             ignored.records += batch.left_out
         documents = [document for _, (_, of_record) in encoded for document in of_record]
         lines = [line for line, (_, of_record) in encoded for _ in of_record]
+        numbers = [record.numbers for _, (record, of_record) in encoded for _ in of_record]
         images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
@@ -224,6 +232,7 @@ class _Encoder:
             images=images,
             image_sources=image_sources,
             lines=np.array(lines, dtype=np.int64),
+            numbers=np.array(numbers, dtype=np.float32).reshape(len(lines), len(self.numbers)),
             path=batch.path if isinstance(batch, FileBatch) else "",
             ignored=ignored,
             num_rows=len(batch.rows) if isinstance(batch, FileBatch) else 0,
@@ -231,7 +240,7 @@ class _Encoder:
         )
 
     def _encode(self, row: Row) -> tuple[Record, list[Document]]:
-        record = parse_row(row)
+        record = parse_row(row, self.numbers)
         return record, encode_documents(record, self.tokenizer, self.append_eod, self.images)
 
 

@@ -56,6 +56,10 @@ class StoreFiles:
         return Path(self.prefix + ".places.bin")
 
     @property
+    def numbers(self) -> Path:  # fp32 [documents, keys], see TokenStore.numbers; absent if there is no key
+        return Path(self.prefix + ".numbers.bin")
+
+    @property
     def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs wrote
         return Path(self.prefix + ".meta.json")
 
@@ -68,7 +72,7 @@ class StoreFiles:
         """Files in the order of renaming: the one that readers look for comes last."""
         return (
             *(self.quarantine, self.loss_mask, self.places, self.images, self.image_sources),
-            *(self.bin, self.idx, self.meta),
+            *(self.numbers, self.bin, self.idx, self.meta),
         )
 
 
@@ -106,6 +110,7 @@ class TokenStore:
         if files.loss_mask.is_file():
             _check_size(files.loss_mask, self.num_tokens)
             self._loss_mask = _mapped(files.loss_mask)
+        self.numbers = self._read_numbers(files.numbers)  # key -> fp32 [documents], one for each record
         has_images = self.meta.get("images") or files.images.is_file()
         self.images = ImageTable(files.images, files.image_sources) if has_images else None
 
@@ -114,6 +119,16 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self._borders) - 1
+
+    def _read_numbers(self, path: Path) -> dict[str, np.ndarray]:
+        keys = self.meta.get("numbers", ())
+        if not keys:
+            return {}
+        if not path.is_file():
+            raise _damaged(path, "it does not exist, though the corpus was written with numbers")
+        _check_size(path, 4 * len(self) * len(keys))
+        values = _mapped(path).view(np.float32).reshape(len(self), len(keys))
+        return dict(zip(keys, values.T, strict=True))
 
     @property
     def documents_per_record(self) -> int:
@@ -278,7 +293,7 @@ def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: Non
     """Return suffix -> SHA-256 of the content, for the files of a corpus."""
     paths = {
         path.name.removeprefix(Path(files.prefix).name): path
-        for path in (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
+        for path in (files.bin, files.idx, files.loss_mask, files.images, files.image_sources, files.numbers)
     }
     return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 

@@ -31,6 +31,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 F = TypeVar("F", bound=StoreFiles)
 ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
+LATER = ("notes", "numbers")
 RECORDS_VERSION = 4  # raise it when the same records become other tokens
 
 
@@ -48,11 +49,12 @@ class StoreSummary:
     images: int = 0
     image_patches: int = 0
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # file -> what every start says of it
+    numbers: tuple[str, ...] = ()  # keys of the records' numbers
 
     def described(self) -> dict[str, Any]:
-        """Return the numbers for the description of the corpus; those of images only if there are some."""
-        numbers = {key: value for key, value in asdict(self).items() if key != "notes" or value}
-        return numbers if self.images else {k: v for k, v in numbers.items() if not k.startswith("image")}
+        """Return the entries of the corpus's description; those of later versions only if there are some."""
+        found = {key: value for key, value in asdict(self).items() if key not in LATER or value}
+        return found if self.images else {k: v for k, v in found.items() if not k.startswith("image")}
 
     @property
     def has_conversations(self) -> bool:
@@ -74,6 +76,7 @@ def build_store(
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
+    numbers: tuple[str, ...] = (),
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
@@ -82,14 +85,15 @@ def build_store(
     The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
     last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
     DataError for one more, or ErrorList with the first ten. `progress` is called for every batch of records,
-    and may raise.
+    and may raise. For `numbers` see `WantedRecords`.
     """
     inputs = [str(path) for path in inputs]
     _require_files(inputs)
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
-        with closing(encode_files(inputs, tokenizer, append_eod, workers, progress, images)) as batches:
-            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records)
+        encoded = encode_files(inputs, tokenizer, append_eod, workers, progress, images, numbers)
+        with closing(encoded) as batches:
+            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records, numbers)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
@@ -133,13 +137,15 @@ def cache_key(
     progress: Callable[[], None] = lambda: None,
     known: KnownFiles = FORGETFUL,
     images: ConversationImages | None = None,
+    numbers: Sequence[str] = (),
 ) -> str:
-    """Return the SHA-256 over the content of a raw file and all settings that decide its tokens.
+    """Return the SHA-256 over the content of a raw file and all settings that decide its corpus.
 
     None stands where a former setting had its default, so that caches of earlier versions are found.
     """
     settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
     settings += images.settings if images else []
+    settings += [list(numbers)] if numbers else []
     return known.content_hash(settings, [path], progress)
 
 
@@ -149,8 +155,9 @@ def _write_tokens(
     files: StoreFiles,
     tokenizer: Tokenizer,
     max_bad_records: int,
+    numbers: tuple[str, ...],
 ) -> StoreSummary:
-    """Write .bin, .idx and, unless it is all ones, the loss mask with the places of the records."""
+    """Write .bin, .idx, the numbers and, unless it is all ones, the loss mask with the places of records."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
@@ -159,7 +166,12 @@ def _write_tokens(
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
     lines = ProgressLines(f"tokenising {inputs[0]}{others}", total_megabytes(inputs), "MB", "records")
-    with builder.data_file, files.loss_mask.open("wb") as mask_file, files.places.open("wb") as place_file:
+    with (
+        builder.data_file,
+        files.loss_mask.open("wb") as mask_file,
+        files.places.open("wb") as place_file,
+        files.numbers.open("wb") as number_file,
+    ):
         for batch in batches:
             quarantine.add(batch.errors)
             if quarantine.is_full:
@@ -170,6 +182,7 @@ def _write_tokens(
             lines.at(batch.megabytes_read, batch.num_rows)
             mask_file.write(batch.loss.tobytes())
             place_file.write(places_of(batch, inputs).tobytes())
+            number_file.write(batch.numbers.tobytes())
             images.append(batch.images, batch.image_sources, documents)
             ignored[batch.path].add(batch.ignored)
             documents += len(stops)
@@ -186,8 +199,11 @@ def _write_tokens(
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
+    if not numbers:
+        files.numbers.unlink()
+    if not (unpredicted or numbers):
         files.places.unlink()
-    notes = {path: file_notes(path, keys, tokenizer) for path, keys in ignored.items() if path}
+    notes = {path: file_notes(path, keys, tokenizer, numbers) for path, keys in ignored.items() if path}
     notes = {path: said for path, said in notes.items() if said}
     return StoreSummary(
         documents,
@@ -200,6 +216,7 @@ def _write_tokens(
         images=images.count,
         image_patches=images.patches,
         notes=notes,
+        numbers=numbers,
     )
 
 

@@ -18,9 +18,12 @@ LOG = logging.getLogger("mkd")
 LOOKED_AT = 100  # records of a file
 
 
-def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer) -> list[str]:
-    """Return what every start of a run says about the file, of whose records `keys` were ignored."""
-    found = replace(keys, records=keys.records + unread_columns(path))
+def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer, numbers: Sequence[str] = ()) -> list[str]:
+    """Return what every start of a run says about the file.
+
+    Of its records `keys` were ignored, and `numbers` are read.
+    """
+    found = replace(keys, records=keys.records + unread_columns(path, numbers))
     texts = [] if path.endswith(TEXT_SUFFIX) else list(_texts(path))
     notes = (str(found), reasoning_note(keys.reasoning), control_token_note(texts, tokenizer))
     return [note for note in notes if note]

@@ -50,6 +50,7 @@ class Record:
     values: tuple[Any, ...]
     images: tuple[Any, ...] = ()  # of messages, in the order of their places; see messages.py
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys with a value that nothing reads
+    numbers: tuple[float, ...] = ()  # see `WantedRecords.numbers`
 
 
 def unknown_keys(keys: str, found: Iterable[str], where: str = "") -> DataError:

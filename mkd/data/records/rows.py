@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ A record is a line of JSON, a row of a table, or {"text": bytes} for a line of t
 """
 
 
-def read_rows(path: str | Path, whole: bool = False) -> Iterator[tuple[int, Row]]:
+def read_rows(
+    path: str | Path, whole: bool = False, numbers: Sequence[str] = ()
+) -> Iterator[tuple[int, Row]]:
     """Yield (line or row number from 1, raw record) for every record of a file.
 
-    Skip blank lines. Of a table, only the columns of documents are read, unless it is read `whole`. Raises
-    DataError if the file cannot be read.
+    Skip blank lines. Of a table, only the columns of documents and `numbers` are read, unless it is read
+    `whole`. Raises DataError if the file cannot be read.
     """
     path = Path(path)
     if path.suffix not in RAW_SUFFIXES:
@@ -43,7 +45,7 @@ def read_rows(path: str | Path, whole: bool = False) -> Iterator[tuple[int, Row]
         elif path.suffix == TEXT_SUFFIX:
             yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n"))
         else:
-            yield from enumerate(_table_rows(path, whole), 1)
+            yield from enumerate(_table_rows(path, whole, numbers), 1)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read",
@@ -88,7 +90,7 @@ def _lines(path: Path, stripped: bytes | None = None) -> Iterator[tuple[int, byt
                 yield number, content
 
 
-def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
+def _table_rows(path: Path, whole: bool, numbers: Sequence[str]) -> Iterator[Row]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -101,13 +103,15 @@ def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
-                columns = None if whole else _known_columns(file.schema_arrow.names, path)
+                names = file.schema_arrow.names
+                columns = None if whole else _known_columns(names, path, numbers)
                 for batch in file.iter_batches(TABLE_ROWS_PER_READ, columns=columns):
                     yield from _batch_rows(batch)
         else:
             with pa.memory_map(str(path)) as source:
                 for batch in _arrow_batches(pa, source):
-                    batch = batch if whole else batch.select(_known_columns(batch.schema.names, path))
+                    if not whole:
+                        batch = batch.select(_known_columns(batch.schema.names, path, numbers))
                     for start in range(0, batch.num_rows, TABLE_ROWS_PER_READ):
                         yield from _batch_rows(batch.slice(start, TABLE_ROWS_PER_READ))
     except pa.ArrowException as error:
@@ -119,10 +123,11 @@ def _table_rows(path: Path, whole: bool) -> Iterator[Row]:
         ) from error
 
 
-def unread_columns(path: str | Path) -> Counter[str]:
+def unread_columns(path: str | Path, numbers: Sequence[str] = ()) -> Counter[str]:
     """Return the columns of a table that `read_rows` leaves out, with how many rows have a value there.
 
-    Of nested columns of a parquet file, rows without a value are counted too. Other files have no columns.
+    `numbers` are read. Of nested columns of a parquet file, rows without a value are counted too. Other
+    files have no columns.
     """
     path, counts = Path(path), Counter[str]()
     if path.suffix not in ARROW_SUFFIXES:
@@ -132,13 +137,14 @@ def unread_columns(path: str | Path) -> Counter[str]:
 
     if path.suffix == ".parquet":
         with pq.ParquetFile(path) as file:
-            left_out = set(file.schema_arrow.names) - set(_known_columns(file.schema_arrow.names, path))
+            names = file.schema_arrow.names
+            left_out = set(names) - set(_known_columns(names, path, numbers))
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             counts.update({name: sum(_num_values(group, name) for group in groups) for name in left_out})
     else:
         with pa.memory_map(str(path)) as source:
             for batch in _arrow_batches(pa, source):
-                known = _known_columns(batch.schema.names, path)
+                known = _known_columns(batch.schema.names, path, numbers)
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     counts[name] += (name not in known) * (len(column) - column.null_count)
     return +counts
@@ -192,9 +198,9 @@ def _batch_rows(batch) -> Iterator[Row]:
     yield from rows
 
 
-def _known_columns(names: list[str], path: Path) -> list[str]:
+def _known_columns(names: list[str], path: Path, numbers: Sequence[str]) -> list[str]:
     complete = [kind for kind in KINDS.values() if set(kind.keys) <= set(names)]
-    wanted = {key for kind in KINDS.values() for key in kind.keys}
+    wanted = {*numbers, *(key for kind in KINDS.values() for key in kind.keys)}
     wanted |= {key for kind in complete for key in kind.optional}
     wanted |= set() if all(kind.form == TEXT for kind in complete) else set(REFUSED_KEYS)
     known = [name for name in names if name in wanted]

@@ -12,7 +12,7 @@ from torch import Tensor
 from mkd.data.batch import PAIR_NUMBER, PackedBatch
 from mkd.kinds.judged.coefficients import coefficient_loss, reference_logp, student_logp
 from mkd.kinds.judged.pair_losses.pair_loss import Answers, PairLoss
-from mkd.train.sums import JUDGED, TermSums
+from mkd.train.sums import DATA, FEEDBACK_LOSS, TermSums
 from mkd.train.teachers.base import LossInput
 from mkd.xtoken.segments import sum_by
 
@@ -29,20 +29,24 @@ class PairTerm:
 
     pair_loss: PairLoss
     factor: float = 1.0
-    name: str = JUDGED
+    name: str = DATA
 
+    loss_key: ClassVar[str] = FEEDBACK_LOSS
+    reports_cross_entropy: ClassVar[bool] = False
     has_held_out_loss: ClassVar[bool] = True
 
     @property
     def measures(self) -> tuple[str, ...]:
-        return f"{self.pair_loss.prefix}/margin", f"{self.pair_loss.prefix}/accuracy"
+        names = ("margin", "accuracy", *self.pair_loss.part_help)
+        return tuple(f"{self.pair_loss.prefix}/{name}" for name in names)
 
     def num_rows(self, batch: PackedBatch) -> int:
         """Return the pairs of a micro-batch."""
         return batch.num_pairs
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        number = self._pair_numbers(given.batch)
+        # int64 [n], negative in the rejected answer
+        number = given.batch.of_loss_rows(PAIR_NUMBER).long()
         chosen, rejected = self._answers(given, number)
         with torch.enable_grad():
             margin = self.pair_loss.margin(chosen, rejected)
@@ -53,16 +57,11 @@ class PairTerm:
         loss = coefficient_loss(given, coefficients, scale)
         if given.context.cp_rank > 0:  # every rank of a row knows its pairs, and one of them reports
             return loss, TermSums(measures=dict.fromkeys(self.measures, 0.0))
-        values = margin.detach().sum(), (margin > 0).sum()
+        parts = self.pair_loss.parts(chosen, rejected)
+        of_parts = (parts[name].detach().sum() for name in self.pair_loss.part_help)
+        values = margin.detach().sum(), (margin > 0).sum(), *of_parts
         measures = dict(zip(self.measures, values, strict=True))
         return loss, TermSums(feedback=value.detach().sum(), rows=len(margin), measures=measures)
-
-    @staticmethod
-    def _pair_numbers(batch: PackedBatch) -> Tensor:
-        """Return the pair of each loss row, from 1, negative in its rejected answer; int64 [n]."""
-        if not batch.num_pairs:  # a micro-batch of padding
-            return batch.loss_rows
-        return batch.row_values[PAIR_NUMBER][0, batch.loss_rows]
 
     def _answers(self, given: LossInput, number: Tensor) -> tuple[Answers, Answers]:
         """Return the chosen and the rejected answers. Only `logp` has a graph, which begins there.

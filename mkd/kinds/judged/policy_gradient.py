@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, PackedBatch
 from mkd.kinds.judged.coefficients import coefficient_loss, student_logp
-from mkd.train.sums import JUDGED, TermSums
+from mkd.train.sums import DATA, FEEDBACK_LOSS, TermSums
 from mkd.train.teachers.base import LossInput
 
 
@@ -28,9 +28,11 @@ class PolicyGradient:
     has_ratio: bool  # several updates: rho differs from 1
     vocab_size: int | None = None  # ids that can be sampled: p is over them; None: all of the student's
     factor: float = 1.0
-    name: str = JUDGED
+    name: str = DATA
 
     measures: ClassVar[tuple[str, ...]] = ("reward/clipped",)
+    loss_key: ClassVar[str] = FEEDBACK_LOSS
+    reports_cross_entropy: ClassVar[bool] = False
     has_held_out_loss: ClassVar[bool] = False
 
     def num_rows(self, batch: PackedBatch) -> int:
@@ -38,10 +40,10 @@ class PolicyGradient:
         return batch.num_loss_tokens
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        advantage = self._of_rows(given.batch, ADVANTAGE)
+        advantage = given.batch.of_loss_rows(ADVANTAGE)
         ratio = torch.ones_like(advantage)
         if self.has_ratio:
-            ratio = (student_logp(given, self.vocab_size) - self._of_rows(given.batch, SAMPLED_LOGP)).exp()
+            ratio = (student_logp(given, self.vocab_size) - given.batch.of_loss_rows(SAMPLED_LOGP)).exp()
         gain = ratio * advantage
         bounded = ratio.clamp(1 - self.clip_range, 1 + self.clip_range) * advantage
         is_clipped = bounded < gain
@@ -49,9 +51,3 @@ class PolicyGradient:
         value = -torch.minimum(gain, bounded).double().sum()
         measures = {"reward/clipped": is_clipped.sum()}
         return loss, TermSums(feedback=value, rows=given.num_loss_tokens, measures=measures)
-
-    def _of_rows(self, batch: PackedBatch, name: str) -> Tensor:
-        """Return a number of the label of each loss row, fp32 [n]."""
-        if name not in batch.row_values:  # a micro-batch of padding
-            return batch.loss_mask.new_zeros(len(batch.loss_rows))
-        return batch.row_values[name][0, batch.loss_rows]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mkd.config.models import teacher_names
 from mkd.config.options import settings
 from mkd.config.schema import PAIR_LOSSES, Config, KDConfig
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import UsageError
 from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
 from mkd.kinds.kind import CardTerm, Kind
@@ -42,6 +43,8 @@ def _metrics(loss: type[PairLoss]) -> Iterator[Metric]:
         compact=("acc", 4),
         line=(f"{loss.prefix} accuracy", ".4f"),
     )
+    for name, text in loss.part_help.items():
+        yield Metric(f"{loss.prefix}/{name}", "nats", ROW_MEAN, text)
 
 
 class Pairs(Kind):
@@ -88,6 +91,8 @@ class Pairs(Kind):
             scores = f"s, r: sums of ln p over an answer under the student and the reference {reference}"
             rounded = "".join(rounding(one, "r") for one in config.teachers)
         lengths = "; n its tokens" if "n_c" in loss.formula() else ""
+        trl = loss.in_trl()
+        same = f"{trl}, if every micro-batch has as many pairs" if trl else "nothing: it has no equal loss"
         text = f"{loss.formula()}; {scores}, T = 1{lengths}; c the chosen answer, r the rejected one{rounded}"
         return CardTerm(
             name=loss.title,
@@ -95,8 +100,11 @@ class Pairs(Kind):
             unit="pair",
             mask="the tokens of both answers, their end included; never the prompt or padding",
             normaliser=f"sums over the global batch divided once by its number of pairs, {_COUNTED}",
-            elsewhere=(("same in TRL", f"{loss.in_trl()}, if every micro-batch has as many pairs"),),
+            elsewhere=(("same in TRL", same),),
         )
+
+    def records(self, config: Config) -> WantedRecords:
+        return WantedRecords(pairs=config.pair_loss is not None)
 
     def identity(self, config: Config) -> Mapping[str, object]:
         sections = {one.name for one in fields(config) if isinstance(getattr(config, one.name), PairLoss)}

@@ -32,6 +32,7 @@ from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.human import counted
+from mkd.kinds.known_kinds import wanted_records
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -126,7 +127,7 @@ def plan_export(
         images = collect_error(problems, partial(_open_images, config, source, tokenizer))
     paths = data_paths(problems, config.data)
     tokenizers = None if tokenizer is None else Tokenizers(tokenizer, (), None, ())
-    problems += data_problems(paths, tokenizers, config)
+    problems += data_problems(paths, tokenizers, config, wanted_records(config))
     problems += disk_problems(list(cache_writes(config, paths)))
     if problems:
         raise ErrorList(problems)

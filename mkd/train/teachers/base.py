@@ -57,8 +57,11 @@ class Term(Protocol):
     def measures(self) -> tuple[str, ...]:
         """Keys of its own metrics, which `TermSums.measures` fills."""
 
-    def num_rows(self, batch: PackedBatch) -> int:
-        """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together."""
+    def num_rows(self, batch: PackedBatch) -> float:
+        """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together.
+
+        Rows with weights count with these.
+        """
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.
@@ -68,7 +71,15 @@ class Term(Protocol):
 
 
 class DataTerm(Term, Protocol):
-    """A term that takes the place of the cross entropy; see mkd/kinds."""
+    """A term that takes the place of the cross entropy; see mkd/kinds. Its name is `DATA`."""
+
+    @property
+    def loss_key(self) -> str:
+        """Metric of its loss."""
+
+    @property
+    def reports_cross_entropy(self) -> bool:
+        """True if its sums have the student's cross entropy besides its loss, for the metric `ce_loss`."""
 
     @property
     def has_held_out_loss(self) -> bool:

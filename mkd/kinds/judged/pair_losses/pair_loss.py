@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ class PairLoss:
     title: ClassVar[str]  # in the loss card, such as DPO
     prefix: ClassVar[str]  # of its settings and metrics: dpo_beta, dpo/margin
     needs_reference: ClassVar[bool]
+    part_help: ClassVar[Mapping[str, str]] = {}  # name of a part of the loss -> text of its metric, a mean
 
     @property
     def beta(self) -> float | None:
@@ -47,6 +49,10 @@ class PairLoss:
         """Return the loss of each pair, nats, fp64 [pairs]; by default -ln sigmoid(margin)."""
         return (-margin).logaddexp(margin.new_zeros(()))
 
+    def parts(self, chosen: Answers, rejected: Answers) -> Mapping[str, Values]:
+        """Return the parts named in `part_help`, nats, fp64 [pairs]. They are metrics only."""
+        return {}
+
     def formula(self) -> str:
         """Return the loss of a pair as text, with its numbers, for the loss card.
 
@@ -55,9 +61,12 @@ class PairLoss:
         """
         raise NotImplementedError
 
-    def in_trl(self) -> str:
-        """Return the settings of the same loss in TRL. The loss card adds a condition after them."""
-        raise NotImplementedError
+    def in_trl(self) -> str | None:
+        """Return the settings of the same loss in TRL, after which the loss card adds a condition.
+
+        None: TRL has no equal loss.
+        """
+        return None
 
     @classmethod
     def margin_help(cls) -> str:

@@ -1,0 +1,49 @@
+"""What the loss of a run reads of its records, besides their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mkd.data.records.values import json_name
+from mkd.errors import DataError
+
+LARGEST = 3e38  # of a number, which becomes fp32
+
+
+@dataclass(frozen=True)
+class WantedRecords:
+    """The records that the loss of a run learns from."""
+
+    pairs: bool | None = None  # preference pairs: all records, or none of them; None: either
+    numbers: tuple[str, ...] = ()
+    """Keys of a number in each record, true or false included. Each is a row value of the packs."""
+    weights: tuple[str, ...] = ()  # those of them that must be above 0
+
+    def __or__(self, other: WantedRecords) -> WantedRecords:
+        """Return what either of them wants."""
+        pairs = other.pairs if self.pairs is None else self.pairs
+        numbers = dict.fromkeys((*self.numbers, *other.numbers))
+        return WantedRecords(pairs, tuple(numbers), (*self.weights, *other.weights))
+
+
+def read_numbers(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, ...]:
+    """Return the numbers of a raw record; true is 1 and false is 0. Raises DataError for anything else."""
+    return tuple(_number(fields.get(key), key) for key in keys)
+
+
+def _number(value: Any, key: str) -> float:
+    if isinstance(value, int | float) and abs(value) <= LARGEST:
+        return float(value)
+    given = "missing or null" if value is None else f"a {json_name(value)}"
+    given = f"{value}, more than {LARGEST:g}" if isinstance(value, int | float) else given
+    raise DataError(
+        f"{key} is {given}",
+        "the loss of this run reads a number there",
+        "give every record this number, or remove the record",
+        code="record-value-not-valid",
+    )
+
+
+ANY_RECORDS = WantedRecords()

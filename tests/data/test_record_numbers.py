@@ -1,0 +1,115 @@
+"""Numbers of records: read beside the texts, kept with the corpus, and values of the packs' rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mkd.data.batch import RECORD, collate
+from mkd.data.build import open_datasets
+from mkd.data.corpus import encoding
+from mkd.data.corpus.store import TokenStore
+from mkd.data.corpus.store_builder import build_store, cache_key
+from mkd.data.records.wanted import WantedRecords
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.reported import refused
+from tests.tokenizers.trained import CHATML, train_hf_tokenizer
+
+WEIGHT = WantedRecords(numbers=("weight",), weights=("weight",))
+SAID = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The quick one."}]
+RECORDS = [
+    {"prompt": "Which fox?", "completion": " The quick one.", "weight": 0.5},
+    {"prompt": "Which dog?", "completion": " The lazy one.", "weight": 2},
+    {"messages": SAID, "weight": 0.125},
+    {"text": "The quick brown fox jumps over the lazy dog. " * 4, "weight": 3.0},
+]
+
+
+def opened(path, tokenizer, folder, wanted=WEIGHT, **more):
+    settings = dict(seq_length=64, vocab_size=tokenizer.vocab_size, cache_dir=str(folder)) | more
+    return open_datasets(data_path=[path], tokenizer=tokenizer, records=wanted, **settings)[0]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    return HuggingFaceTokenizer(train_hf_tokenizer(CHATML))
+
+
+def test_every_loss_row_knows_the_number_of_its_record(tmp_path, chat_tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", *RECORDS)
+    data = opened(path, chat_tokenizer, tmp_path / "cache", document_multiple=4)
+    (store,) = (member.store for member in data.members)
+    assert store.numbers["weight"].tolist() == [0.5, 2.0, 0.125, 3.0]
+    batch = collate([*(data[i] for i in range(len(data))), data.empty_pack()])
+    weights = batch.of_loss_rows(f"{RECORD}weight")
+    loss_tokens = {float(record["weight"]): 0 for record in RECORDS}
+    for index, record in enumerate(RECORDS):
+        ids, loss = store.document(index)
+        loss_tokens[float(record["weight"])] = int(loss[1:].sum())
+    assert {w: int((weights == w).sum()) for w in loss_tokens} == loss_tokens
+    assert batch.row_sums == {f"{RECORD}weight": sum(w * n for w, n in loss_tokens.items())}
+    shards = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
+    together = torch.cat([one.of_loss_rows(f"{RECORD}weight") for one in shards])
+    assert sorted(together.tolist()) == sorted(weights.tolist())
+    assert all(one.row_sums == batch.row_sums for one in shards)
+    padding = collate([data.empty_pack()])
+    assert padding.of_loss_rows(f"{RECORD}weight").tolist() == [] and padding.row_sums == {}
+
+
+def test_numbers_of_tables_and_of_texts_that_are_cut(tmp_path, tokenizer, write_jsonl, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"text": ["a fox", "a dog"], "weight": [0.5, 2.0], "id": [1, 2]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    prefix = str(tmp_path / "t")
+    summary = build_store([str(tmp_path / "t.parquet")], prefix, tokenizer, True, numbers=("weight",))
+    assert TokenStore(prefix).numbers["weight"].tolist() == [0.5, 2.0]
+    assert summary.note_lines() == [f"{tmp_path / 't.parquet'}: ignored keys: id (2)"]
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 10)
+    path = write_jsonl(
+        "cut.jsonl", {"text": "one\ntwo four six", "label": True, "id": 3}, {"text": "a", "label": False}
+    )
+    summary = build_store([path], prefix, tokenizer, True, numbers=("label",))
+    assert TokenStore(prefix).numbers["label"].tolist() == [1.0, 1.0, 0.0]
+    assert summary.note_lines() == [f"{path}: ignored keys: id (1)"]
+
+
+@pytest.mark.parametrize("value", [None, "0.5", [1], 1e39])
+def test_a_record_without_its_number_is_a_bad_one(value, tmp_path, tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", RECORDS[0], {"text": "a fox", "weight": value})
+    with refused("record-value-not-valid: the loss of this run reads a number there") as caught:
+        build_store([path], str(tmp_path / "c"), tokenizer, True, numbers=("weight",))
+    assert f"{path}:2: weight is " in caught.value.what
+    summary = build_store(
+        [path], str(tmp_path / "c"), tokenizer, True, numbers=("weight",), max_bad_records=1
+    )
+    assert (summary.documents, summary.bad_records, summary.numbers) == (1, 1, ("weight",))
+
+
+def test_weights_are_above_0(tmp_path, tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", RECORDS[0], {"text": "a fox", "weight": 0}, {"text": "a dog", "weight": -1})
+    with refused("out-of-range: it weighs the record in the loss") as caught:
+        opened(path, tokenizer, tmp_path / "c")
+    assert caught.value.what == f"{path}:2: weight is 0" and "2 documents" in caught.value.why
+    number = WantedRecords(numbers=("weight",))
+    assert opened(path, tokenizer, tmp_path / "c", number).members[0].store.numbers["weight"].min() == -1
+
+
+def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", *RECORDS[:2])
+    keys = [cache_key(path, tokenizer, True, numbers=one) for one in ((), ("weight",), ("label",))]
+    assert len(set(keys)) == 3 and keys[0] == cache_key(path, tokenizer, True)
+    plain = opened(path, tokenizer, tmp_path / "c", WantedRecords())
+    weighed = opened(path, tokenizer, tmp_path / "c")
+    assert plain[0].row_values == {} and np.array_equal(plain[0].tokens, weighed[0].tokens)
+    prefix = plain.members[0].store.prefix
+    with refused("corpus-without-numbers: the loss of this run reads them"):
+        opened(prefix, tokenizer, tmp_path / "c")
+    (store,) = (member.store for member in weighed.members)
+    assert opened(store.prefix, tokenizer, tmp_path / "c")[0].row_values.keys() == {f"{RECORD}weight"}
+    meta = json.loads((tmp_path / "c" / f"{store.prefix}.meta.json").read_text())
+    assert meta["numbers"] == ["weight"] and ".numbers.bin" in meta["sha256"]
