@@ -22,6 +22,7 @@ from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
 from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.reward_settings import RewardConfig
 from mkd.kinds.sampled.rollout_settings import RolloutConfig
+from mkd.kinds.weighted.weight_settings import WeightConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -321,6 +322,7 @@ class Config:
     dpo: DPO = DPO()
     simpo: SimPO = SimPO()
     grpo: RewardConfig = RewardConfig()
+    weighted: WeightConfig = WeightConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

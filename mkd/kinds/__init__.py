@@ -4,6 +4,7 @@ kind.py          the hooks of a kind; each adds nothing by default
 known_kinds.py   all kinds, and their additions together
 loss_card.py     the objective of a run as text
 sampled/         the student's own text: completions of prompts, sampled here or by a server
+weighted/        records that count more or less than others
 cross_tokenizer/ teachers with another tokenizer
 texts.py         the record of the text of a run
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers

@@ -12,12 +12,13 @@ from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind
 from mkd.kinds.sampled.own_text import OwnText
+from mkd.kinds.weighted.weighted import Weighted
 from mkd.log.metrics import CORE_METRICS, Registry
 
 if TYPE_CHECKING:  # it loads torch
     from mkd.train.teachers.base import DataTerm
 
-KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), OwnText())
+KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), Weighted(), OwnText())
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 
 

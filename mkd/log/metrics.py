@@ -43,7 +43,7 @@ CORE_METRICS = (
         "nats",
         ROW_MEAN,
         "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses; held-out records leave the last "
-        "out. With judged answers, feedback_loss takes the place of ce_loss",
+        "out. feedback_loss or weighted_ce_loss, if there is one, takes the place of ce_loss",
     ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(

@@ -14,6 +14,7 @@ from mkd.data.corpus import encoding
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
 from mkd.data.records.wanted import WantedRecords
+from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
@@ -51,7 +52,7 @@ def test_every_loss_row_knows_the_number_of_its_record(tmp_path, chat_tokenizer,
         loss_tokens[float(record["weight"])] = int(loss[1:].sum())
     assert {w: int((weights == w).sum()) for w in loss_tokens} == loss_tokens
     assert batch.row_sums == {f"{RECORD}weight": sum(w * n for w, n in loss_tokens.items())}
-    shards = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
+    shards = [batch.shard(RowShard(rank, 2)) for rank in range(2)]
     together = torch.cat([one.of_loss_rows(f"{RECORD}weight") for one in shards])
     assert sorted(together.tolist()) == sorted(weights.tolist())
     assert all(one.row_sums == batch.row_sums for one in shards)
