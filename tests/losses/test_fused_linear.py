@@ -113,7 +113,7 @@ def test_ends_of_the_mix(ranks, ratio):
     results = ranks.run(on_rank, 2, case, settings, True, False, 1.0)
     assert_equals_reference(results, expected(*case, **settings), False, 1.0, 1e-11)
     if ratio == 0.0:
-        assert results[0][0].keys() == {"loss", "ce", "num_loss_tokens"}
+        assert results[0][0].keys() == {"loss", "ce", "num_loss_tokens", "plain_ce"}
 
 
 def test_no_loss_token_is_zero_with_a_graph(ranks):

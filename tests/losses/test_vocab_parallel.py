@@ -281,7 +281,7 @@ def test_ratio_zero_ignores_the_teacher_bitwise():
     student, teacher, labels, mask = batch(10, 300, 310, "random", dtype=torch.float32)
     alone, gradient = whole(student, None, labels, mask, student_vocab_size=300, kd_ratio=0.0)
     given, gradient_given = whole(student, teacher, labels, mask, **BOTH, kd_ratio=0.0, temperature=3.0)
-    assert values(alone).keys() == values(given).keys() == {"loss", "ce", "num_loss_tokens"}
+    assert values(alone).keys() == values(given).keys() == {"loss", "ce", "num_loss_tokens", "plain_ce"}
     assert all(torch.equal(v, values(given)[name]) for name, v in values(alone).items())
     assert torch.equal(gradient, gradient_given)
     assert torch.equal(alone.loss, alone.ce)
