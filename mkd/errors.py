@@ -107,6 +107,11 @@ class Preempted(MkdError):
     exit_code = EXIT_PREEMPTED
     on_all_ranks = True
 
+    @property
+    def label(self) -> str:
+        """Word before its text: Ctrl-C interrupts a run, everything else preempts it."""
+        return "interrupted" if self.what == "received SIGINT" else "preempted"
+
 
 class ServerLost(Preempted):
     """The rollout server cannot be reached any more: the run saves, and ends as if it had been preempted."""

@@ -68,6 +68,15 @@ def milliseconds(ms: float) -> str:
     return f"{ms / 1000:.3g} s" if ms < 999500 else duration(ms / 1000)
 
 
+def floating_point(operations: float) -> str:
+    """Return a number of floating-point operations: 843 MFLOP, 25.5 TFLOP, 11.2 PFLOP, 3,400 EFLOP."""
+    number, units = operations, ["", "k", "M", "G", "T", "P", "E"]
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000
+        units.pop(0)
+    return f"{float(f'{number:.3g}'):,g} {units[0]}FLOP"
+
+
 def gpu_hours(hours: float) -> str:
     """Return under 0.01 GPU-hours, 3.6 GPU-hours, 12,300 GPU-hours."""
     if 0 < hours < 0.01:

@@ -48,6 +48,18 @@ class CommandLine:
 class FlagParser(argparse.ArgumentParser):
     """Argument parser that raises its errors as `UsageError`, which main prints together with all others."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse `args`; the error of an unknown flag says what to use instead."""
+        found, unknown = self.parse_known_args(args, namespace)
+        flag = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
+        if flag is not None:
+            problem = _unknown(flag, list(self._option_string_actions), self.prog)
+            problem.on_all_ranks = True
+            raise problem
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         problem = UsageError(message, "", "see --help", code="command-line-not-valid")
         problem.on_all_ranks = True
@@ -233,8 +245,8 @@ def known_flags() -> list[str]:
     return ["--help", "--help-all", "--config", *(option.flag for option in options), *negations]
 
 
-def _unknown(flag: str, flags: list[str]) -> UsageError:
+def _unknown(flag: str, flags: list[str], program: str = "mkd") -> UsageError:
     do = hint(flag, flags) or "see --help"
     return UsageError(
-        f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do, code="flag-unknown"
+        f"{flag} is not a flag of {program}", "an unknown setting would be ignored", do, code="flag-unknown"
     )

@@ -43,7 +43,7 @@ CORE_METRICS = (
         "nats",
         ROW_MEAN,
         "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses; held-out records leave the last "
-        "out. feedback_loss or weighted_ce_loss, if there is one, takes the place of ce_loss",
+        "out. A run with another loss on the data, such as feedback_loss, has it in place of ce_loss",
     ),
     Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(

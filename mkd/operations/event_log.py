@@ -66,6 +66,10 @@ class EventLog(Follower, logging.Handler):
         except OSError:
             self.handleError(record)
 
+    def add(self, kind: str, text: str) -> None:
+        """Write an event that is no line of the terminal."""
+        self._write(_event(self._iteration, kind, text))
+
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended, as a `Cleanup` action, and stop listening."""
         LOG.removeHandler(self)

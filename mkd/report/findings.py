@@ -176,11 +176,15 @@ def _measured(run: RunFolder, key: str) -> float | None:
 
 
 def compare_settings(runs: Sequence[RunFolder]) -> list[Setting]:
-    """Return the settings of all runs in the order of the files."""
+    """Return the settings of all runs in the order of the files.
+
+    A setting that a run of another version lacks is left out unless a run has set it.
+    """
     tables = [{one.path: (one.value, one.origin) for one in run.settings} for run in runs]
     paths = dict.fromkeys(path for table in tables for path in table)
     with_file = [table for table in tables if table]
-    return [Setting(path, [table.get(path) for table in with_file]) for path in paths]
+    found = (Setting(path, [table.get(path) for table in with_file]) for path in paths)
+    return [one for one in found if one.is_set or None not in one.cells]
 
 
 def summary(run: RunFolder) -> list[tuple[str, str]]:

@@ -53,6 +53,7 @@ NOT_OF_TEACHER = frozenset(
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
 NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
+OF_TEACHERS = "loss.teachers["  # settings of teachers
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 CHAT_LOSS, CHAT_VARIABLES = "chat.loss", "chat.template_kwargs"  # absent in checkpoints of earlier versions
 NOT_OF_EVALUATION = ("loss.kd_ratio", CHAT_LOSS, CHAT_VARIABLES)  # the held-out tokens show the last two
@@ -263,6 +264,9 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     defaults = {option.path: json.loads(json.dumps(option.default)) for option in all_options()}
     later = {name: _option_path(name) for name in current.keys() - saved.keys()}
     known = {name: defaults[path] for name, path in later.items() if path in defaults}
+    if saved.get("loss.kd_ratio") == 0 and not any(name.startswith(OF_TEACHERS) for name in current):
+        # Older versions recorded teachers that the loss did not read.
+        saved = {name: value for name, value in saved.items() if not name.startswith(OF_TEACHERS)}
     if saved.get(FILES) == _sha256([]):  # older versions recorded no files for a stored teacher
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     known |= {name: current[name] for name in (CONTENT, CHAT_LOSS, CHAT_VARIABLES) if name in current}
@@ -301,12 +305,13 @@ def _data(config: Config) -> Iterator[tuple[str, object]]:
 
 def _loss(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the loss."""
+    is_read = config.needs_models  # else teachers may be named, and nothing reads them
     for option, value in settings(config):
         if option.field not in NOT_LOSS and option.path.startswith("kd."):
             yield f"loss.{option.field}", value
-        elif option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
+        elif is_read and option.path.startswith("teachers[") and option.field not in NOT_OF_TEACHER:
             yield f"loss.{option.path}", value
-    for index, teacher in enumerate(config.teachers):
+    for index, teacher in enumerate(config.teachers if is_read else ()):
         if teacher.xtoken is not None:  # as a former option had it: earlier checkpoints must compare equal
             yield f"loss.teachers[{index}].xtoken.exact_token_match_only", False
 

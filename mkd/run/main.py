@@ -58,7 +58,7 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
             run(loaded, signals, reports, rendezvous)
     except Preempted as stop:
         if reports.rank == 0:
-            print(f"preempted: {stop}", file=sys.stderr, flush=True)
+            print(f"{stop.label}: {stop}", file=sys.stderr, flush=True)
         return stop.exit_code
     except KeyboardInterrupt:  # the second Ctrl-C, which the signals have acknowledged, or an uncaught one
         if signals is None and reports.rank == 0:
@@ -147,9 +147,8 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
                 "%d iterations are done, and --train-iters asks for %d: nothing is left to train", done, asked
             )
         stop = train(current)
-        if stop is not None and not stop.is_preempted:  # `Preempted` reports the others
-            what = f"stopped at iteration {current.position.iteration}: {stop.reason}"
-            LOG.warning(what, extra={"event": STOP})
+        if events and stop is not None and not stop.is_preempted:  # `end_text` prints it
+            events.add(STOP, f"stopped at iteration {current.position.iteration}: {stop.reason}")
         if checkpoint.export_hf and not (stop and stop.is_preempted):
             export(current, Path(checkpoint.export_hf))
         end(current, stop)

@@ -45,6 +45,22 @@ def test_every_help_is_without_heavy_libraries():
     assert not [name for name, help in zip(COMMANDS, helps, strict=True) if f"mkd {name} [" not in help]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "preprocess --input a --output-prefix p --tokenizer-model t",
+        "inspect --input a --student s",
+        "projection --student s --teacher t --out o",
+    ],
+)
+def test_a_flag_that_is_gone_says_what_to_use(argv, capsys):
+    assert main([*argv.split(), "--characters-per-sample=9"]) == EXIT_USAGE
+    error, name = capsys.readouterr().err, argv.partition(" ")[0]
+    (code,) = reported_codes(error)
+    assert code == f"flag-unknown: --characters-per-sample is not a flag of mkd {name}"
+    assert "use one record for each document" in error
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(argv, capsys):
     assert main(argv) == 0

@@ -43,13 +43,16 @@ def read_recipes() -> dict[str, Recipe]:
 
 
 RECIPES = read_recipes()
-LONG = {title for title in RECIPES if "family" in title or "metric" in title}
+LANDED = "a loss with data of its own"  # its blocks quote the files of a kind that mkd has
+LONG = {title for title in RECIPES if "family" in title or "metric" in title or title == LANDED}
 
 
 def apply(root: Path, kind: str, file: str, text: str) -> None:
     """Write a new file, or apply a diff whose old lines stand in the file exactly once."""
     path = root / file
     if kind != "diff":
+        if path.exists() and lines_of(text) in lines_of(path.read_text(encoding="utf-8")):
+            return  # a quote
         assert not path.exists(), f"{file} exists: the recipe should show a diff"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -66,7 +69,8 @@ def apply(root: Path, kind: str, file: str, text: str) -> None:
 
 
 def test_the_page_has_a_recipe_for_every_plug():
-    kinds = ("divergence", "preference pairs", "model family", "record kind", "metric", "kind of teacher")
+    kinds = ("divergence", "preference pairs", "data of its own", "model family", "record kind", "metric")
+    kinds += ("kind of teacher",)
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 
@@ -75,6 +79,24 @@ def test_the_page_counts_the_product_files_of_every_recipe():
     assert {title: int(number) for title, number in table} == {
         title: len(recipe.product_files) for title, recipe in RECIPES.items()
     }
+
+
+def test_the_recipe_of_a_kind_that_mkd_has_names_all_its_files_and_quotes_them():
+    names = re.compile(r"weighted/|weight_key|kinds\.weighted|WeightConfig|Weighted\(")
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "mkd").rglob("*.py")}
+    about = {file for file, path in files.items() if names.search(path.read_text(encoding="utf-8"))}
+    about |= {file for file in files if file.startswith("mkd/kinds/weighted/")}
+    assert RECIPES[LANDED].product_files == about and len(about) <= 8
+    for kind, file, text in RECIPES[LANDED].changes:
+        content = lines_of(files[file].read_text(encoding="utf-8"))
+        for hunk in re.split(r"^@@.*\n", text, flags=re.M) if kind == "diff" else [text]:
+            new = (line[1:] for line in hunk.splitlines() if line[0] in " +") if kind == "diff" else [hunk]
+            assert lines_of("\n".join(new)) in content, f"{file} does not hold the lines of the page"
+
+
+def lines_of(text: str) -> str:
+    """Return the lines without indentation and blank ones: the page's are formatted on their own."""
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mkd.human import count, duration, fixed, gpu_hours, milliseconds, number, scientific
+from mkd.human import count, duration, fixed, floating_point, gpu_hours, milliseconds, number, scientific
 from mkd.kinds.known_kinds import METRICS
 from mkd.log.compact import CompactLines
 from mkd.log.progress import MegatronLines, build_lines
@@ -116,6 +116,14 @@ def test_numbers_for_people():
         "under 0.01 GPU-hours",
         "3.6 GPU-hours",
         "12,300 GPU-hours",
+    ]
+    assert [floating_point(n) for n in (0, 8.43e8, 2.55e13, 9.996e14, 1.12e16, 3.4e21)] == [
+        "0 FLOP",
+        "843 MFLOP",
+        "25.5 TFLOP",
+        "1 PFLOP",
+        "11.2 PFLOP",
+        "3,400 EFLOP",
     ]
     assert [fixed(x, 5) for x in (0.12345, 12.3456, -0.5, 123456)] == ["0.123", "12.35", "-0.50", "1e+05"]
     assert [scientific(x) for x in (0, 1e-4, 3.14e-10)] == ["0.0e0", "1.0e-4", "3.1e-10"]

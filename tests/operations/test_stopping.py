@@ -96,7 +96,8 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
     assert codes == [75, 75], output[-2000:]
     marker = json.loads((files / run / "PREEMPTED").read_text())
     assert marker["reason"] == f"received {signal.Signals(number).name}"
-    assert f"preempted: received {signal.Signals(number).name}" in output and "Traceback" not in output
+    label = "interrupted" if number == signal.SIGINT else "preempted"
+    assert f"{label}: received {signal.Signals(number).name}" in output and "Traceback" not in output
     assert "stopped at iteration" not in output, "said twice"
     pointer = files / run / "latest_checkpointed_iteration.txt"
     if after == "CPU platform":

@@ -69,7 +69,7 @@ def test_description():
     assert lines[5].count(" + ") == 1 + 4 and "forward + backward ms" in lines[5]
     assert lines[6].startswith("predicted step: ") and lines[6].endswith("(equal stages 0.273)")
     assert re.fullmatch(r"with \d+\.\d+ ms of the optimizer's update: \d+ ms", lines[7])
-    assert "on 4 GPUs: predicted MFU 0." in lines[8]
+    assert re.match(r"1\.71 PFLOP a step on 4 GPUs: predicted MFU 0\.", lines[8]), lines[8]
     assert lines[9] == "share of the teachers in these FLOPs: 0.591"
     assert [line.split(":")[0] for line in lines[10:]] == [
         f"memory of pipeline rank {rank}" for rank in range(4)

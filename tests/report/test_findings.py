@@ -57,15 +57,14 @@ def test_planned_and_measured(tmp_path):
 def test_settings_that_differ_and_settings_that_were_given(tmp_path):
     a, b = full_run(tmp_path / "a"), full_run(tmp_path / "b", temperature=2.0)
     with (b / "config.yaml").open("a") as file:
-        file.write("newer: 1  # default\n")
+        file.write("newer: 1  # default\nnewer_and_set: 2  # --newer-and-set\n")
     found = {one.path: one for one in compare_settings(open_runs([a, b]))}
-    assert [path for path, one in found.items() if one.differs] == ["kd.kd_temperature", "newer"]
-    assert found["newer"].cells == [None, (1, "default")] and not found["newer"].is_set
+    assert [path for path, one in found.items() if one.differs] == ["kd.kd_temperature", "newer_and_set"]
+    assert found["newer_and_set"].cells == [None, (2, "--newer-and-set")]
     assert [path for path, one in found.items() if not one.is_set] == [
         "teachers[0].xtoken.loss",
         "training.micro_batch_size",
         "dry_run",
-        "newer",
     ]
 
 

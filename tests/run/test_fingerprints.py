@@ -173,6 +173,16 @@ def test_a_renamed_teacher_is_the_same(tmp_path):
             require_same(tmp_path, SAVED | weights, SAVED | now, [])
 
 
+def test_a_teacher_that_the_loss_did_not_read_is_not_compared(tmp_path):
+    """Checkpoints of earlier versions have its settings."""
+    plain = SAVED | {"loss.kd_ratio": 0.0}
+    unread = {"loss.teachers[0].weight": 1.0, "loss.teachers[0].divergence": "jsd"}
+    require_same(tmp_path, plain | unread, plain, [])
+    for saved, now in ((SAVED | unread, SAVED), (plain | unread, SAVED)):
+        with refused("run-differs"):
+            require_same(tmp_path, saved, now, [])
+
+
 def test_what_rewards_may_cost_is_not_the_loss(tmp_path):
     judged = load_config(["--reward", "r:f", "--reward-timeout-s", "30", "--max-failed-rewards", "3"]).config
     assert set(identity(judged)) == {"loss.reward"} and identity(Config()) == {}

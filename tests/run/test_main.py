@@ -262,7 +262,12 @@ def test_exit_duration_stops_after_the_step_and_saves(files, ranks):
     argv = flags(files, "minutes", "--save", save, "--load", save)
     results = run_main(ranks, [*argv, "--exit-duration-in-mins", "1e-6"], world_size=2)
     assert [result.exit_code for result in results] == [0, 0]
-    assert "stopped at iteration 1: the time of --exit-duration-in-mins is over" in results[0].stdout
+    reason = "the time of --exit-duration-in-mins is over"
+    assert results[0].stdout.count(reason) == 1, "said twice"
+    events = [json.loads(line) for line in (save / "events.jsonl").read_text().splitlines()]
+    assert [one["text"] for one in events if one["kind"] == "stopped"] == [
+        f"stopped at iteration 1: {reason}"
+    ]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     results = run_main(ranks, [*argv, "--exit-duration-in-mins", "60"], world_size=2)
     assert [result.exit_code for result in results] == [0, 0] and "stopped" not in results[0].stdout

@@ -103,7 +103,10 @@ def test_simpo_equals_transformers_at_every_layout(case, single, files, ranks):
 
 
 def test_simpo_under_interleaving_evaluates_and_resumes_bitwise(files, ranks):
-    """No reference runs on any stage; Megatron's long lines have its metrics."""
+    """No reference runs on any stage; Megatron's long lines have its metrics.
+
+    The first half names a teacher, which nothing reads.
+    """
     flags = (*PP2, "--num-virtual-stages-per-pipeline-rank", 2, "--log-format", "megatron")
     flags += ("--valid-data-path", files / "pairs.jsonl", "--eval-interval", 4)
     straight, halves = files / "simpo straight", files / "simpo halves"
@@ -113,7 +116,7 @@ def test_simpo_under_interleaving_evaluates_and_resumes_bitwise(files, ranks):
         return ranks.run(train_and_hash, 2, arguments)
 
     whole = train(straight)
-    train(halves, "--exit-interval", 2)
+    train(halves, "--exit-interval", 2, "--teacher-hf", files / "reference")
     assert train(halves, "--load", halves) == whole
     first, *steps, last = read_metrics(straight)
     again = [line["loss"] for line in read_metrics(halves) if "split" not in line]

@@ -7,6 +7,7 @@ from dataclasses import fields
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from mkd.config.divergence import TEACHER_FIELDS
 from mkd.config.models import teacher_names
 from mkd.config.options import settings
 from mkd.config.schema import PAIR_LOSSES, Config, KDConfig
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # it loads torch
 _COUNTED = "counted over all ranks and micro-batches before the first forward"
 
 
-def _metrics(loss: type[PairLoss]) -> Iterator[Metric]:
+def pair_metrics(loss: type[PairLoss]) -> Iterator[Metric]:
+    """Yield the metrics of a pair loss."""
     yield Metric(
         f"{loss.prefix}/margin",
         "nats",
@@ -50,7 +52,7 @@ def _metrics(loss: type[PairLoss]) -> Iterator[Metric]:
 class Pairs(Kind):
     """Runs whose records are preference pairs."""
 
-    metrics = tuple(chain.from_iterable(map(_metrics, PAIR_LOSSES)))
+    metrics = tuple(chain.from_iterable(map(pair_metrics, PAIR_LOSSES)))
 
     def problems(self, facts: RunFacts) -> Iterator[UsageError]:
         config, losses = facts.config, facts.config.pair_losses
@@ -149,10 +151,10 @@ def _reference(config: Config, given: str) -> Iterator[UsageError]:
 def _divergences(config: Config, title: str) -> Iterator[UsageError]:
     """Yield settings of divergences beside a pair loss, which has none."""
     why, given, default = f"{title} has no divergence", config.kd, KDConfig()
-    for name in ("kd_divergence", "kd_temperature", "kd_temperature_scaling"):
+    for name in (*(f"kd_{one}" for one in TEACHER_FIELDS), "kd_temperature", "kd_temperature_scaling"):
         if getattr(given, name) != getattr(default, name):
             yield no_effect(f"{name.replace('_', '-')} {getattr(given, name)}", why, "remove it")
     for index, teacher in enumerate(config.teachers):
-        for name in ("divergence", "temperature"):
+        for name in (*TEACHER_FIELDS, "temperature"):
             if getattr(teacher, name) is not None:
                 yield no_effect(f"teachers[{index}].{name} {getattr(teacher, name)}", why, "remove it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mkd.human import counted, duration, gpu_hours, milliseconds, number, size
+from mkd.human import counted, duration, floating_point, gpu_hours, milliseconds, number, size
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.forecast import MOST_PLANNED, Forecast
 from mkd.plan.models.model_shape import ModelShape
@@ -123,6 +123,7 @@ def _times(forecast: Forecast) -> list[str]:
     bf16 = forecast.config.training.bf16
     precision = "bf16 and FP8" if is_fp8 else "bf16" if bf16 else "fp32"
     peak = " of the bf16 peak" if is_fp8 or not bf16 else ""
+    flops, gpus = floating_point(forecast.flops_per_step()), counted(forecast.num_gpus, "GPU")
     share = f"share of the teachers in these FLOPs: {forecast.teacher_share():.3f}"
     return [
         f"predicted on H200 in {precision}, forward + backward ms of a micro-batch by stage: {by_stage}",
@@ -135,8 +136,8 @@ def _times(forecast: Forecast) -> list[str]:
             if forecast.updates > 1
             else []
         ),
-        f"{forecast.flops_per_step():.3g} FLOPs a step on {counted(forecast.num_gpus, 'GPU')}: predicted MFU "
-        f"{forecast.mfu(step_ms):.3f}{peak}; at MFU 0.5 a step takes {milliseconds(forecast.mfu(1.0) / 0.5)}",
+        f"{flops} a step on {gpus}: predicted MFU {forecast.mfu(step_ms):.3f}{peak}; "
+        f"at MFU 0.5 a step takes {milliseconds(forecast.mfu(1.0) / 0.5)}",
         *([share] if forecast.teachers else []),
         *(
             f"{what}: {milliseconds(ms)} of a rank's step, share {ms / step_ms:.3f}"

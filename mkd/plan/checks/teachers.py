@@ -125,7 +125,8 @@ def check_objective(facts: RunFacts) -> Iterator[UsageError]:
     """Check that settings of the loss agree with each other and have an effect."""
     config, kd = facts.config, facts.config.kd
     yield from _combination(config)
-    yield from _divergences(config)
+    if config.pair_loss is None:  # else its kind reports all of them
+        yield from _divergences(config)
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None and config.needs_models:
             yield from _xtoken(config, teacher, teacher.xtoken, f"teachers[{index}]")

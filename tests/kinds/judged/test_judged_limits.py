@@ -10,7 +10,8 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.kinds.judged.pair_losses.simpo import SimPO
-from mkd.kinds.judged.preferences import Pairs
+from mkd.kinds.judged.pair_term import PairTerm
+from mkd.kinds.judged.preferences import Pairs, pair_metrics
 from tests.plan.checks.test_problems import BASE, codes, shape
 from tests.reported import reports
 from tests.run_facts import problems_of
@@ -55,6 +56,16 @@ def test_refused_beside_dpo(flags, code):
     assert code in codes(*DPO, *flags, student=shape(), teacher=shape())
 
 
+@pytest.mark.parametrize("loss", [DPO, SIMPO])
+@pytest.mark.parametrize("more", [(), ("--kd-divergence", "jsd")])
+def test_a_parameter_of_a_divergence_is_to_be_removed_beside_pairs(loss, more):
+    """Advice to choose its divergence would be refused too."""
+    config = load_config([*BASE, *loss, *more, "--kd-jsd-beta", "0.3"]).config
+    found = problems_of(config, 1, shape(), [shape()])
+    assert [error.do for error in found] == ["remove it"] * (1 + bool(more))
+    assert any(error.what.startswith("kd-jsd-beta 0.3 ") for error in found)
+
+
 def test_simpo_runs_no_reference():
     config = load_config([*BASE[:2], *BASE[4:], *SIMPO]).config
     assert config.teachers == () and not config.needs_models
@@ -77,6 +88,23 @@ def test_the_loss_card_explains_lengths_only_where_the_formula_has_them():
     for loss, explained in ((config.simpo, True), (OfSums(simpo_beta=2.0), False)):
         ((_, text),) = Pairs().card(replace(config, simpo=loss)).rows
         assert ("n its tokens" in text) == explained
+
+
+def test_a_loss_may_have_metrics_of_parts_and_no_counterpart_in_trl():
+    class WithLikelihood(SimPO):
+        part_help = {"likelihood": "mean ln p of the chosen answer"}
+
+        def in_trl(self) -> None:
+            return None
+
+        def parts(self, chosen, rejected):
+            return {"likelihood": chosen.logp / chosen.length}
+
+    loss = WithLikelihood(simpo_beta=2.0)
+    assert PairTerm(loss).measures == ("simpo/margin", "simpo/accuracy", "simpo/likelihood")
+    assert [one.name for one in pair_metrics(WithLikelihood)] == list(PairTerm(loss).measures)
+    card = Pairs().card(replace(load_config([*BASE, *SIMPO]).config, simpo=loss))
+    assert card.elsewhere == (("same in TRL", "nothing: it has no equal loss"),)
 
 
 def test_one_reference_is_enough(tmp_path):

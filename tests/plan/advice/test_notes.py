@@ -39,6 +39,14 @@ def test_plain_training_names_the_settings_of_teachers_that_it_does_not_read(mor
     assert notes_of_settings(forecast("--kd-ratio", 0, *more)) == [f"{text}--teacher-hf"]
 
 
+def test_a_loss_without_a_reference_is_the_reason_why_no_teacher_runs():
+    simpo = ("--teacher-hf", "t", "--kd-ratio", 0, "--simpo-beta", 2)
+    text = (
+        "note: no teacher runs, because SimPO has no reference. These settings have no effect: --teacher-hf"
+    )
+    assert notes_of_settings(forecast(*simpo)) == [text]
+
+
 def test_a_distillation_and_a_reference_read_their_teachers():
     given = ("--teacher-hf", "t", "--teacher-residency", "host")
     for more in ((), ("--kd-ratio", 0, "--dpo-beta", 0.1)):
