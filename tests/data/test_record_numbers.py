@@ -93,7 +93,7 @@ def test_a_record_without_its_number_is_a_bad_one(value, tmp_path, tokenizer, wr
 
 def test_weights_are_above_0(tmp_path, tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", RECORDS[0], {"text": "a fox", "weight": 0}, {"text": "a dog", "weight": -1})
-    with refused("out-of-range: it weighs the record in the loss") as caught:
+    with refused("record-value-not-valid: it weighs the record in the loss") as caught:
         opened(path, tokenizer, tmp_path / "c")
     assert caught.value.what == f"{path}:2: weight is 0" and "2 documents" in caught.value.why
     number = WantedRecords(numbers=("weight",))

@@ -160,7 +160,8 @@ def require_numbers(store: TokenStore, wanted: WantedRecords, name: str) -> None
             ((path, line),) = store.places(not_above_0[:1].tolist())
             what = f"{path}:{line}: {key} is {store.numbers[key][not_above_0[0]]:g}"
             why = f"it weighs the record in the loss, as {counted(not_above_0.size, 'document')} of {name}"
-            raise DataError(what, why, "use numbers above 0, or remove the records", code="out-of-range")
+            do = "use numbers above 0, or remove the records"
+            raise DataError(what, why, do, code="record-value-not-valid")
 
 
 def require_pairs_fit(

@@ -6,10 +6,10 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -166,12 +166,7 @@ def _write_tokens(
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
     lines = ProgressLines(f"tokenising {inputs[0]}{others}", total_megabytes(inputs), "MB", "records")
-    with (
-        builder.data_file,
-        files.loss_mask.open("wb") as mask_file,
-        files.places.open("wb") as place_file,
-        files.numbers.open("wb") as number_file,
-    ):
+    with builder.data_file, _opened(files) as (mask_file, place_file, number_file):
         for batch in batches:
             quarantine.add(batch.errors)
             if quarantine.is_full:
@@ -197,14 +192,8 @@ def _write_tokens(
     quarantine.close()
     images.close()
     builder.finalize(str(files.idx))
-    if not unpredicted:
-        files.loss_mask.unlink()
-    if not numbers:
-        files.numbers.unlink()
-    if not (unpredicted or numbers):
-        files.places.unlink()
-    notes = {path: file_notes(path, keys, tokenizer, numbers) for path, keys in ignored.items() if path}
-    notes = {path: said for path, said in notes.items() if said}
+    _remove_needless(files, has_mask=bool(unpredicted), has_numbers=bool(numbers))
+    notes = ((path, file_notes(path, keys, tokenizer, numbers)) for path, keys in ignored.items() if path)
     return StoreSummary(
         documents,
         tokens,
@@ -215,9 +204,29 @@ def _write_tokens(
         trained_ends=tuple(sorted(ends)),
         images=images.count,
         image_patches=images.patches,
-        notes=notes,
+        notes={path: said for path, said in notes if said},
         numbers=numbers,
     )
+
+
+@contextmanager
+def _opened(files: StoreFiles) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
+    """Open the files of the loss mask, of the records' places and of their numbers for writing."""
+    with ExitStack() as stack:
+        mask, places, numbers = (
+            stack.enter_context(path.open("wb")) for path in (files.loss_mask, files.places, files.numbers)
+        )
+        yield mask, places, numbers
+
+
+def _remove_needless(files: StoreFiles, has_mask: bool, has_numbers: bool) -> None:
+    """Remove the files of a loss mask of ones and of no numbers; errors about either name places."""
+    if not has_mask:
+        files.loss_mask.unlink()
+    if not has_numbers:
+        files.numbers.unlink()
+    if not (has_mask or has_numbers):
+        files.places.unlink()
 
 
 def ends_with_loss(ids: np.ndarray, loss: np.ndarray, tokenizer: Tokenizer) -> set[int]:

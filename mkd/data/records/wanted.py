@@ -1,4 +1,4 @@
-"""What the loss of a run reads of its records, besides their texts."""
+"""The parts of records that the loss of a run reads, besides their texts."""
 
 from __future__ import annotations
 

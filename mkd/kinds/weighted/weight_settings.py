@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mkd.config.field import option
 
+LOSS_KEY = "weighted_ce_loss"  # metric of the loss
+
 
 @dataclass(frozen=True)
 class WeightConfig:

@@ -9,6 +9,7 @@ from mkd.config.schema import Config
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import UsageError
 from mkd.kinds.kind import NOTHING, CardTerm, Kind
+from mkd.kinds.weighted.weight_settings import LOSS_KEY
 from mkd.log.metrics import ROW_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
@@ -16,8 +17,6 @@ from mkd.plan.work import Work
 
 if TYPE_CHECKING:  # it loads torch
     from mkd.kinds.weighted.weighted_term import WeightedCrossEntropy
-
-LOSS_KEY = "weighted_ce_loss"
 
 
 class Weighted(Kind):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import RECORD, PackedBatch
-from mkd.kinds.weighted.weighted import LOSS_KEY
+from mkd.kinds.weighted.weight_settings import LOSS_KEY
 from mkd.train.sums import DATA, TermSums
 from mkd.train.teachers.base import LossInput
 from mkd.train.teachers.same_tokens import head_pass
