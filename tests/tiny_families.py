@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 _HEADS = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # 3 groups are padded to 4 at TP 2
+_GROUPS = dict(num_attention_heads=6, num_key_value_heads=3)
+_GROWING = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+_GROWING |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
+_FACTORS = dict(embedding_multiplier=3.0, attention_multiplier=0.2)
+_FACTORS |= dict(residual_multiplier=0.3, logits_scaling=0.7)
 _ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)
 _ROUTED |= dict(routed_scaling_factor=1.5, n_group=1, topk_group=1)
 _LATENTS = dict(num_attention_heads=3, num_key_value_heads=3, q_lora_rank=20, kv_lora_rank=12)
@@ -21,6 +26,25 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
     ),
     "glm4_moe_lite": ("Glm4MoeLite", dict(**_LATENTS, **_ROUTED)),
     "kimi_k2": ("DeepseekV3", dict(**_LATENTS, **_ROUTED, first_k_dense_replace=1, num_mtp_layers=0)),
+    "smollm3": (
+        "SmolLM3",
+        dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=None, no_rope_layers=[1, 0, 1, 0])
+        | dict(use_sliding_window=True, sliding_window=12),
+    ),
+    "ministral3": ("Ministral3", dict(**_HEADS, pad_token_id=None, rope_parameters=_GROWING)),
+    "granite": ("Granite", dict(**_GROUPS, **_FACTORS)),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        dict(**_GROUPS, **_FACTORS, num_local_experts=0, layer_types=4 * ["full_attention"])
+        | dict(
+            mamba_n_heads=4, shared_intermediate_size=96, position_embedding_type="rope", attention_bias=True
+        ),
+    ),
+    "granitemoehybrid-nope": (
+        "GraniteMoeHybrid",
+        dict(**_GROUPS, **_FACTORS, num_local_experts=0, layer_types=4 * ["full_attention"])
+        | dict(mamba_n_heads=4, shared_intermediate_size=96, tie_word_embeddings=True),
+    ),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }
 RENAMED = {"kimi_k2": "deepseek_v3"}  # the model_type by which transformers knows the architecture

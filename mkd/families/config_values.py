@@ -47,8 +47,9 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a whole number above 0", lambda v: type(v) is int and v > 0),
         "num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size num_key_value_heads "
         "head_dim max_position_embeddings original_max_position_embeddings sliding_window "
-        "sliding_window_pattern num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-        "decoder_sparse_step q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "sliding_window_pattern num_experts num_experts_per_tok moe_intermediate_size "
+        "shared_intermediate_size no_rope_layer_interval decoder_sparse_step "
+        "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "n_routed_experts n_group topk_group "
         "depth num_heads num_channels in_channels image_size patch_size temporal_patch_size "
         "spatial_merge_size window_size scale_factor num_position_embeddings out_hidden_size",
@@ -57,7 +58,8 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a finite number above 0", _is_number),
         "rms_norm_eps initializer_range rope_theta rope_local_base_freq partial_rotary_factor "
         "routed_scaling_factor query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor "
-        "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow swiglu_alpha swiglu_limit",
+        "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow swiglu_alpha swiglu_limit "
+        "attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
     ),
     (
         Kind("true or false", lambda v: isinstance(v, bool)),
@@ -67,19 +69,23 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (
         Kind("a text", _is_text),
-        "model_type hidden_act hidden_activation rope_type type scoring_func topk_method",
+        "model_type hidden_act hidden_activation rope_type type scoring_func topk_method "
+        "position_embedding_type",
     ),
     (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join((*ROPE_OBJECTS, *PART_OBJECTS))),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types mlp_layer_types"),
     (
         Kind("a list of whole numbers of 0 or more", _list_of(_is_count)),
-        "mlp_only_layers fullatt_block_indexes deepstack_visual_indexes mrope_section",
+        "mlp_only_layers no_rope_layers fullatt_block_indexes deepstack_visual_indexes mrope_section",
     ),
-    (Kind("a finite number of 0 or more", _is_amount), "router_jitter_noise mscale mscale_all_dim"),
+    (
+        Kind("a finite number of 0 or more", _is_amount),
+        "router_jitter_noise mscale mscale_all_dim llama_4_scaling_beta",
+    ),
     (
         Kind("a whole number of 0 or more", _is_count),
         "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts "
-        "image_token_id",
+        "num_local_experts image_token_id",
     ),
 )
 KINDS = {name: kind for kind, names in _KINDS for name in names.split()}

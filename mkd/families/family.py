@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from mkd.errors import CheckpointError, UsageError
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.weight_rules import Entry
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in config.json
 HFConfig = Mapping[str, Any]
 """The content of config.json without its nulls, completed by the family's defaults.
 
@@ -39,33 +41,43 @@ def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[Lay
     return (layer,) * config["num_hidden_layers"]
 
 
-def with_windows(
-    layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
-) -> tuple[LayerShape, ...]:
-    """Give `sliding_window` to the layers whose kind is `sliding_attention`.
+def layer_kinds(config: HFConfig, num_layers: int, kinds: Sequence[str] | None) -> list[str]:
+    """Return the kind of attention of every layer; `sliding_attention` for all if `kinds` is None or empty.
 
-    If `kinds` is None or empty, give it to all layers. Raises `UsageError` for another kind of attention.
-    Raises `CheckpointError` if a mixture does not name every layer, or if a kind needs a missing window.
+    Raises `UsageError` for another kind of attention. Raises `CheckpointError` if a mixture does not name
+    every layer, or if a kind needs a missing window.
     """
-    window = config.get("sliding_window")
-    named = list(kinds or ["sliding_attention"] * len(layers))
+    named = list(kinds or [SLIDING] * num_layers)
     for kind in named:
-        if kind not in ("sliding_attention", "full_attention"):
+        if kind not in (SLIDING, FULL):
             what = f"layer type {kind!r} is not supported"
-            why = "mkd knows full_attention and sliding_attention"
+            why = f"mkd knows {FULL} and {SLIDING}"
             raise UsageError(what, why, "use a model with these alone", code="model-feature-not-supported")
     if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
-        named = named[:1] * len(layers)
-    if len(named) != len(layers):
-        what = f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}"
+        named = named[:1] * num_layers
+    if len(named) != num_layers:
+        what = f"layer_types names {len(named)} layers, num_hidden_layers is {num_layers}"
         why = "each layer must have its kind of attention"
         raise CheckpointError(what, why, "download or write it again", code="model-config-not-valid")
-    if window is None and kinds and "sliding_attention" in named:
+    if config.get("sliding_window") is None and kinds and SLIDING in named:
         what = "sliding_window is missing or null, and layers have sliding_attention"
         why = "transformers cannot run these layers without the size of their window"
         raise CheckpointError(what, why, "download or write it again", code="model-config-not-valid")
+    return named
+
+
+def with_windows(
+    layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
+) -> tuple[LayerShape, ...]:
+    """Give `sliding_window` to the layers whose kind is `sliding_attention`; see `layer_kinds`.
+
+    A window as long as the model's context is none: it hides nothing, and attention with windows is slower.
+    """
+    window, named = config.get("sliding_window"), layer_kinds(config, len(layers), kinds)
+    if window is not None and window >= config.get("max_position_embeddings", math.inf):
+        window = None
     return tuple(
-        replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
+        replace(layer, sliding_window=window) if kind == SLIDING else layer
         for layer, kind in zip(layers, named, strict=True)
     )
 
@@ -76,5 +88,5 @@ def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tup
     if not is_switched_on or not (config.get("sliding_window") or config.get("layer_types")):
         return tuple(layers)
     first = config.get("max_window_layers", 28)
-    by_index = ["sliding_attention" if layer >= first else "full_attention" for layer in range(len(layers))]
+    by_index = [SLIDING if layer >= first else FULL for layer in range(len(layers))]
     return with_windows(layers, config, config.get("layer_types") or by_index)

@@ -27,6 +27,8 @@ class RopeShape:
     truncate: bool = True  # YaRN rounds its bounds outwards to whole channel pairs
     sections: tuple[int, ...] = ()  # channel pairs that turn by time, height and width; (): one position
     interleaved_sections: bool = False  # they alternate from the first pair on
+    # Queries at position p are multiplied by 1 + query_growth ln(1 + floor(p / original positions)).
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class LayerShape:
     """A decoder layer: norm, attention, norm, gated MLP; two residual connections."""
 
     ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
-    rope: RopeShape
+    rope: RopeShape | None  # None: attention does not see positions
     activation: str = "silu"  # of the gate: `silu`, `gelu_tanh`, or `quick_gelu`
     mlp_limit: float | None = None  # before it gates are clamped above, up projections on both sides
     up_offset: float = 0.0  # added to the up projection, which multiplies the activation
@@ -91,6 +93,7 @@ class LayerShape:
     attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
     mla: MLAShape | None = None  # None: grouped-query attention
     moe: MoEShape | None = None  # experts in place of the MLP
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP in the residual addition
 
     @property
     def is_dense(self) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from mkd.families.dense.gemma3 import GEMMA3
+from mkd.families.dense.granite import GRANITE, GRANITE_HYBRID
 from mkd.families.dense.llama import LLAMA
+from mkd.families.dense.ministral3 import MINISTRAL3
 from mkd.families.dense.mistral import MISTRAL
 from mkd.families.dense.phi3 import PHI3
 from mkd.families.dense.qwen2 import QWEN2
 from mkd.families.dense.qwen3 import QWEN3
 from mkd.families.dense.seed_oss import SEED_OSS
+from mkd.families.dense.smollm3 import SMOLLM3
 from mkd.families.experts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from mkd.families.experts.glm4_moe import GLM4_MOE
 from mkd.families.experts.glm4_moe_lite import GLM4_MOE_LITE
@@ -19,7 +22,8 @@ from mkd.families.experts.mixtral import MIXTRAL
 from mkd.families.experts.qwen3_moe import QWEN3_MOE
 
 _ALL = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, SEED_OSS),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, SEED_OSS, SMOLLM3, MINISTRAL3),
+    *(GRANITE, GRANITE_HYBRID),
     *(QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     GPT_OSS,
 )

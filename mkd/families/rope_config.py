@@ -34,7 +34,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position_embeddings=_original_positions(config, scaling),
+            original_max_position_embeddings=original_positions(config, scaling),
         )
     if kind == "yarn":
         return _yarn(config, scaling, base)
@@ -45,7 +45,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
     raise UsageError(f"rope type {kind!r} is not supported", why, do, code="model-feature-not-supported")
 
 
-def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+def original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
     """Return the context length before scaling. As in transformers, the model's key comes first."""
     name = "original_max_position_embeddings"
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
@@ -58,7 +58,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:
     """Read YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071), with DeepSeek's two `mscale`."""
-    original = _original_positions(config, scaling)
+    original = original_positions(config, scaling)
     factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -83,7 +83,7 @@ def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: Rope
             why = f"each belongs to two of the {base.rotary_dim} channels of a head that are rotated"
             do = "download config.json or write it again"
             raise CheckpointError(what, why, do, code="model-config-not-valid")
-    original = _original_positions(config, scaling)
+    original = original_positions(config, scaling)
     factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:

@@ -20,7 +20,7 @@ from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import give_documents, token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.released_layers import with_released_layers
-from mkd.models.rope import rotary_embedding
+from mkd.models.rope import query_factors, rotary_embedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.models.vision.deepstack import with_deepstack
@@ -71,7 +71,8 @@ class LanguageModel(LanguageModule):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one per model
+        factors = {rope.attention_factor for rope in shape.ropes} or {1.0}
+        (attention_factor,) = factors  # Megatron has one per model
         _set_attention_factor(config, attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine supports context parallelism in 16 bits only.
@@ -207,14 +208,22 @@ class LanguageModel(LanguageModule):
             packed_seq_params.documents_of_tokens = token_documents(
                 packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel
             )
+        packed_seq_params.query_factors = query_factors(
+            self.shape.ropes, packed_seq_params, tokens.size(1), self.context.row_shard
+        )
         with self.running_layers():
-            return self.decoder(
+            output = self.decoder(
                 hidden_states=hidden,
                 attention_mask=None,
                 context=layer_inputs,
                 rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
                 packed_seq_params=packed_seq_params,
             )
+        return self.as_head_input(output) if self.post_process else output
+
+    def as_head_input(self, hidden: Tensor) -> Tensor:
+        """Return final hidden states [.., h], after the last norm, of which the head makes logits."""
+        return hidden if self.shape.logits_divisor == 1.0 else hidden / self.shape.logits_divisor
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head: final hidden states [t(/tp), 1, h] -> logits [t, 1, v/tp].

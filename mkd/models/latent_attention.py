@@ -75,7 +75,7 @@ class LatentAttention(MegatronModule):
         **unused: object,  # what newer versions of Megatron's layer hand over
     ) -> None:
         super().__init__(config=config)
-        assert layer.mla is not None, "the layer has no latent attention"
+        assert layer.mla is not None and layer.rope is not None, "the layer has no latent attention"
         self.mla, self.attention_factor = layer.mla, layer.rope.attention_factor
         self.attn_mask_type = attn_mask_type
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp

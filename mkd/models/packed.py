@@ -17,6 +17,7 @@ class PackedDocuments(PackedSeqParams):
     documents_of_tokens: Tensor | None = None  # for routers; see moe/token_documents.py
     token_positions: Tensor | None = None  # [t] int64, of single tokens; None: from 0 in documents
     positions: Tensor | None = None  # [3, t] int64, rotary positions of this rank's rows, for sections
+    query_factors: Tensor | None = None  # [t, 1, 1, 1] fp32, of this rank's rows; None: all are 1
     image_rows: Tensor | None = None  # [n] int64, rows of this rank that hold image tokens
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # window -> mask; see sink_attention.py
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mkd.families.layer_shape import RopeShape
 from mkd.models.packed import PackedDocuments
+from mkd.parallel.zigzag import RowShard
 
 
 def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
@@ -128,6 +129,13 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
+class NoRotaryEmbedding(nn.Module):
+    """In place of angles for a model whose attention does not see positions."""
+
+    def forward(self, packed: PackedDocuments) -> None:
+        return None
+
+
 class LayerRotaryEmbeddings(nn.Module):
     """The rotary embeddings of a model whose layers have different ones, for `LayerRopeAttention`."""
 
@@ -144,8 +152,33 @@ class LayerRotaryEmbeddings(nn.Module):
         return torch.stack([embedding(packed) for embedding in self.embeddings])
 
 
+def query_factors(
+    ropes: Sequence[RopeShape],
+    packed: PackedDocuments,
+    num_tokens: int,  # t of this context-parallel process
+    shard: RowShard,
+) -> Tensor | None:
+    """Return the factors of queries for a model whose queries grow, fp32 [t, 1, 1, 1].
+
+    The factor at position p of a document is 1 + growth ln(1 + floor(p / original)), as in Llama 4 and
+    Ministral 3 (source: transformers, `get_llama_4_attn_scale`). Return None if all are 1.
+    """
+    if not any(rope.query_growth for rope in ropes):
+        return None
+    (rope,) = ropes
+    position = packed.token_positions
+    if position is None:
+        if packed.max_seqlen_q <= rope.original_max_position_embeddings:
+            return None
+        _, position = shard.places(packed.cu_seqlens_q_padded, num_tokens)
+    turns = torch.floor(position.float() / rope.original_max_position_embeddings)
+    return (1 + rope.query_growth * torch.log1p(turns))[:, None, None, None]
+
+
 def rotary_embedding(ropes: Sequence[RopeShape], device: torch.device) -> nn.Module:
-    """Return the rotary embedding of a model whose layers have these distinct ropes."""
+    """Return the rotary embedding of a model whose layers have these distinct ropes, maybe none."""
+    if not ropes:
+        return NoRotaryEmbedding()
     if len(ropes) > 1:
         return LayerRotaryEmbeddings(ropes, device)
     return (SectionedRotaryEmbedding if ropes[0].sections else RotaryEmbedding)(ropes[0], device)

@@ -10,6 +10,7 @@ from mkd.errors import UsageError
 from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.sizes import StudentSizes
 
+BY_LAYER = ("layer_types", "no_rope_layers")  # keys of config.json with a value for every layer
 WINDOW, FULL = "sliding_attention", "full_attention"
 
 
@@ -56,10 +57,11 @@ class Cut:
         """
         student, config = self.shape(teacher), dict(teacher.hf_config)
         config["num_hidden_layers"] = student.num_layers
-        if config.get("layer_types"):
-            kinds = config["layer_types"]
-            config["layer_types"] = [kinds[min(layer, len(kinds) - 1)] for layer in self.layers]
-        elif len({layer.sliding_window for layer in teacher.layers}) > 1:  # kinds follow from the index
+        for name in filter(config.get, BY_LAYER):
+            values = config[name]
+            config[name] = [values[min(layer, len(values) - 1)] for layer in self.layers]
+        windows = {layer.sliding_window for layer in teacher.layers}
+        if len(windows) > 1 and not config.get("layer_types"):  # kinds follow from the index
             config["layer_types"] = [WINDOW if layer.sliding_window else FULL for layer in student.layers]
         if self.ffn:
             config["intermediate_size"] = student.layers[0].ffn_hidden_size

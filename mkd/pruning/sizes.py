@@ -123,7 +123,7 @@ class Sizes:
     def _not_expressible(self, teacher: ModelShape) -> list[MkdError]:
         """List cuts whose result the family's configuration cannot describe."""
         narrows_hidden = self.hidden_size is not None and self.hidden_size != teacher.hidden_size
-        if not (narrows_hidden and (teacher.zero_centered_norms or teacher.embedding_scale != 1.0)):
+        if not (narrows_hidden and teacher.zero_centered_norms):
             return []
         return [
             UsageError(

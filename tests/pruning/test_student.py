@@ -42,6 +42,8 @@ CUTS = [
     ("gemma3", NARROW_LAYERS),
     ("phi3", EVERYTHING),  # fused tensors
     ("phi4-long", DEPTH),
+    ("smollm3", DEPTH),
+    ("granite", EVERYTHING),
 ]
 
 

@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.families.family import Family, HFConfig, with_windows
+from mkd.families.family import FULL, SLIDING, Family, HFConfig, layer_kinds, with_windows
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry
 
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
+GLOBAL, LOCAL = FULL, SLIDING
 THETA = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
 THETA_KEY = {GLOBAL: "rope_theta", LOCAL: "rope_local_base_freq"}  # the keys of older configurations
 UNSUPPORTED = (  # switches that no released Gemma 3 has set
@@ -45,8 +45,9 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     global_rope, local_rope = _rope(config, head_dim, GLOBAL), _rope(config, head_dim, LOCAL)
     width = config["intermediate_size"]
     common = LayerShape(width, global_rope, "gelu_tanh", qk_norm=True, post_norms=True)
-    windowed = with_windows([common] * len(layers), config, kinds)
-    return tuple(replace(one, rope=local_rope) if one.sliding_window else one for one in windowed)
+    named = layer_kinds(config, len(layers), kinds)
+    ropes = [local_rope if kind == LOCAL else global_rope for kind in named]
+    return with_windows([replace(common, rope=rope) for rope in ropes], config, named)
 
 
 def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class ModelShape:
     zero_centered_norms: bool = False  # every norm multiplies by 1 + weight
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to their dtype
     attention_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)
+    logits_divisor: float = 1.0  # the head's product divided by it is the logits
     vision: VisionShape | None = None  # tower in front of the decoder; None: text alone
     initializer_range: float = field(default=0.02, compare=False)
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -82,7 +83,7 @@ class ModelShape:
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
         """The distinct position embeddings of the layers, in the order in which they occur."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     def common(self, name: str) -> Any:
         """Return the field `name` that all layers share. Megatron takes it once per model."""
@@ -179,7 +180,9 @@ class ModelShape:
         refuse_text_model(shape.layers, shape.family, source)
         try:
             vision = family.read_vision(given)
-            layers = (replace(one, rope=with_sections(family, one.rope, given)) for one in shape.layers)
+            layers = (
+                replace(one, rope=one.rope and with_sections(family, one.rope, given)) for one in shape.layers
+            )
             return replace(shape, layers=tuple(layers), vision=vision, hf_config=dict(config))
         except KeyError as error:
             what = f"{source}: key {error} is missing or null"
@@ -243,11 +246,11 @@ def _is_uniform(name: str, *models: tuple[LayerShape, ...]) -> bool:
 def _layer_facts(layer: LayerShape) -> dict[str, Any]:
     """Return name -> value of a layer's fields, those of the position embedding and the experts one by one.
 
-    A layer without experts has None for each of their fields.
+    A layer without experts, or without a position embedding, has None for each of their fields.
     """
     values = {one.name: getattr(layer, one.name) for one in fields(layer)}
     moe, rope = values.pop("moe"), values.pop("rope")
-    values |= {f"rope.{name}": value for name, value in asdict(rope).items()}
+    values |= {f"rope.{one.name}": rope and getattr(rope, one.name) for one in fields(RopeShape)}
     return values | {f"moe.{one.name}": moe and getattr(moe, one.name) for one in fields(MoEShape)}
 
 
