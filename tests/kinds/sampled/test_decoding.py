@@ -25,7 +25,7 @@ SLOW_PLACES = (
     Place("PP2 DP2", 4, pp=2),
 )
 FAMILIES = ("llama3.2", "gemma3")
-SLOW_FAMILIES = ("qwen2", "qwen3-windows", "phi3", "qwen3_moe")
+SLOW_FAMILIES = ("qwen2", "qwen3-windows", "phi3", "qwen3_moe", "smollm3", "ministral3", "granite")
 NEW_TOKENS = 40
 
 
