@@ -7,7 +7,8 @@ import pytest
 from mkd.plan.models.model_shape import ModelShape
 from tests.reported import refused
 
-SIZES = dict(num_hidden_layers=4, hidden_size=320, intermediate_size=96, num_attention_heads=40, vocab_size=300)
+SIZES = dict(num_hidden_layers=4, hidden_size=320, intermediate_size=96, vocab_size=300)
+SIZES |= dict(num_attention_heads=40)
 
 
 TWO_LAYERS = {"mlp_layer_types": ["dense", "sparse"]}
