@@ -4,7 +4,6 @@ transformer_config.py            ModelShape -> Megatron's configuration
 layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
-positions.py                     how queries and keys of a layer know their positions
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
 specs.py                         which module makes which part of a layer

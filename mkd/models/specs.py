@@ -30,16 +30,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape, RopeShape
-from mkd.models.attention import PackedAttention
-from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
-from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
-from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
-from mkd.models.positions import (
+from mkd.models.attention import (
     GrowingQueryAttention,
     LayerRopeAttention,
+    PackedAttention,
     RowRopeAttention,
     UnrotatedAttention,
 )
+from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
+from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
+from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.sink_attention import SinkAttention
 
 
