@@ -13,11 +13,10 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from mkd.models.positions import LayerRopeAttention
 
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models import specs
-from mkd.models.attention import PackedAttention
+from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.layer_parts import PostNorm, RMSNorm
 from mkd.platform import detect
 
