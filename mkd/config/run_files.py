@@ -180,6 +180,11 @@ class CheckpointConfig:
     )
 
     @property
+    def keeps_weights(self) -> bool:
+        """True if trained weights are written: checkpoints or an export."""
+        return bool(self.save or self.export_hf)
+
+    @property
     def minutes_without_save(self) -> float:
         """Minutes after which the run saves by itself; 0: it does not."""
         return SAVE_MINUTES if self.save_interval_in_mins is None else self.save_interval_in_mins

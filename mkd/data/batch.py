@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from mkd.data.images.image_table import PackImages
 from mkd.data.teacher_input import PackPart, RowCut, TeacherInput
 from mkd.parallel.image_row import ImageRow
+from mkd.parallel.tensor_records import map_tensors
 from mkd.parallel.zigzag import RowShard
 
 PAIR_NUMBER, ADVANTAGE, SAMPLED_LOGP = "pair", "advantage", "sampled_logp"  # names of row values
@@ -93,11 +94,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the batch on `device`; from pinned memory the copies do not block."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> PackedBatch:
         """Return the batch in page-locked memory."""
-        return self._map(Tensor.pin_memory)
+        return map_tensors(self, Tensor.pin_memory)
 
     def shard(self, shard: RowShard) -> PackedBatch:
         """Return the part of a whole row in `shard`.
@@ -126,17 +127,6 @@ class PackedBatch:
         inputs: list[Any] = list(self.teacher_inputs)
         inputs[number] = replace(inputs[number], images=images)
         return replace(self, teacher_inputs=tuple(inputs))
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        """Return the batch with `change` applied to every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)},
-            images=self.images and self.images.map(change),
-            teacher_inputs=tuple(part.map(change) for part in self.teacher_inputs),
-            row_values={name: change(values) for name, values in self.row_values.items()},
-        )
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:

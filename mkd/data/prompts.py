@@ -25,7 +25,7 @@ from mkd.data.records.values import check_string
 from mkd.errors import DataError, ErrorList
 from mkd.human import counted
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
-from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer, without_eos
 
 LOG = logging.getLogger("mkd")
 KEYS = ("prompt", "messages", "conversations")
@@ -160,8 +160,7 @@ def encode_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> np.ndarra
     """
     if isinstance(prompt, Conversation):
         return np.asarray(tokenizer.generation_prompt(prompt), dtype=np.int64)
-    ids = tokenizer.encode(prompt)
-    return np.asarray(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids, dtype=np.int64)
+    return without_eos(tokenizer.encode(prompt), tokenizer.eos_id)
 
 
 def _log_ignored(

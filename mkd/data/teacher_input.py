@@ -5,7 +5,7 @@ It holds the student's tokens, the tokens of a cross-tokenizer teacher, or store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,10 +37,7 @@ class RowCut:
 
 
 class TeacherInput(Protocol):
-    """One teacher's part of a micro-batch."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherInput:
-        """Return the part with `change` applied to every tensor."""
+    """One teacher's part of a micro-batch: a dataclass, whose tensors move to the device with the batch."""
 
     def cut(self, cut: RowCut) -> TeacherInput:
         """Return the part in the shard of `cut`."""
@@ -62,9 +59,6 @@ class PackPart(Protocol):
 @dataclass(frozen=True)
 class SharedTokens:
     """The part of a teacher that reads the student's tokens: nothing is added to a pack or a micro-batch."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> SharedTokens:
-        return self
 
     def cut(self, cut: RowCut) -> SharedTokens:
         return self

@@ -22,7 +22,7 @@ from mkd.evaluation.records import Images
 from mkd.evaluation.tasks import Pair
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.chat_input import Conversation
-from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer, without_eos
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def encode_pairs(
     scored up to the token that ends the turn, and never cut.
     """
     requests: dict[int, Request] = {}
-    before_all = _encode(tokenizer, "")
+    before_all = without_eos(tokenizer.encode(""), tokenizer.eos_id)
     prompt, prompt_ids = "", before_all
     conversations = None if images is None else _Conversations(images, seq_length, vocab_size)
     for number in _by_images(pairs):
@@ -65,8 +65,8 @@ def encode_pairs(
             requests[number] = conversations.encode(pair)
             continue
         if pair.prompt != prompt:
-            prompt, prompt_ids = pair.prompt, _encode(tokenizer, pair.prompt)
-        whole = _encode(tokenizer, pair.prompt + pair.continuation)
+            prompt, prompt_ids = pair.prompt, without_eos(tokenizer.encode(pair.prompt), tokenizer.eos_id)
+        whole = without_eos(tokenizer.encode(pair.prompt + pair.continuation), tokenizer.eos_id)
         start, lead = _common_prefix(prompt_ids, whole), _common_prefix(before_all, whole)
         if start == 0 and tokenizer.eos_id is not None:
             whole, start = np.concatenate([[tokenizer.eos_id], whole]), 1
@@ -165,12 +165,6 @@ def _no_image_reader(pair: Pair) -> DataError:
         "evaluate a vision-language model, or remove the record",
         code="images-not-read",
     )
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the ids, int64 [n], without the EOS that some tokenizers append to every text."""
-    ids = tokenizer.encode(text)
-    return np.array(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids, dtype=np.int64)
 
 
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:

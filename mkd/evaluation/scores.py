@@ -70,8 +70,7 @@ class RequestBatches:
         """Yield the packs of each of this rank's micro-batches, one list for each call."""
         context = self.context
         packs_at_once = self.micro_batch_size * context.dp_size
-        # Interleaving needs whole groups of micro-batches.
-        unit = context.pp_size if context.virtual_stages > 1 else 1
+        unit = context.microbatch_unit
         left = -(-len(self.packs) // (packs_at_once * unit)) * unit
         first = 0
         while left:

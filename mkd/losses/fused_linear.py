@@ -23,6 +23,7 @@ from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
+from mkd.parallel.axes import place_in
 from mkd.plan.footprint.head import head_block_rows
 
 
@@ -236,7 +237,7 @@ def _centred(
     Both are over the real columns of all ranks. The first is written over `logits`.
     """
     columns = logits.div_(temperature)[:, :real]
-    is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
+    is_split = place_in(tp_group)[1] > 1
     lowest = torch.finfo(logits.dtype).min
     maximum = columns.amax(dim=1, keepdim=True) if real else logits.new_full((len(logits), 1), lowest)
     if is_split:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mkd.errors import UsageError
 from mkd.losses.divergences import Divergence, KLMixture
+from mkd.parallel.axes import place_in
 
 # s(T): "squared" keeps the size of the KD gradient independent of T (Hinton et al. 2015, section 2).
 TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": lambda temperature: 1.0}
@@ -92,6 +93,12 @@ class KDObjective:
     def scale(self) -> float:
         """Factor s(T) of the divergence."""
         return TEMPERATURE_SCALINGS[self.temperature_scaling](self.temperature)
+
+    def mixed(self, ce: Tensor | None, kd: Tensor | None) -> Tensor:
+        """Return the loss from the sums of its terms; one that is not part of it may be None."""
+        parts = [(1.0 - self.kd_ratio) * ce] if self.uses_ce else []
+        parts += [self.kd_ratio * kd] if self.uses_teacher else []
+        return sum(parts)
 
     @property
     def num_shared_ids(self) -> int:
@@ -175,7 +182,7 @@ class VocabShard:
 
         Raises UsageError if a model has more real ids than all shards have columns.
         """
-        rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+        rank, size = place_in(tp_group)
         for name in ("student_vocab_size", "teacher_vocab_size"):
             if (vocab_size := getattr(objective, name)) is not None:
                 require_columns(name, vocab_size, width * size)

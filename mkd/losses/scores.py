@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkd.losses.fused_linear import head_logits
 from mkd.losses.softmax import compute_dtype
+from mkd.parallel.axes import place_in
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 
 
@@ -51,7 +52,7 @@ def token_scores(
     if exchange is not None:
         hidden = exchange(hidden)
     width = weight.shape[0]
-    first = width * (0 if tp_group is None else dist.get_rank(tp_group))
+    first = width * place_in(tp_group)[0]
     if real is None:
         real = torch.arange(first, first + width, device=weight.device) < vocab_size
     size = head_block_rows(len(rows), width, SCORED_LOGIT_BYTES, weight.is_cuda)
@@ -70,7 +71,7 @@ def _scores(
 
     `columns` [n] are the labels' columns, outside [0, w) if on another rank.
     """
-    is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
+    is_split = place_in(tp_group)[1] > 1
     highest = logits.amax(dim=1)
     if is_split:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp_group)

@@ -116,7 +116,4 @@ def weighted_sums(
     sums["num_loss_tokens"] = is_loss_row.sum()
     if merged.ce is not None:
         sums["plain_ce"] = torch.where(is_loss_row, merged.ce, 0.0).sum()
-    ratio = objective.kd_ratio
-    parts = [(1.0 - ratio) * sums["ce"]] if objective.uses_ce else []
-    parts += [ratio * sums["kd"]] if objective.uses_teacher else []
-    return sum(parts), sums
+    return objective.mixed(sums["ce"], sums["kd"]), sums

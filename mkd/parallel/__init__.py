@@ -8,5 +8,6 @@ pipeline.py      what pipeline stages send each other: activations with the teac
 state_links.py   the teachers' hidden states, if they are a pipeline of their own
 zigzag.py        which rows of a pack each context-parallel rank holds
 image_row.py     the images of a packed row, and how ranks share them
+tensor_records.py  a function applied to every tensor of a record
 exchange.py      rows of a tensor that the ranks of a group send each other
 """

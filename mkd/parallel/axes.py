@@ -58,6 +58,11 @@ class Axis:
     group: dist.ProcessGroup | None  # None: the process communicates with no other
 
 
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return (rank, size) in a group; (0, 1) without one."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
 def axes_of(groups: ProcessGroupCollection) -> dict[str, Axis]:
     """Return this process's place on every axis."""
     fields = {name: name for name in AXES} | {"ep": "ep", "edp": "expt_dp"}

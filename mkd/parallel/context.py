@@ -104,6 +104,14 @@ class ParallelContext:
         return self.holds_last_stage and virtual_stage == self.virtual_stages - 1
 
     @property
+    def microbatch_unit(self) -> int:
+        """Number that the micro-batches of a call of the schedule are a multiple of.
+
+        Interleaving needs whole groups of micro-batches.
+        """
+        return self.pp.size if self.virtual_stages > 1 else 1
+
+    @property
     def holds_last_stage(self) -> bool:
         """True if this process computes the loss."""
         return self.pp.rank == self.pp.size - 1

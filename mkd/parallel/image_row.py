@@ -6,8 +6,8 @@ its own images, and all of them gather the features. Data and models import this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,11 +42,6 @@ class ImageRow:
     """
     scale: Tensor | None = None  # fp32, broadcasts over one patch or tile; None: pixels are normalised
     shift: Tensor | None = None  # fp32 like `scale`: the tower sees pixels * scale + shift
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> ImageRow:
-        """Return the row with `change` applied to every tensor."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(value) for name, value in tensors.items()})
 
     def normalised(self, dtype: torch.dtype) -> Tensor:
         """Return the pixels as the tower takes them; scaled in fp32, then rounded to `dtype`."""

@@ -46,11 +46,6 @@ class Split:
         pairs = zip(self.iterations[finite].tolist(), values[finite].tolist(), strict=True)
         return [(int(iteration), value) for iteration, value in pairs]
 
-    def num_without_value(self, key: str) -> int:
-        """Return how many records have the key without a finite number, between its first and last number."""
-        finite = np.flatnonzero(np.isfinite(self.columns[key]))
-        return int(finite[-1] - finite[0] + 1 - len(finite)) if len(finite) else 0
-
 
 def split_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Split]:
     """Return the columns of each split, training first."""

@@ -118,7 +118,7 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
             if difference is not None:
                 other = f"--tokenizer-model {name} is not the tokenizer in {student.assets}"
                 yield f"note: {other}, ids differ: {difference}"
-    if not (config.checkpoint.save or config.checkpoint.export_hf):
+    if not config.checkpoint.keeps_weights:
         return
     if kind == "SentencePieceTokenizer":
         asset = f"note: exports contain {name} as {SENTENCEPIECE_ASSET}, without settings of a tokenizer"

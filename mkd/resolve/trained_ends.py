@@ -66,7 +66,7 @@ def stop_notes(
 ) -> Iterator[str]:
     """Yield a note if exports stop at tokens at which the student's own files do not."""
     path = next((assets / one for one in (GENERATION_FILE, CONFIG_FILE) if (assets / one).is_file()), None)
-    if path is None or tokenizers is None or not (config.checkpoint.save or config.checkpoint.export_hf):
+    if path is None or tokenizers is None or not config.checkpoint.keeps_weights:
         return
     old = json.loads(path.read_text(encoding="utf-8"))
     new = StopIds(ends).added_to(old) if ends else old

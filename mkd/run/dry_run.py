@@ -56,7 +56,7 @@ def _start(config: Config) -> str:
 
 
 def _saves(config: Config) -> str:
-    is_lost = not (config.checkpoint.save or config.checkpoint.export_hf)
+    is_lost = not config.checkpoint.keeps_weights
     return describe_saves(config).removeprefix("saves ") + (
         ": the trained weights are lost at the end" if is_lost else ""
     )

@@ -19,6 +19,11 @@ from mkd.tokenizers.spans import EncodedText, locate, utf8
 NAMED_IDS = 3  # most ids that a message names
 
 
+def without_eos(ids: Sequence[int] | np.ndarray, eos_id: int | None) -> np.ndarray:
+    """Return the ids of a document, int64 [n], without the EOS that a tokenizer's configuration adds."""
+    return np.asarray(ids[:-1] if len(ids) > 1 and ids[-1] == eos_id else ids, dtype=np.int64)
+
+
 class Tokenizer(ABC):
     """Text to ids and back; picklable, so that worker processes get exactly the same tokenizer."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -53,19 +52,3 @@ class ChunkBatch:
     support_student: Tensor  # [p] int64, student id
     support_teacher: Tensor  # [p] int64, teacher id
     num_chunks: int  # of the whole packed row, those of other context-parallel ranks included
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> ChunkBatch:
-        """Return the batch with `change` applied to every tensor: a copy to a device, pinned memory."""
-        return map_tensors(self, change)
-
-
-def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
-    """Return a copy of a dataclass, and of the dataclasses in it, with `change` applied to every tensor."""
-    changed = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
-        if isinstance(part, Tensor):
-            changed[field.name] = change(part)
-        elif is_dataclass(part):
-            changed[field.name] = map_tensors(part, change)
-    return replace(value, **changed)

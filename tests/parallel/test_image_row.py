@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mkd.parallel.image_row import deal_images, held_rows, image_row, num_patches
+from mkd.parallel.tensor_records import map_tensors
 from mkd.parallel.zigzag import RowShard
 
 GRIDS = [(1, 4, 4), (1, 8, 6), (2, 4, 2), (1, 8, 8), (1, 2, 2)]
@@ -62,5 +63,5 @@ def test_bytes_are_scaled_as_the_tower_takes_them():
     options = dict(scale=1 / 255 / std, shift=-mean / std)
     row = image_row(pixels, [(5, 2, 2)], [0], np.arange(5), 2, **options)
     torch.testing.assert_close(row.normalised(torch.float32), (pixels / 255 - mean) / std)
-    moved = row.map(lambda tensor: tensor.to("meta"))
+    moved = map_tensors(row, lambda tensor: tensor.to("meta"))
     assert moved.scale.is_meta and moved.pixels.is_meta and moved.grids == row.grids

@@ -10,6 +10,7 @@ import torch
 
 from mkd.losses import HeadInput
 from mkd.losses.softmax import LOWEST
+from mkd.parallel.tensor_records import map_tensors
 from mkd.xtoken import chunk_torch_passes as torch_passes
 from mkd.xtoken.loss_call import LossCall
 from tests.losses.objectives import chunk_settings_of
@@ -138,7 +139,7 @@ def test_a_loss_on_a_gpu(settings):
         own = [t.detach().to(device, dtype).requires_grad_() for t in (hidden, weight)]
         teacher = HeadInput(*(t.to(device, dtype) for t in (teacher_hidden, teacher_weight)))
         moved = shared | dict(vocabulary=shared["vocabulary"].to(device))
-        on_device = chunks.map(methodcaller("to", device))
+        on_device = map_tensors(chunks, methodcaller("to", device))
         output = fused_chunk_kd(HeadInput(*own), teacher, on_device, **moved, fp32_logits=True)
         output.loss.backward()
         results.append(

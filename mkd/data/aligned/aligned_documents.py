@@ -17,7 +17,7 @@ from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row
 from mkd.errors import DataError, MkdError
-from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.tokenizers.tokenizer import without_eos
 from mkd.xtoken.align.align_chat import align_chat, align_completion
 from mkd.xtoken.align.align_text import AlignedText, align
 
@@ -148,12 +148,8 @@ def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
 
     `append_eod` alone decides whether one ends a document.
     """
-
-    def without_eos(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids
-
-    student_ids = without_eos(aligned.student_ids, pair.student)
-    teacher_ids = without_eos(aligned.teacher_ids, pair.teacher)
+    student_ids = without_eos(aligned.student_ids, pair.student.eos_id)
+    teacher_ids = without_eos(aligned.teacher_ids, pair.teacher.eos_id)
     whole = (aligned.chunks[:, 1] <= len(student_ids)) & (aligned.chunks[:, 3] <= len(teacher_ids))
     return AlignedText(student_ids, teacher_ids, aligned.chunks[whole])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -84,13 +84,6 @@ class TeacherBatch:
     max_seqlen: int  # largest span of a document, tokens
     chunks: ChunkBatch  # the chunks that this context-parallel rank owns
     images: ImageRow | None = None  # of the teacher, as in PackedBatch
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherBatch:
-        """Return the batch with `change` applied to every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        images = self.images and self.images.map(change)
-        return replace(self, **changed, chunks=self.chunks.map(change), images=images)
 
     def cut(self, cut: RowCut) -> TeacherBatch:
         """Return the part of a whole row in the shard of `cut`, with the chunks that its process owns.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mkd.data.teacher_input import RowCut, TokenRow
+from mkd.parallel.tensor_records import map_tensors
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,9 @@ class TeacherRows:
         }
         return replace(self, **tensors)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherRows:
-        """Return the rows with `change` applied to every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        )
-
     def cut(self, cut: RowCut) -> TeacherRows:
         """Return the rows of the loss positions in the shard of `cut`."""
-        return self.map(lambda tensor: tensor[cut.loss_places])
+        return map_tensors(self, lambda tensor: tensor[cut.loss_places])
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
         """Return nothing: a stored teacher has no layers to run."""

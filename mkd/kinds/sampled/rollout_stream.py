@@ -196,8 +196,7 @@ class RolloutStream:
     def _mine(self) -> Iterator[list[int]]:
         """Yield the samples of this rank's micro-batches; EMPTY ones fill up the last ones."""
         context, samples = self.context, self.last_samples()
-        unit = self.micro_batch_size * context.dp_size
-        unit *= context.pp_size if context.virtual_stages > 1 else 1  # Megatron's interleaved schedule
+        unit = self.micro_batch_size * context.dp_size * context.microbatch_unit
         self.step_packs = max(1, -(-len(samples) // unit)) * unit
         layout = BatchLayout(self.micro_batch_size, self.step_packs, context.dp_rank, context.dp_size)
         filled = np.full(self.step_packs, EMPTY)

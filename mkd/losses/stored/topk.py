@@ -25,6 +25,7 @@ from mkd.losses.stored.topk_statistics import (
     merge_kd,
 )
 from mkd.losses.torch_rows import row_blocks
+from mkd.parallel.axes import place_in
 
 
 def vocab_parallel_topk_kd(
@@ -80,7 +81,7 @@ def _teacher_rows(
 
 
 def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
-    rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    rank, size = place_in(tp_group)
     require_columns("student_vocab_size", objective.student_vocab_size, width * size)
     return VocabShard.of(width, rank, size, objective)
 
@@ -113,10 +114,7 @@ class _VocabParallelTopKKD(torch.autograd.Function):
         ctx.shard, ctx.objective, ctx.overwrite = shard, objective, overwrite
         sums = {name: _total(value, loss_mask) for name, value in values.items()}
         sums["num_loss_tokens"] = (loss_mask != 0).sum()
-        ratio = objective.kd_ratio
-        parts = [(1.0 - ratio) * sums["ce"]] if objective.uses_ce else []
-        parts += [ratio * sums["kd"]] if objective.uses_teacher else []
-        return sum(parts), sums
+        return objective.mixed(sums["ce"], sums["kd"]), sums
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from torch import Tensor
 from mkd.losses.softmax import LOWEST, Normaliser, ShardSoftmax, real_columns
 from mkd.losses.statistics import gather_statistics
 from mkd.losses.torch_rows import row_blocks
+from mkd.parallel.axes import place_in
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def vocab_parallel_topk(
 ) -> TopK:
     """Return the top k of the first `vocab_size` ids, by two all-gathers over TP for each block of rows."""
     assert 0 < k <= vocab_size
-    rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    rank, size = place_in(tp_group)
     width = logits.shape[1]
     start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
     count = min(max(vocab_size - start, 0), width)

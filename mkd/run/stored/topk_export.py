@@ -226,7 +226,7 @@ class _Exporter:
         numbers = [list(self.meta.shard_samples(part, shard)) for shard in shards]
         own = numbers[self.context.dp_rank] if self.context.dp_rank < len(shards) else []
         size = self.layout.micro_batch_size
-        unit = size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
+        unit = size * self.context.microbatch_unit
         largest = max(map(len, numbers))
         own += [EMPTY] * (largest + -largest % unit - len(own))
         return [own[first : first + size] for first in range(0, len(own), size)]

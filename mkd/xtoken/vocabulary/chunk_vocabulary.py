@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mkd.errors import UsageError
-from mkd.xtoken.chunks import map_tensors
+from mkd.parallel.tensor_records import map_tensors
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 

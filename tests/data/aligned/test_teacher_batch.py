@@ -9,6 +9,7 @@ import torch
 
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack, collate_teacher
 from mkd.data.teacher_input import RowCut
+from mkd.parallel.tensor_records import map_tensors
 from mkd.parallel.zigzag import RowShard
 from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 
@@ -91,7 +92,7 @@ def test_all_tensors_move_and_nothing_else_changes():
     borders = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
     cut = RowCut(RowShard(0, 2), borders, loss_places=torch.zeros(0, dtype=torch.int64))
     batch = replace(batch, chunks=batch.cut(cut).chunks)
-    moved = batch.map(lambda tensor: tensor.to("meta"))
+    moved = map_tensors(batch, lambda tensor: tensor.to("meta"))
     assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert len(tensors_of(moved)) == len(tensors_of(batch)) == 17
     assert moved.max_seqlen == 8 and moved.chunks.num_chunks == 4 and moved.chunks.kinds is batch.chunks.kinds

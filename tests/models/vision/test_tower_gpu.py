@@ -10,6 +10,7 @@ import torch
 from mkd.models.vision.features import own_features
 from mkd.models.vision.tower import VisionTower
 from mkd.models.vision.tower_attention import NAME
+from mkd.parallel.tensor_records import map_tensors
 from mkd.plan.models.model_shape import ModelShape
 from tests.tiny_vision_models import make_document, make_row, vision_config
 
@@ -35,7 +36,7 @@ def build(family, dtype, device):
     tower.train_parts(("tower", "projector"))
     sizes = GRIDS if not shape.vision.image_size else [(1, 2), (1, 1)]
     row = make_row(shape.vision, [make_document(shape.vision, sizes, seed=0)], 8, 256)
-    return tower.train(), row.images().map(lambda one: one.to(device)), shape.hidden_size
+    return tower.train(), map_tensors(row.images(), lambda one: one.to(device)), shape.hidden_size
 
 
 def results(family, dtype, device, implementation=None):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.order import mixed
+from mkd.parallel.axes import place_in
 
 BLOCK = 256  # columns that are added up together before a token is looked for
 ONE = np.float64(2.0**-53)  # step between the uniform numbers
@@ -60,7 +61,7 @@ def sample_tokens(
     Communication over the tensor-parallel group: an all-reduce MAX of [2, n], an all-gather of [4, n] and an
     all-reduce SUM of [2, n]. No backward.
     """
-    rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    rank, size = place_in(tp_group)
     rows, width = logits.shape
     first = rank * width
     real = torch.arange(first, first + width, device=logits.device) < vocab_size
@@ -97,7 +98,7 @@ def barred_columns(
     """Return which of this rank's `width` columns are among the ids, bool [width]; None without any id."""
     if not unused_ids:
         return None
-    first = width * (0 if tp_group is None else dist.get_rank(tp_group))
+    first = width * place_in(tp_group)[0]
     return torch.isin(torch.arange(first, first + width), torch.tensor(sorted(unused_ids))).to(device)
 
 
