@@ -244,7 +244,7 @@ class _Preparation:
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, dict[int, str]]:
         student = self._student_prefix(path, flag)  # first: a teacher's corpus is aligned with it
-        settings = dict(
+        settings: dict[str, Any] = dict(
             tokenizer=self.tokenizer,
             images=self.images,
             append_eod=self.append_eod,

@@ -26,7 +26,7 @@ from mkd.run.stored.topk_description import ExportSettings, write_description
 from mkd.run.stored.topk_export import plan_export
 from mkd.tokenizers import chat_input
 from tests.reported import refused, reports
-from tests.train.command import Result, call_main, flags, make_files, run_main, write_records
+from tests.train.command import Result, call_main, flags, make_files, read_metrics, run_main, write_records
 
 TEMPLATE = (
     "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}"
@@ -113,6 +113,36 @@ def test_a_run_keeps_the_date_that_only_a_teacher_writes(files):
     assert fingerprints(plan, plan.tokenizers.student, None)["chat.date"] == "2026-11-26"
     chats = SimpleNamespace(prompts=[SimpleNamespace(is_chat=True)])
     assert "2026-11-26" in describe_chat(plan.tokenizers.opened, [], chats)[-1]
+
+
+def test_several_teachers_of_a_dated_template_under_context_parallelism(files, ranks):
+    """One teacher reads the student's tokens, one makes its own with a date. A resume keeps the day."""
+    shutil.copytree(files / "student", files / "dated too")
+    (files / "dated too" / "chat_template.jinja").write_text(TEMPLATE.replace("%Y-%m-%d", "%d %b %Y"))
+    teachers = [{"hf": str(files / "teacher")}, {"hf": str(files / "dated too"), "xtoken": {}}]
+    (files / "two.yaml").write_text(json.dumps({"teachers": teachers}))
+
+    def start(days, log, *more):
+        more = ("--config", files / "two.yaml", *more)
+        argv = flags(
+            files, log, *more, teacher_hf=None, data_path="chat.jsonl", data_cache_path=f"{log} cache"
+        )
+        found = [Result(*one) for one in ranks.run(on_day_of_rank, len(days), [(day,) for day in days], argv)]
+        assert {one.exit_code for one in found} == {0}, found[0].stderr
+        return found[0].stdout + found[0].stderr
+
+    first, second = "2026-11-26", "2026-11-27"
+    start([first], "whole")
+    split = ("--context-parallel-size", 2, "--save", files / "parts saved")
+    start([first] * 2, "parts", *split, "--exit-interval", 1)
+    said = start([second] * 2, "parts", *split, "--load", files / "parts saved")
+    assert f"The whole run writes {first}" in said
+    whole, parts = (read_metrics(files / log) for log in ("whole", "parts"))
+    names = [key for key in whole[0] if key.startswith(("kd_loss", "num_aligned", "teacher_ce"))]
+    assert len(names) == 2 + 2 * 2 + 2  # together and of each teacher
+    for one, other in zip(whole, parts, strict=True):
+        assert [other[key] for key in names] == pytest.approx([one[key] for key in names], rel=1e-5)
+        assert other["num_loss_tokens"] == one["num_loss_tokens"] > 0
 
 
 def test_a_teacher_cache_has_one_date(files):

@@ -16,10 +16,11 @@ WORDS = ("quick brown", "fox jumps over", "lazy", "the dog is not")
 NUM_PAIRS, NUM_PACKS = 12, 4  # of an epoch
 
 
-def make_files(folder: Path) -> Path:
+def make_files(folder: Path, family: str = "qwen3") -> Path:
     """Make a student, a reference of another family, and pairs whose answers differ in length."""
     sizes = dict(num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
-    add_tokenizer(make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True, **sizes | EOS))
+    sizes = sizes | dict(tie_word_embeddings=True) if family == "qwen3" else {}
+    add_tokenizer(make_model(folder / "student", family, seed=1, **sizes | EOS))
     other = dict(hidden_size=72, num_hidden_layers=4, intermediate_size=128, vocab_size=330)
     add_tokenizer(make_model(folder / "reference", "llama", seed=2, **other | EOS))
     write_records(folder / "pairs.jsonl", *(pair_of(i) for i in range(NUM_PAIRS)))

@@ -102,6 +102,19 @@ def test_simpo_equals_transformers_at_every_layout(case, single, files, ranks):
     assert error <= 1e-5, where
 
 
+def test_simpo_of_a_student_with_experts_equals_transformers(tmp_path, ranks):
+    """Routers, every expert and all others, with the experts on two processes."""
+    folder = make_files(tmp_path, "qwen3_moe")
+    expert_parallel = ("--expert-model-parallel-size", 2)
+    results = ranks.run(one_step, 2, argv(folder, "run", *expert_parallel, loss=SIMPO), folder / "simpo")
+    documents = [document for found in results for document in found["documents"]]
+    assert len(documents) == 2 * NUM_PAIRS
+    expected = reference_loss(folder, documents, folder / "dense", SIMPO)
+    assert all(means(found["sums"], "simpo") == pytest.approx(expected, rel=1e-5) for found in results)
+    error, where = worst_relative_error(folder / "simpo" / "gradients", folder / "dense")
+    assert error <= 1e-5, where
+
+
 def test_simpo_under_interleaving_evaluates_and_resumes_bitwise(files, ranks):
     """No reference runs on any stage; Megatron's long lines have its metrics.
 

@@ -13,7 +13,7 @@ from tests.checkpoint.saved_tensors import all_tensors
 from tests.data.images.tiny_processors import image_file, make_qwen, picture
 from tests.reported import reported_codes
 from tests.tiny_models import make_model
-from tests.train.command import flags, read_metrics, run_main
+from tests.train.command import flags, read_metrics, run_main, write_records
 from tests.train.test_resume import train_and_hash
 from tests.train.two_processors import with_text, with_weights
 
@@ -174,6 +174,30 @@ def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
         (done,) = run_main(ranks, argv(files, run, *cross, **given | dict(data_path="texts.jsonl")))
         assert done.exit_code == 0, done.stderr
         assert read_metrics(files / run)[-1]["iteration"] == STEPS
+
+
+def test_simpo_learns_from_pairs_of_text_and_refuses_those_with_pictures(files, ranks):
+    def pair(asked, i):
+        said = [[{"role": "assistant", "content": f"{word} {i}"}] for word in ("fox", "the lazy dog")]
+        return dict(prompt=[{"role": "user", "content": asked}], chosen=said[0], rejected=said[1])
+
+    def run(name, *more):
+        loss = ("--simpo-beta", 2, "--kd-ratio", 0, "--train-iters", 2)
+        return argv(files, name, *loss, *more, teacher_hf=None, data_path="pairs.jsonl")
+
+    write_records(files / "pairs.jsonl", *(pair(f"Which is {i}?", i) for i in range(24)))
+    for name, processes, more in (("single", 1, ()), ("TP2", 2, ("--tensor-model-parallel-size", 2))):
+        done = run_main(ranks, run(f"simpo {name}", *more), processes)
+        assert {one.exit_code for one in done} == {0}, done[0].stderr
+    one, two = (read_metrics(files / f"simpo {name}") for name in ("single", "TP2"))
+    for key in ("loss", "simpo/margin", "grad_norm"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-4)
+    assert len(one) == 2 and one[0]["grad_norm"] > 0
+    seen = [{"type": "image", "image": "0.png"}, {"type": "text", "text": "Which?"}]
+    write_records(files / "pairs.jsonl", pair(seen, 0))
+    (refused,) = run_main(ranks, run("simpo refused"))
+    assert refused.exit_code == 65
+    assert "images-not-read: mkd learns preferences from text only" in reported_codes(refused.stderr)
 
 
 @pytest.mark.parametrize(
