@@ -9,10 +9,8 @@ from pathlib import PurePath
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
+from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
-RESIDENCIES = ("device", "host", "peers")
-PRECISIONS = ("bf16", "fp8")
-FP8_RECIPES = ("tensorwise", "blockwise")
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
@@ -88,8 +86,8 @@ class XTokenConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig(TeacherDivergence):
-    """A frozen model to imitate. These flags set the first teacher."""
+class TeacherModel(TeacherDivergence):
+    """The weights of a teacher, and its part in the loss."""
 
     name: str | None = option(None, "label of the teacher in logs (default: name of its folder)", flag=False)
     hf: str | None = option(
@@ -122,32 +120,12 @@ class TeacherConfig(TeacherDivergence):
     temperature: float | None = option(
         None, "temperature for this teacher (default: --kd-temperature)", flag=False
     )
-    residency: str = option(
-        "device",
-        "place of the teacher's weights. device: the GPU. host: pinned host memory. peers: --teacher-peers "
-        "processes of a machine each keep a part of every layer. With host and peers, layers come to the "
-        "device one after another, which saves device memory. Packs of some thousand tokens hide the "
-        "transfers; peers need fewer tokens than host",
-        choices=RESIDENCIES,
-    )
-    peers: int | None = option(
-        None,
-        "processes that split the teacher's layers, 2 or more; required with --teacher-residency peers. It "
-        "must divide data-parallel x context-parallel size, and the processes of a machine",
-    )
-    precision: str = option(
-        "bf16",
-        "precision of the products in the teacher's layers. bf16: the run's precision. fp8: Transformer "
-        "Engine rounds weights and activations to FP8 (E4M3), for about half the memory and two thirds of "
-        "the time. fp8 needs --bf16, a GPU with FP8 and a dense teacher",
-        choices=PRECISIONS,
-    )
-    fp8_recipe: str = option(
-        "tensorwise",
-        "scales of --teacher-precision fp8. tensorwise: one for each weight and each activation. blockwise: "
-        "one for 128 x 128 weights and one for 128 channels of a token, which is slower",
-        choices=FP8_RECIPES,
-    )
+
+
+@dataclass(frozen=True)
+class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
+    """A frozen model to imitate. These flags set the first teacher."""
+
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
 
 

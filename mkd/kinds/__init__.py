@@ -7,8 +7,9 @@ sampled/         the student's own text: completions of prompts, sampled here or
 weighted/        records that count more or less than others
 cross_tokenizer/ teachers with another tokenizer
 texts.py         the record of the text of a run
+placed/          places and precisions of teachers' layers
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers
 
-Modules that `mkd/config/schema.py` imports hold settings and formulas alone. A plan asks the kinds without
-torch: only `Kind.data_term` loads it.
+Modules that `mkd/config` imports hold settings and formulas alone. A plan asks the kinds without torch: only
+`Kind.device_problems` and `Kind.data_term` load it.
 """

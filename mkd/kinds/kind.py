@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
 from mkd.log.metrics import Metric
 from mkd.plan.facts import RunFacts
+from mkd.plan.models.placement import TeacherPlace, TeacherPrecision, Variant
 from mkd.plan.work import Work
 
 if TYPE_CHECKING:  # it loads torch
@@ -34,21 +35,39 @@ class CardTerm:
 
 
 class Kind:
-    """A feature that changes what a run learns from.
+    """A feature that changes what a run learns from, or where its teachers are.
 
-    A plan asks all hooks but `data_term`, without torch.
+    A plan asks all hooks but `device_problems` and `data_term`, without torch.
     """
 
     metrics: tuple[Metric, ...] = ()  # of its records, with their places in the lines of the terminal
     calculates_with: tuple[str, ...] = ()  # options without which it cannot tell its problems
+    of_teachers: bool = False  # True: its settings are of a teacher, also of one that runs alone
+    variants: tuple[Variant, ...] = ()  # settings of teachers that a plan compares, the simplest first
 
     def problems(self, facts: RunFacts) -> Iterable[MkdError]:
         """Yield what is wrong with its settings; also those that nothing reads because the kind is off."""
         return ()
 
+    def machine_problems(self, facts: RunFacts, processes: int) -> Iterable[MkdError]:
+        """Yield what is wrong with its settings if each machine runs so many processes."""
+        return ()
+
+    def device_problems(self, facts: RunFacts) -> Iterable[MkdError]:
+        """Yield what the devices of this machine cannot compute. It may load torch."""
+        return ()
+
     def work(self, config: Config) -> Work:
         """Return what the kind adds to times and memory."""
         return Work()
+
+    def place(self, teacher: TeacherConfig) -> TeacherPlace | None:
+        """Return the place of a teacher's layers; None from a kind that has no places."""
+        return None
+
+    def precision(self, teacher: TeacherConfig) -> TeacherPrecision | None:
+        """Return the precision of a teacher's layers; None from a kind that has no precisions."""
+        return None
 
     def card(self, config: Config) -> CardTerm | None:
         """Return the loss that takes the place of the cross entropy; None if the kind has none."""

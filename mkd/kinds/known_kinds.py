@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 
 from mkd.config.schema import Config
 from mkd.data.records.wanted import WantedRecords
+from mkd.errors import MkdError
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind
+from mkd.kinds.placed.known_places import Places, Precisions
 from mkd.kinds.sampled.own_text import OwnText
 from mkd.kinds.weighted.weighted import Weighted
 from mkd.log.metrics import CORE_METRICS, Registry
+from mkd.plan.facts import RunFacts
 
 if TYPE_CHECKING:  # it loads torch
     from mkd.train.teachers.base import DataTerm
 
-KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), Weighted(), OwnText())
+KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), Weighted(), OwnText(), Precisions(), Places())
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 
 
@@ -30,6 +33,11 @@ def identity(config: Config) -> dict[str, object]:
 def wanted_records(config: Config) -> WantedRecords:
     """Return what the loss reads of records besides their texts."""
     return reduce(or_, (kind.records(config) for kind in KINDS))
+
+
+def device_problems(facts: RunFacts) -> list[MkdError]:
+    """Return what the devices of this machine cannot compute of a run. It may load torch."""
+    return [problem for kind in KINDS for problem in kind.device_problems(facts)]
 
 
 def card_term(config: Config) -> CardTerm | None:

@@ -10,8 +10,8 @@ from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.kinds.kind import CardTerm, Row
 from mkd.kinds.known_kinds import KINDS, card_term
+from mkd.kinds.placed.known_places import rounding
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.planned_teachers import rounding
 
 _XTOKEN = {
     "partition_kl": "over the tokens that both sides can spell, and the rest",

@@ -14,6 +14,7 @@ from mkd.plan.auto_layout import auto_layouts
 from mkd.plan.batch import BatchPlan
 from mkd.plan.layout import Layouts, PipelineLayout, count_virtual_stages
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.placement import TeacherPlace, TeacherPrecision, Variant
 from mkd.plan.models.planned_models import PlannedModel, one_layout, planned_models
 from mkd.plan.models.planned_teachers import Pair, Teacher, plan_teachers
 from mkd.plan.parallel_sizes import Sizes, sizes_of
@@ -25,12 +26,23 @@ class RunKind(Protocol):
     """The hooks of a kind of run that a plan calls; `mkd.kinds.kind.Kind` has more."""
 
     calculates_with: tuple[str, ...]  # options without which it cannot tell its problems
+    of_teachers: bool  # True: its settings are of a teacher, also of one that runs alone
+    variants: tuple[Variant, ...]  # settings of teachers to compare, the simplest first
 
     def problems(self, facts: RunFacts) -> Iterable[MkdError]:
         """Yield what is wrong with its settings."""
 
+    def machine_problems(self, facts: RunFacts, processes: int) -> Iterable[MkdError]:
+        """Yield what is wrong with its settings if each machine runs so many processes."""
+
     def work(self, config: Config) -> Work:
         """Return what it adds to times and memory."""
+
+    def place(self, teacher: TeacherConfig) -> TeacherPlace | None:
+        """Return the place of a teacher's layers; None from a kind that has no places."""
+
+    def precision(self, teacher: TeacherConfig) -> TeacherPrecision | None:
+        """Return the precision of a teacher's layers; None from a kind that has no precisions."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,17 @@ class RunFacts:
         """Teachers that run, with their settings. All of their shapes must be known."""
         shapes = [shape for shape in self.teachers if shape is not None]
         assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
-        return plan_teachers(self.config, self.roles, shapes)
+        return plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
+
+    def _place(self, teacher: TeacherConfig) -> TeacherPlace:
+        return next(place for kind in self.kinds if (place := kind.place(teacher)) is not None)
+
+    def _precision(self, teacher: TeacherConfig) -> TeacherPrecision:
+        return next(one for kind in self.kinds if (one := kind.precision(teacher)) is not None)
+
+    def machine_problems(self, processes: int) -> list[MkdError]:
+        """Return what is wrong with this run on machines with so many processes each."""
+        return [problem for kind in self.kinds for problem in kind.machine_problems(self, processes)]
 
     @cached_property
     def pair(self) -> Pair:

@@ -20,7 +20,7 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.times.bubble import StepForecast, simulate
-from mkd.plan.times.cost import PairCost, layer_transfer_ms
+from mkd.plan.times.cost import PairCost
 from mkd.plan.times.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.times.layer_time import WorkTime
 from mkd.plan.times.prefetch import PrefetchPlan, RankWork
@@ -153,7 +153,10 @@ class Forecast:
         """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
         element, layers = 2 if self.config.training.bf16 else 4, teacher.shape.layers
         tensor = self.config.parallel.tensor_model_parallel_size
-        copies_ms = {layer: layer_transfer_ms(teacher, layer, tensor, element) for layer in set(layers)}
+        copies_ms = {
+            layer: teacher.place.transfer_ms(teacher.layer_bytes(layer, tensor, element))
+            for layer in set(layers)
+        }
         return tuple(
             replace(time, forward_ms=max(time.forward_ms, copies_ms[layer]))
             for time, layer in zip(times, layers, strict=True)

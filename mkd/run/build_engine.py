@@ -17,10 +17,11 @@ from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.kinds.known_kinds import data_term
+from mkd.kinds.placed.known_places import PLACES, PRECISIONS
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
-from mkd.models.fp8_weights import Fp8Weights, LayerMemory, fp8_recipe
+from mkd.models.fp8_weights import LayerMemory
 from mkd.models.language_model import LanguageModel
-from mkd.models.residency import layer_parameters, stream_from_host, stream_from_peers
+from mkd.models.residency import layer_parameters
 from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree
@@ -211,20 +212,15 @@ def build_teacher_parts(
 
     Unless the weights stay on the device as they are, they are loaded layer by layer.
     """
-    is_fp8 = settings.precision == "fp8"
-    options = replace(options, releases_layers=is_fp8 or settings.residency != "device")
+    place, precision = PLACES.of(settings), PRECISIONS.of(settings)
+    options = replace(options, releases_layers=place.streams or precision.converts)
     parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
-    # Before the stream, which moves the FP8 tensors and not the parameters that they replace.
-    fp8 = Fp8Weights(parts, fp8_recipe(settings.fp8_recipe)) if is_fp8 else None
-    tensors, memory = fp8.tensors if fp8 else layer_parameters, None
-    if settings.residency == "host":
-        memory = stream_from_host(parts, context.device, tensors).loading
-    elif settings.residency == "peers":
-        assert settings.peers is not None, "check_peers requires it"
-        group = context.peer_group(settings.peers, has_experts=source.shape.moe is not None)
-        memory = stream_from_peers(parts, context.device, group, tensors).loading
-    # Last: `memory` quantises a layer, or moves it away, as soon as its weights are read.
-    load_weights(parts, source, context, partial(fp8.loading, memory=memory) if fp8 else memory)
+    # Before the stream, which moves the converted tensors and not the parameters that they replace.
+    converted = precision.weights(parts)
+    stream = place.stream(parts, context, converted.tensors if converted else layer_parameters)
+    memory = stream.loading if stream else None
+    # Last: `memory` converts a layer, or moves it away, as soon as its weights are read.
+    load_weights(parts, source, context, partial(converted.loading, memory=memory) if converted else memory)
     return parts
 
 

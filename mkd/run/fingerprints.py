@@ -11,13 +11,14 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
-from mkd.config.schema import Config, TeacherConfig
+from mkd.config.schema import Config
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.data.dataset import later_orders
@@ -25,6 +26,7 @@ from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError, UsageError
 from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import teacher_images
 from mkd.kinds.known_kinds import identity
+from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 from mkd.operations.run_folders import cache_folder
 from mkd.resolve.chat_setup import CHAT_DATE, date_of
 from mkd.resolve.run_plan import Plan
@@ -38,17 +40,14 @@ HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
 # Options that older runs lack: at their defaults they do not change the fingerprint.
 LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
-    {
-        "skew_alpha": SKEW_ALPHA.default,
-        "precision": TeacherConfig.precision,
-        "fp8_recipe": TeacherConfig.fp8_recipe,
-    }
+    {"skew_alpha": SKEW_ALPHA.default, **{field.name: field.default for field in fields(PrecisionSettings)}}
 )
 # Options of how the loss is computed, or whether it may be.
 NOT_LOSS = frozenset({"kd_fp32_logits"})
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
-    {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size", "residency", "peers"}
+    {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size"}
+    | {field.name for field in fields(PlaceSettings)}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
 NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")

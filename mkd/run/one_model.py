@@ -16,7 +16,7 @@ from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
-from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.known_kinds import KINDS, device_problems
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
@@ -24,11 +24,8 @@ from mkd.operations.console import LOG
 from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
-from mkd.plan.checks.teacher_peers import check_machine
-from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import Platform, processes_of_machine
-from mkd.platform.fp8_support import fp8_problems
 from mkd.resolve.chat_setup import chat_settings
 from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.run.build_engine import build_teacher_parts, load_weights
@@ -76,8 +73,8 @@ def plan_model(
     model = replace(model, shape=source.shape if source else None)
     problems += find_model_problems(model)
     if teacher is not None:
-        problems += check_machine(model.of_teacher, processes_of_machine(world_size))
-        problems += fp8_problems(fp8_recipes(model.of_teacher))
+        problems += model.of_teacher.machine_problems(processes_of_machine(world_size))
+        problems += device_problems(model.of_teacher)
     if problems:
         return None
     assert source is not None, "a model without a source is a problem"

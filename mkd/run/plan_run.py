@@ -8,7 +8,7 @@ from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
-from mkd.kinds.known_kinds import KINDS, wanted_records
+from mkd.kinds.known_kinds import KINDS, device_problems, wanted_records
 from mkd.kinds.sampled.rollout_preflight import rollout_problems
 from mkd.log.writers import missing_packages
 from mkd.operations.console import LOG
@@ -17,12 +17,9 @@ from mkd.operations.profiling import profile_problems
 from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
 from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.checks.teacher_peers import check_machine
-from mkd.plan.checks.teacher_precision import fp8_recipes
 from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.facts import RunFacts
 from mkd.platform import gpu_gib, processes_of_machine
-from mkd.platform.fp8_support import fp8_problems
 from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.resolve.preflight import data_problems, open_tokenizers
 from mkd.resolve.run_plan import Plan
@@ -49,8 +46,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
     shapes = tuple(source.shape if source else None for source in sources)
     facts = replace(facts, student=shape, teachers=shapes)
     problems += find_problems(facts)
-    problems += check_machine(facts, processes_of_machine(world_size))
-    problems += fp8_problems(fp8_recipes(facts))
+    problems += facts.machine_problems(processes_of_machine(world_size))
+    problems += device_problems(facts)
     tokenizers = open_tokenizers(problems, facts, student, sources)
     paths = data_paths(problems, config.data)
     problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)

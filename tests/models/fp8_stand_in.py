@@ -104,10 +104,11 @@ def round_activations(model, name):
 @contextmanager
 def stand_in_recipes():
     """Let teachers in FP8 be built on this machine."""
-    from mkd.run import build_engine, one_model, plan_run
+    from mkd.models import fp8_weights
+    from mkd.platform import fp8_support
 
-    replaced = [(build_engine, "fp8_recipe", StandInRecipe)]
-    replaced += [(module, "fp8_problems", lambda recipes: ()) for module in (one_model, plan_run)]
+    replaced = [(fp8_weights, "fp8_recipe", StandInRecipe)]
+    replaced += [(fp8_support, "fp8_problems", lambda recipes: ())]
     before = [getattr(module, name) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)

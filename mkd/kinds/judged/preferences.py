@@ -15,10 +15,10 @@ from mkd.data.records.wanted import WantedRecords
 from mkd.errors import UsageError
 from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
 from mkd.kinds.kind import CardTerm, Kind
+from mkd.kinds.placed.known_places import rounding
 from mkd.log.metrics import ROW_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
-from mkd.plan.models.planned_teachers import rounding
 from mkd.plan.work import Work
 
 if TYPE_CHECKING:  # it loads torch

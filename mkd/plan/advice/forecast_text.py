@@ -119,10 +119,10 @@ def _times(forecast: Forecast) -> list[str]:
         "all-to-all of experts": forecast.exchange_ms(),
         "tensor and context parallel collectives that nothing hides": forecast.collectives_ms(),
     }
-    is_fp8 = any(one.fp8_recipe for one in forecast.teachers)
     bf16 = forecast.config.training.bf16
-    precision = "bf16 and FP8" if is_fp8 else "bf16" if bf16 else "fp32"
-    peak = " of the bf16 peak" if is_fp8 or not bf16 else ""
+    of_teachers = dict.fromkeys(one.precision.title for one in forecast.teachers if one.precision.title)
+    precision = " and ".join(["bf16" if bf16 else "fp32", *of_teachers])
+    peak = " of the bf16 peak" if of_teachers or not bf16 else ""
     flops, gpus = floating_point(forecast.flops_per_step()), counted(forecast.num_gpus, "GPU")
     share = f"share of the teachers in these FLOPs: {forecast.teacher_share():.3f}"
     return [

@@ -13,10 +13,11 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.human import milliseconds
 from mkd.plan.advice.forecast_text import describe_forecast
-from mkd.plan.advice.teacher_place import HOST, SPLIT, describe_places, separates_peers
+from mkd.plan.advice.teacher_place import describe_places, separates_peers
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.footprint.memory import RankMemory
 from mkd.plan.forecast import Forecast
+from mkd.plan.models.placement import Variant
 from mkd.plan.models.planned_models import given_layouts
 from mkd.plan.times.hardware import MACHINE, USABLE
 
@@ -122,7 +123,8 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     config = replace(forecast.config, training=training)
     shapes = (forecast.student, *(teacher.shape for teacher in forecast.teachers))
     has_experts = [shape.moe is not None for shape in shapes]
-    known = list(changes(config, max(forecast.student_layout.layers), has_experts))
+    variants = [variant for kind in forecast.facts.kinds for variant in kind.variants]
+    known = list(changes(config, max(forecast.student_layout.layers), has_experts, variants))
     found: list[Remedy] = []
     for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):
         if len(found) < wanted:
@@ -204,6 +206,7 @@ def changes(
     config: Config,
     stage_layers: int,  # of the student's largest stage
     has_experts: Sequence[bool] = (False,),  # the student, and each teacher that runs
+    variants: Sequence[Variant] = (),  # of teachers
 ) -> Iterator[Change]:
     """Yield changes, the least intrusive first."""
     parallel, training = config.parallel, config.training
@@ -234,7 +237,7 @@ def changes(
         yield _set("recomputation", text, "training", **modules)
     if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
         yield from _recomputations(stage_layers)
-    yield from _residencies(config)
+    yield from _residencies(config, variants)
     for factor in (2, 4, 8):
         yield from _larger_groups(config, factor)
 
@@ -271,13 +274,16 @@ def _more_expert_parallel(config: Config, factor: int, has_experts: Sequence[boo
         yield Change("experts", text, lambda c: _with_teachers(c, which, expert_model_parallel_size=size))
 
 
-def _residencies(config: Config) -> Iterator[Change]:
+def _residencies(config: Config, variants: Sequence[Variant]) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
         yield _set("optimizer on host", text, "training", optimizer_residency="host")
-    if any(not teacher.topk and teacher.residency == "device" for teacher in config.teachers):
+    # Without those that change what a teacher predicts, and without the precision of the run.
+    named = [one for one in variants if one.is_exact and one.settings]
+    running = [teacher for teacher in config.teachers if not teacher.topk]
+    if named and any(map(named[0].is_of, running)):
         is_only = len(config.teachers) == 1
-        yield from (Change("teacher", place.text(is_only), place.apply) for place in (*SPLIT, HOST))
+        yield from (Change("teacher", place.text(is_only), place.apply) for place in named[1:])
 
 
 def _larger_groups(config: Config, factor: int) -> Iterator[Change]:

@@ -5,8 +5,6 @@ ranges.py        the range of every number
 training.py      length, learning-rate schedule, recomputation
 locations.py     data, held-out data and tasks, folders of checkpoints, W&B and profiles
 teachers.py      student and teachers, and settings of the loss
-teacher_peers.py processes that split a teacher among them
-teacher_precision.py  teachers in FP8
 prefetch_limits.py  teacher forwards ahead of the student
 parallel.py      parallel layout, batch, packs, and the models' shapes
 vision_limits.py models with images: parts that learn, layers that take features

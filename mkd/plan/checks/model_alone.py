@@ -10,8 +10,6 @@ from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
-from mkd.plan.checks.teacher_peers import check_peers, check_replicas
-from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.vision_limits import first_part_problems
 from mkd.plan.facts import RunFacts, RunKind
 from mkd.plan.layout import PipelineLayout
@@ -32,11 +30,10 @@ READ_BY_A_MODEL = (
     "max_patches_per_pack",
     "kd_temperature",
     "teacher_temperature",
-    "teacher_peers",
     "distributed_timeout_minutes",
     *EXPERTS,
 )
-"""Numbers that matter to a model that runs alone."""
+"""Numbers that matter to a model that runs alone, beside those of kinds of teachers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,8 @@ class ModelAlone:
     def of_teacher(self) -> RunFacts:
         """Facts of the configuration with this teacher only, in which it runs."""
         assert self.teacher is not None, "it is a teacher"
-        alone = replace(self.config, teachers=(self.config.teachers[self.teacher],), kd=KDConfig())
+        running = replace(self.config.teachers[self.teacher], topk=None)
+        alone = replace(self.config, teachers=(running,), kd=KDConfig())
         return self._facts(alone, None, (self.shape,))
 
     @cached_property
@@ -109,8 +107,10 @@ class ModelAlone:
 def find_model_problems(model: ModelAlone) -> list[MkdError]:
     """Return the problems of running one model alone."""
     facts, teacher = model.facts, model.teacher
-    wrong = options_out_of_range(facts).intersection(READ_BY_A_MODEL)
-    problems: list[MkdError] = [*check_ranges(facts, READ_BY_A_MODEL)]
+    kinds = [kind for kind in model.kinds if kind.of_teachers]
+    read = {*READ_BY_A_MODEL, *(name for kind in kinds for name in kind.calculates_with)}
+    wrong = options_out_of_range(facts) & read
+    problems: list[MkdError] = [*check_ranges(facts, read)]
     if not (model.settings.hf or model.settings.load):
         role = "student" if teacher is None else "teacher"
         do = f"give --{role}-hf DIR or --{role}-load CKPT"
@@ -121,11 +121,9 @@ def find_model_problems(model: ModelAlone) -> list[MkdError]:
         problems += check_sequences(facts)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
         collect_error(problems, lambda: facts.sizes)
-    if teacher is not None and wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS, "teacher_peers")):
-        alone = model.of_teacher
-        problems += [*check_peers(alone), *check_replicas(alone), *check_precision_of_models(alone)]
-        if wrong.isdisjoint(PACKS):
-            problems += check_precision(alone)
+    for kind in kinds if teacher is not None else ():
+        if wrong.isdisjoint(kind.calculates_with):
+            problems += kind.problems(model.of_teacher)
     if model.shape is None:
         return problems
     if "tensor_model_parallel_size" not in wrong:

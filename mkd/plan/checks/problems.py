@@ -23,8 +23,6 @@ from mkd.plan.checks.parallel import (
 )
 from mkd.plan.checks.prefetch_limits import check_prefetch
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
-from mkd.plan.checks.teacher_peers import check_peers, check_replicas
-from mkd.plan.checks.teacher_precision import check_precision, check_precision_of_models
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.checks.vision_limits import check_train_parts, check_vision
@@ -38,8 +36,6 @@ CHECKS: Mapping[Check, Sequence[str]] = {
     check_length: (),
     check_models: (),
     check_objective: (),
-    check_peers: (),
-    check_precision: (*PACKS, *SHARDS),
     check_prefetch: ("pipeline_model_parallel_size",),
     check_data: (),
     check_folders: (),
@@ -58,8 +54,6 @@ CHECKS: Mapping[Check, Sequence[str]] = {
     check_layouts: STAGES,
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
     check_vision: STAGES,
-    check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
-    check_precision_of_models: ("tensor_model_parallel_size",),
 }
 """Check -> options that it calculates with."""
 

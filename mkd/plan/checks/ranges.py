@@ -56,7 +56,6 @@ _GROUPS = (
     ),
     ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
     (f"1 to {PILLOW_PIXELS}, Pillow's own limit", lambda x: 1 <= x <= PILLOW_PIXELS, "max_image_pixels"),
-    ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )
 _RANGES = {name: (wanted, is_fine) for wanted, is_fine, names in _GROUPS for name in names.split()}

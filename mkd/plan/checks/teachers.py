@@ -75,10 +75,6 @@ def _stored(config: Config) -> Iterator[UsageError]:
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
             code="stored-teacher-excludes",
         )
-    for residency in sorted({teacher.residency for teacher in stored.values()} - {"device"}):
-        yield no_effect(f"teacher-residency {residency}", "a stored teacher has no weights", "remove it")
-    if any(teacher.precision != "bf16" for teacher in stored.values()):
-        yield no_effect("teacher-precision fp8", "a stored teacher has no weights", "remove it")
 
 
 def _given(places: Collection[str]) -> str:

@@ -155,25 +155,26 @@ class Activations:
             kept = sum(map(self.layer_bytes, layers[again:])) + again * self.hidden_bytes
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
 
-    def forward_bytes(self, is_fp8: bool = False) -> int:
+    def forward_bytes(self, input_bytes: int = 0) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
         The peak is in the widest MLP. It holds the layer's input and the residual. It also holds the input
         and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
 
-        With `is_fp8` it holds the input of the MLP's second product in FP8 as well.
+        `input_bytes`: bytes of each input of a product that it makes in a precision of its own. It then
+        holds the input of the MLP's second product in that precision as well.
 
         With experts it holds the norm's output, and rows: their input with input and output of the gated MLP
         and the result, or four results around the second exchange.
         """
         layers = set(self.shape.layers)
-        return 2 * self.hidden_bytes + max(self._mlp_forward_bytes(layer, is_fp8) for layer in layers)
+        return 2 * self.hidden_bytes + max(self._mlp_forward_bytes(layer, input_bytes) for layer in layers)
 
-    def _mlp_forward_bytes(self, layer: LayerShape, is_fp8: bool = False) -> int:
+    def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
         if layer.moe is None:
             ffn = self._ffn_bytes(layer.ffn_hidden_size)
-            return max(3 * ffn + is_fp8 * ffn // self.element, 2 * ffn + gathered)
+            return max(3 * ffn + input_bytes * ffn // self.element, 2 * ffn + gathered)
         hidden, ffn = self.shape.hidden_size, layer.moe.ffn_hidden_size
         rows = self._expert_rows(layer.moe) * self.element
         shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts

@@ -22,7 +22,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import Parameters, stage_parameters
 from mkd.plan.models.peer_groups import weight_shards
-from mkd.plan.models.planned_teachers import Teacher, layer_bytes
+from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.bubble import rank_order
@@ -32,9 +32,6 @@ GIB = 2**30
 WORKSPACE_GIB = 0.1
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
-# Layers of a streamed teacher that the device holds whole: one runs while the next arrives. Embedding and
-# head always stay on the device.
-STREAMED_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -212,9 +209,8 @@ class _Models:
         if self.student.moe:
             sizes.append(self.sizes.expert_copies)
         sizes += sorted({self.facts.pair.expert_parallel, *(one.expert_parallel for one in self.teachers)})
-        split = (one for one in self.teachers if one.residency == "peers")
-        groups = {(weight_shards(tensor, one.expert_parallel), one.peers) for one in split}
-        return sizes + [peers for _, peers in groups]
+        groups = {(weight_shards(tensor, one.expert_parallel), one.place.processes) for one in self.teachers}
+        return sizes + [processes for _, processes in groups]
 
     def _parameters(
         self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, expert_parallel: int
@@ -227,8 +223,7 @@ class _Models:
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the bytes of a teacher's weights on the device of one process.
 
-        Streamed decoder layers take the room of `STREAMED_LAYERS`, and with peers that of this process's part
-        of all layers.
+        Embedding and head always stay there.
         """
         tensor, shape = self.config.parallel.tensor_model_parallel_size, teacher.shape
         rows, beside = self.vocab_rows, 0
@@ -239,12 +234,8 @@ class _Models:
             beside = has_head * (self._head_rows(teacher) - rows) * shape.hidden_size
         ends = stage_parameters(shape, (), tensor, rows, *_ends(layout, rank)).total + beside
         layers = _rank_layers(shape, layout, rank)
-        sizes = [layer_bytes(teacher, layer, tensor, self.element) for layer in layers]
-        of_layers = sum(sizes)
-        if teacher.is_streamed and sizes:
-            parts = of_layers // teacher.peers if teacher.residency == "peers" else 0
-            of_layers = parts + STREAMED_LAYERS * max(sizes)
-        return ends * self.element + of_layers
+        sizes = [teacher.layer_bytes(layer, tensor, self.element) for layer in layers]
+        return ends * self.element + teacher.place.device_bytes(sizes)
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
@@ -300,8 +291,8 @@ class _Models:
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.facts.layouts.teachers, strict=True):
             if layout.layers[stage]:
-                is_fp8 = teacher.fp8_recipe is not None
-                peak = max(peak, kept + self._activations(teacher).forward_bytes(is_fp8))
+                forward = self._activations(teacher).forward_bytes(teacher.precision.input_bytes)
+                peak = max(peak, kept + forward)
             kept += self._activations(teacher).hidden_bytes
         return peak
 

@@ -3,7 +3,7 @@
 Each teacher costs its forward. The student costs forward and backward (twice the forward), plus what it
 recomputes (`layer_time.py`). The last stage also runs the LM heads and the loss. The fused head computes the
 gradient during forward, so all of it is forward time there. `Forecast` adds the optimizer's update, copies
-from and to the host, and layers of teachers that come from the host or from peers.
+from and to the host, and layers of teachers that come from another place.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from mkd.families.layer_shape import LayerShape
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.planned_teachers import Pair, Teacher, layer_bytes
+from mkd.plan.models.planned_teachers import Pair
 from mkd.plan.models.towers import IMAGE_SHARE, towers_time
 from mkd.plan.parallel_sizes import Sizes
-from mkd.plan.times.hardware import GATHER_BYTES_PER_MS, HOST_BYTES_PER_MS
 from mkd.plan.times.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 
 DOCUMENT_LENGTH = 1024
@@ -80,15 +78,16 @@ def pair_cost(
     rates = rates or Rates.of_precision(training.bf16)
 
     def timer(
-        shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float, fp8: str | None = None
+        shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float, product_time: float = 1.0
     ) -> ModelTimer:
         return ModelTimer(
-            config, shape, seq_length, expert_parallel, pair.document_length, rates, matmul, fp8
+            config, shape, seq_length, expert_parallel, pair.document_length, rates, matmul, product_time
         )
 
     learning = timer(pair.student, training.seq_length, pair.expert_parallel, rates.student_matmul)
+    matmul = rates.teacher_matmul
     frozen = [
-        timer(one.shape, one.seq_length, one.expert_parallel, rates.teacher_matmul, one.fp8_recipe)
+        timer(one.shape, one.seq_length, one.expert_parallel, matmul, one.precision.product_time)
         for one in pair.teachers
     ]
     head_flops = training.micro_batch_size * _head_flops(pair) / Sizes.of(config.parallel).row
@@ -101,17 +100,6 @@ def pair_cost(
         (learning.embedding(is_trained=True), *(one.embedding(is_trained=False) for one in frozen)),
         _head_collectives(pair, learning, frozen),
     )
-
-
-def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:
-    """Return the time to bring a layer of the teacher to the device; 0 if it is there.
-
-    `element` is the bytes of a weight that is not FP8.
-    """
-    nbytes = layer_bytes(teacher, layer, tensor_parallel, element)
-    if teacher.residency == "host":
-        return nbytes / HOST_BYTES_PER_MS
-    return nbytes * (teacher.peers - 1) / teacher.peers / GATHER_BYTES_PER_MS
 
 
 class HeadPasses(NamedTuple):

@@ -30,14 +30,6 @@ ROW_COPIES = 8
 ADDED_BYTES = 8
 """Bytes of a gradient's buffer that an addition reads and writes, beside the gradient itself: fp32."""
 
-FP8_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
-"""FP8 recipe -> time of a teacher's forward without attention over that in bf16.
-
-Measured on one H200 with 8 layers of a Qwen3-8B-shaped teacher and 8,192 tokens (Transformer Engine 2.11):
-44.5 ms in bf16, 28.8 tensorwise and 32.0 blockwise, of which attention is 2.0 ms.
-"""
-
-
 FP32_PRODUCTS, FP32_ATTENTION = 50.0, 38.0
 """TFLOP/s of fp32, see `Rates.of_precision`."""
 
@@ -113,8 +105,8 @@ class ModelTimer:
     expert_parallel: int  # processes that share its experts
     document_length: int  # student tokens of a typical document
     rates: Rates
-    matmul: float  # TFLOP/s of its products in bf16
-    fp8_recipe: str | None = None  # None: its products are in bf16
+    matmul: float  # TFLOP/s of its products in the run's precision
+    product_time: float = 1.0  # of its products over that time
 
     def teacher(self) -> tuple[WorkTime, ...]:
         """Return the time of each layer of a teacher: its forward."""
@@ -206,8 +198,7 @@ class ModelTimer:
         return milliseconds(flops / self._ranks, self.rates.attention)
 
     def _products_ms(self, parameters: int) -> float:
-        share = 1.0 if self.fp8_recipe is None else FP8_TIME[self.fp8_recipe]
-        return share * milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
+        return self.product_time * milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
 
     def _rows(self, layer: LayerShape) -> int:
         """Rows that the experts of this process compute, if all experts are chosen equally often."""

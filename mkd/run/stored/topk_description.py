@@ -13,6 +13,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import CHAT_DATE, META_FILE, UNKNOWN_PRECISION, TopKMeta
 from mkd.errors import DataError
 from mkd.human import counted
+from mkd.kinds.placed.known_places import PRECISIONS
 from mkd.resolve.preflight import require_same_tokenizer
 from mkd.resolve.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.run.one_model import ModelPlan
@@ -47,13 +48,6 @@ class ExportPlan:
         return self.teacher.config
 
 
-def _precision(config: Config) -> str:
-    teacher = config.teachers[EXPORTED]
-    if teacher.precision == "fp8":
-        return f"fp8 {teacher.fp8_recipe}"
-    return "bf16" if config.training.bf16 else "fp32"
-
-
 def _description(
     plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
 ) -> TopKMeta:
@@ -75,7 +69,7 @@ def _description(
         data=data,
         parts=parts,
         samples_per_shard=settings.samples_per_shard,
-        precision=_precision(plan.config),
+        precision=PRECISIONS.of(plan.config.teachers[EXPORTED]).label(plan.config.training.bf16),
     )
 
 

@@ -270,7 +270,7 @@ def test_a_teacher_in_fp8_has_one_byte_a_weight_and_scales():
     assert tensor.teacher_gib - host.teacher_gib == pytest.approx(34 * layer / GIB)
     assert peers.teacher_gib - host.teacher_gib == pytest.approx(36 / 4 * layer / GIB)
     teacher = Activations(config(), TEACHER, 2, SEQ_LENGTH)
-    assert teacher.forward_bytes(is_fp8=True) - teacher.forward_bytes() == SEQ_LENGTH * 12288
+    assert teacher.forward_bytes(input_bytes=1) - teacher.forward_bytes() == SEQ_LENGTH * 12288
 
 
 def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():

@@ -3,6 +3,11 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.models import XTokenConfig, teacher_names, teacher_roles
+from mkd.kinds.placed.fp8 import Fp8
+from mkd.kinds.placed.host_place import HostMemory
+from mkd.kinds.placed.peer_place import PeerMemory
+from mkd.kinds.placed.place import DeviceMemory
+from mkd.kinds.placed.precision import Precision
 from mkd.plan.models.planned_teachers import Teacher
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
 from tests.run_facts import facts_of
@@ -32,11 +37,12 @@ def test_what_a_plan_knows_of_teachers():
     settings = several(
         {},
         {"xtoken": XTokenConfig(), "residency": "host"},
-        {"xtoken": XTokenConfig(seq_length=9), "residency": "peers", "peers": 4},
+        {"xtoken": XTokenConfig(seq_length=9), "residency": "peers", "peers": 4}
+        | {"precision": "fp8", "fp8_recipe": "blockwise"},
     )
     assert facts_of(settings, 1, STUDENT, (TEACHER, STUDENT, TEACHER)).planned_teachers == (
-        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, residency="device"),
-        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, residency="host"),
-        Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, residency="peers", peers=4),
+        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, False, DeviceMemory(), Precision()),
+        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, True, HostMemory(), Precision()),
+        Teacher(TEACHER, "teacher t2", 9, True, PeerMemory(4), Fp8("blockwise")),
     )
     assert facts_of(settings, 1, STUDENT).planned_teachers == (), "with kd-ratio 0 none runs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.teacher_peers import check_machine
 from tests.plan.shapes import MOE_TEACHER
 from tests.reported import reports
 from tests.run_facts import facts_of, problems_of, problems_of_one
@@ -83,6 +82,6 @@ def test_peers_are_on_one_machine(tensor, experts, peers, is_fine):
     sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
     split = config(PEERS, f"--teacher-peers {peers}", sizes)
     facts = facts_of(split, 48, None, [MOE_TEACHER])
-    codes = reports(check_machine(facts, 8))
+    codes = reports(facts.machine_problems(8))
     assert codes == ([] if is_fine else ["world-not-divisible: networks are too slow"])
-    assert list(check_machine(facts, 48)) == []
+    assert facts.machine_problems(48) == []

@@ -9,7 +9,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.data.aligned import teacher_pieces
 from mkd.families.layer_shape import MLAShape
-from mkd.plan.checks import teacher_precision
+from mkd.kinds.placed import fp8
 from tests.plan.shapes import MOE_TEACHER, TEACHER
 from tests.reported import reports
 from tests.run_facts import problems_of, problems_of_one
@@ -88,7 +88,7 @@ def test_models():
 
 
 def test_the_length_of_packs_that_follows_from_the_data():
-    assert teacher_precision.LENGTH_UNIT == teacher_pieces.LENGTH_UNIT
+    assert fp8.LENGTH_UNIT == teacher_pieces.LENGTH_UNIT
 
 
 def test_a_teacher_that_runs_alone():

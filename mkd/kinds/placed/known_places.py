@@ -1,0 +1,69 @@
+"""All places and precisions of a teacher's decoder layers, and the two kinds of runs that ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+from mkd.config.schema import TeacherConfig
+from mkd.errors import MkdError
+from mkd.kinds.kind import Kind
+from mkd.kinds.placed.choice import Choices
+from mkd.kinds.placed.fp8 import Fp8
+from mkd.kinds.placed.host_place import HostMemory
+from mkd.kinds.placed.peer_place import PeerMemory
+from mkd.kinds.placed.place import DeviceMemory, Place
+from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
+from mkd.kinds.placed.precision import Precision
+from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES
+from mkd.plan.facts import RunFacts
+
+PLACES: Choices[Place] = Choices("residency", PlaceSettings, (DeviceMemory, PeerMemory, HostMemory))
+PRECISIONS: Choices[Precision] = Choices("precision", PrecisionSettings, (Precision, Fp8))
+
+
+class Places(Kind):
+    """Runs whose teachers have a place."""
+
+    calculates_with = (
+        *SHARDS,
+        *STAGES,
+        *EXPERTS,
+        *(f"teacher_{field.name}" for field in fields(PlaceSettings)),
+    )
+    of_teachers = True
+    variants = PLACES.variants
+
+    def problems(self, facts: RunFacts) -> Iterator[MkdError]:
+        return PLACES.problems(facts)
+
+    def machine_problems(self, facts: RunFacts, processes: int) -> Iterator[MkdError]:
+        for index, place in PLACES.of_running(facts).items():
+            yield from place.machine_problems(facts, index, processes)
+
+    def place(self, teacher: TeacherConfig) -> Place:
+        return PLACES.of(teacher)
+
+
+class Precisions(Kind):
+    """Runs whose teachers have a precision."""
+
+    calculates_with = (*PACKS, *SHARDS)
+    of_teachers = True
+    variants = PRECISIONS.variants
+
+    def problems(self, facts: RunFacts) -> Iterator[MkdError]:
+        return PRECISIONS.problems(facts)
+
+    def device_problems(self, facts: RunFacts) -> Iterable[MkdError]:
+        chosen = dict.fromkeys(PRECISIONS.of_running(facts).values())
+        found = (problem for one in chosen for problem in one.device_problems())
+        return {str(problem): problem for problem in found}.values()  # once if several have it
+
+    def precision(self, teacher: TeacherConfig) -> Precision:
+        return PRECISIONS.of(teacher)
+
+
+def rounding(teacher: TeacherConfig, scores: str = "p_t") -> str:
+    """Return what its precision changes in the `scores` of a teacher that runs, for the loss card."""
+    return "" if teacher.topk else PRECISIONS.of(teacher).rounding(scores)
