@@ -53,6 +53,8 @@ def test_a_teacher_that_runs_alone():
     split = config(PEERS, "--teacher-peers 3 --kd-ratio 0")
     assert reports(problems_of_one(split, 2, None, 0)) == ["world-not-divisible: does not divide"]
     assert problems_of_one(split, 3, None, 0) == problems_of_one(split, 2, None) == []
+    exported = config(PEERS, "--teacher-peers 3 --teacher-topk k")  # the teacher runs to make k
+    assert reports(problems_of_one(exported, 2, None, 0)) == ["world-not-divisible: does not divide"]
 
 
 @pytest.mark.parametrize(
