@@ -9,7 +9,6 @@ errors were fixed, `--update` writes the lower numbers. The exit code is 0 if ev
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -57,7 +56,7 @@ def problems(errors: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--update", action="store_true", help="write the ratchet for the code as it is")
     update = parser.parse_args(argv).update
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)

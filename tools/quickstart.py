@@ -7,7 +7,6 @@ and let all three models write.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -156,7 +155,7 @@ next:
 
 @returns_exit_code
 def main() -> None:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument(
         "--folder",
         type=Path,

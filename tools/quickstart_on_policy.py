@@ -8,7 +8,6 @@ thinks of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -131,7 +130,7 @@ def report(folder: Path, figures: Sequence[dict[str, float]], texts: Sequence[Se
 
 @returns_exit_code
 def main() -> None:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     default = ROOT / "runs" / "quickstart-on-policy"
     text = "folder to write everything to (default: runs/quickstart-on-policy)"
     parser.add_argument("--folder", type=Path, default=default, help=text)

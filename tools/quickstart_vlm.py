@@ -165,7 +165,7 @@ def report(
 
 @returns_exit_code
 def main() -> None:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     out = ROOT / "runs" / "quickstart-vlm"
     help_text = "folder to write everything to (default: runs/quickstart-vlm)"
     parser.add_argument("--folder", type=Path, default=out, help=help_text)

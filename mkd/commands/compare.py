@@ -203,9 +203,7 @@ def last_step(records: list[dict[str, Any]]) -> int:
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = FlagParser(
-        prog="mkd compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd compare", __doc__)
     parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
     parser.add_argument(

@@ -52,9 +52,7 @@ def run_conversion(name: str, args: argparse.Namespace) -> None:
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd convert", __doc__)
     parser.add_argument(
         "--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder, or model id to download"
     )

@@ -8,7 +8,6 @@ secret are left out. The exit code is 0 if a run can start here, else 1.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from mkd.errors import returns_exit_code
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = FlagParser(
-        prog="mkd doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd doctor", __doc__)
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)"
     )

@@ -27,12 +27,7 @@ from mkd.errors import ErrorList, UsageError, returns_exit_code
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return (the tool's own flags, those of a run)."""
-    parser = FlagParser(
-        prog="mkd evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = FlagParser("mkd evaluate", __doc__, allow_abbrev=False)
     parser.add_argument(
         "--multiple-choice",
         nargs="+",

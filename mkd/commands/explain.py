@@ -9,7 +9,6 @@ have it; `...` stands for a value.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Iterator, Sequence
 
@@ -67,9 +66,7 @@ def _no_such(code: str) -> UsageError:
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd explain", __doc__)
     parser.add_argument("code", nargs="?", metavar="CODE", help="the code of an error (default: all codes)")
     code = parser.parse_args(argv).code
     print(explanation(code) if code else overview())

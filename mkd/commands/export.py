@@ -10,7 +10,6 @@ saved the checkpoint, and do not change the result.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from mkd.errors import returns_exit_code
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd export", __doc__)
     parser.add_argument(
         "--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder"
     )

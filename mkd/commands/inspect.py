@@ -40,9 +40,7 @@ TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tik
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="mkd inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd inspect", __doc__)
     add = parser.add_argument
     add(
         "--input",

@@ -8,7 +8,6 @@ with DIR in place of the repository. They run the mkd of the Python that env.sh 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,7 @@ from mkd.errors import UsageError, returns_exit_code
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd launch-scripts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd launch-scripts", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder in which to make the folder launch")
     target = parser.parse_args(argv).folder / "launch"
     if target.exists():

@@ -34,9 +34,7 @@ def parameters(text: str) -> int:
 
 def build_parser() -> FlagParser:
     """Build the parser of the command."""
-    parser = FlagParser(
-        prog="mkd make-student", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd make-student", __doc__)
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder of the teacher")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that --out holds")

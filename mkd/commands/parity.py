@@ -10,7 +10,6 @@ The reference is always transformers on --hf. mkd runs the weights of --load (a 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from mkd.errors import returns_exit_code
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(
-        prog="mkd parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd parity", __doc__)
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="reference, run by transformers")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--load", type=Path, metavar="CKPT", help="Megatron checkpoint for mkd")

@@ -46,6 +46,7 @@ def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = FlagParser(
         prog="mkd plan",
         description=__doc__.splitlines()[0],
+        formatter_class=argparse.HelpFormatter,
         epilog="The flags of mkd train follow.",
         allow_abbrev=False,
         add_help=False,

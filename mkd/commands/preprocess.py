@@ -21,9 +21,7 @@ if TYPE_CHECKING:  # it loads torch
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="mkd preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd preprocess", __doc__)
     add = parser.add_argument
     add(
         "--input",

@@ -33,9 +33,7 @@ WRITTEN_KEYS = ("content", "reasoning_content", "tool_calls")  # of messages, th
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="mkd projection", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd projection", __doc__)
     add = parser.add_argument
     add(
         "--student",

@@ -25,9 +25,7 @@ OUT = "report.html"
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command with the flags `argv`."""
-    parser = FlagParser(
-        prog="mkd report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("mkd report", __doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
     )

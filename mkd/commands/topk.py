@@ -27,12 +27,7 @@ from mkd.human import counted
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return (the export's own flags, those of the run)."""
-    parser = FlagParser(
-        prog="mkd topk",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = FlagParser("mkd topk", __doc__, allow_abbrev=False)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder to write, visible to all processes"
     )

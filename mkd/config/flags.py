@@ -46,7 +46,14 @@ class CommandLine:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Argument parser that raises its errors as `UsageError`, which main prints together with all others."""
+    """Argument parser that raises its errors as `UsageError`, which main prints together with all others.
+
+    Its help keeps the lines of `description`, unless another `formatter_class` is given.
+    """
+
+    def __init__(self, prog: str | None = None, description: str | None = None, **options: Any):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=description, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; the error of an unknown flag says what to use instead."""
@@ -128,8 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _empty_parser() -> FlagParser:
-    texts: dict[str, Any] = dict(prog="mkd train", usage=_USAGE, description=_DESCRIPTION)
-    return FlagParser(**texts, allow_abbrev=False, add_help=False)
+    options: dict[str, Any] = dict(allow_abbrev=False, add_help=False, formatter_class=argparse.HelpFormatter)
+    return FlagParser("mkd train", _DESCRIPTION, usage=_USAGE, **options)
 
 
 def _title(section: str) -> str:
