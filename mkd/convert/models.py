@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,9 +44,8 @@ def load_from_hf(
     If one rank finds a tensor that cannot be used, all raise its error.
     """
     model = build_model(shape, dtype, context)
-    place = dict(first_layer=model.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
-    place |= dict(experts=context.experts(shape.num_experts))
     problems: list[MkdError] = []
-    collect_error(problems, partial(load_hf_weights, model, shape, HFCheckpoint(folder), **place))
+    given = shape, HFCheckpoint(folder), context, model.first_layer
+    collect_error(problems, lambda: load_hf_weights(model, *given))
     agree(problems[0] if problems else None)
     return model

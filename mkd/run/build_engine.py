@@ -247,10 +247,8 @@ def load_weights(
             part,
             source.shape,
             source.hf,
-            first_layer=part.first_layer,
-            tp_rank=context.tp_rank,
-            tp_size=context.tp_size,
-            experts=context.experts(source.shape.num_experts),
+            context,
+            part.first_layer,
             layer_memory=None if memory is None else partial(_loading, memory, part),
         )
         collect_error(problems, load)

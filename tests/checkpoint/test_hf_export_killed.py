@@ -42,7 +42,7 @@ def export_and_die(context, source, out, shard_bytes, changes):
     shape = ModelShape.from_hf_dir(source)
     layout = PipelineLayout((shape.num_layers,), 1, 1)
     (chunk,) = build_model_parts(shape, layout, ModelOptions(), context, shape.padded_vocab_size(1))
-    load_hf_weights(chunk, shape, HFCheckpoint(source), first_layer=0, tp_rank=0, tp_size=1)
+    load_hf_weights(chunk, shape, HFCheckpoint(source), context)
     sys.addaudithook(count)
     export_hf(
         [(chunk, 0)], shape, out, context=context, assets=HFAssets.of(source), max_shard_bytes=shard_bytes

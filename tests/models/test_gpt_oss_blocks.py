@@ -78,7 +78,7 @@ def our_blocks(folder, lengths, dtype, transformer_engine, smooth):
     context = ParallelContext.create(replace(platform, transformer_engine=transformer_engine))
     layout = PipelineLayout.even(shape.num_layers, 1)
     (model,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)
-    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    load_hf_weights(model, shape, HFCheckpoint(folder), context)
     hidden, weight = (x.to(context.device) for x in random_states(lengths, folder))
     packed = pack(lengths, PADDING, device=context.device)
     angles, found = model.rotary_pos_emb(packed), {}

@@ -43,7 +43,7 @@ def load_model(folder, tp, sequence_parallel=False):
     shape = ModelShape.from_hf_dir(folder)
     options = ModelOptions(sequence_parallel=sequence_parallel)
     (model,) = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
-    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=context.tp_rank, tp_size=tp)
+    load_hf_weights(model, shape, HFCheckpoint(folder), context)
     return model.eval()
 
 

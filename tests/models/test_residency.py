@@ -148,9 +148,7 @@ def virtual_stages(folder):
     shape = ModelShape.from_hf_dir(folder)
     chunks = build_model_parts(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
     for chunk in chunks:
-        load_hf_weights(
-            chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, tp_rank=0, tp_size=1
-        )
+        load_hf_weights(chunk, shape, HFCheckpoint(folder), context, chunk.first_layer)
         chunk.eval().requires_grad_(False)
 
     def outputs():

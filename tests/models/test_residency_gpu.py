@@ -47,7 +47,7 @@ def build(folder, transformer_engine):
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
     (model,) = build_model_parts(shape, layout, ModelOptions(dtype=torch.bfloat16), context)
-    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    load_hf_weights(model, shape, HFCheckpoint(folder), context)
     return context, model.eval().requires_grad_(False)
 
 

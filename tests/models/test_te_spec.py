@@ -75,7 +75,7 @@ def model_and_logits(folder, dtype, transformer_engine, texts=None, fp32_logits=
     (model,) = build_model_parts(
         shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context
     )
-    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    load_hf_weights(model, shape, HFCheckpoint(folder), context)
     texts = documents(shape.vocab_size) if texts is None else texts
     lengths = [len(ids) for ids in texts]
     tokens = torch.cat([*texts, torch.zeros(PADDING, dtype=torch.int64)]).to(context.device)

@@ -94,9 +94,8 @@ def scores(folder: str, first: Sizes, second: Sizes | None) -> np.ndarray:
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, context.pp.size)
     models = build_model_parts(shape, layout, ModelOptions(), context)
-    place = dict(tp_rank=context.tp.rank, tp_size=context.tp.size)
     for model in models:
-        load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=model.first_layer, **place)
+        load_hf_weights(model, shape, HFCheckpoint(folder), context, model.first_layer)
     ids = torch.randint(shape.vocab_size, (6, 16), generator=torch.Generator().manual_seed(0)).numpy()
     requests = [Request(row, row[-9:], False) for row in ids.astype(np.int32)]
     batches = RequestBatches.of(requests, context, micro_batch_size=1, seq_length=16, pad_id=0)

@@ -64,7 +64,7 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     context, shape = ParallelContext.create(detect()), ModelShape.from_hf_dir(hf)
     (model,) = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(), context)
     if checkpoint is None:
-        load_hf_weights(model, shape, HFCheckpoint(hf), first_layer=0, tp_rank=0, tp_size=1)
+        load_hf_weights(model, shape, HFCheckpoint(hf), context)
     else:
         load_checkpoint(find_checkpoint(checkpoint), TrainingState([model]), context)
     model.eval()

@@ -69,7 +69,7 @@ def build(folder, flags):
     )
     models = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
     source = HFCheckpoint(student)
-    load_hf_weights(models[0], shape, source, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
+    load_hf_weights(models[0], shape, source, context)
     chunks = wrap_stages(join_stages(models), config, context)
     optimizer = build_optimizer(chunks, config, context)
     return context, chunks, optimizer, TrainingState(models, optimizer.optimizer, optimizer.scheduler)

@@ -55,8 +55,7 @@ def build_sft_step(
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         pg_collection=context.groups,
     ).to(context.device)
-    experts = context.experts(shape.num_experts)
-    load_hf_weights(model, shape, plan.student.hf, first_layer=0, tp_rank=0, tp_size=1, experts=experts)
+    load_hf_weights(model, shape, plan.student.hf, context)
     model = Float16Module(settings, model) if config.training.bf16 else model
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(

@@ -17,6 +17,7 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, ErrorList, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
+from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
@@ -27,11 +28,8 @@ def load_hf_weights(
     model_part: nn.Module,  # its parameters are overwritten in place; dtype and device stay
     shape: ModelShape,
     checkpoint: HFCheckpoint,
-    *,
-    first_layer: int,  # index in the whole model of the part's layer 0
-    tp_rank: int,
-    tp_size: int,
-    experts: range | None = None,  # the model's experts that the part holds; None: all
+    context: ParallelContext,
+    first_layer: int = 0,  # index in the whole model of the part's layer 0
     # Makes the context in which the part's layer of that index has memory; None: the part has all its memory.
     layer_memory: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
@@ -49,10 +47,10 @@ def load_hf_weights(
         what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
         LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
     parameters = stored_tensors(model_part)
-    maps = map_part(parameters, shape, first_layer, tp_size, experts)
+    maps = map_part(parameters, shape, first_layer, context)
     for name, tensor_map in maps.items() if layer_memory is None else _by_layer(maps, layer_memory):
         parameter = parameters[name].data
-        pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
+        pieces = tensor_map.pieces(tuple(parameter.shape), context.tp_rank, context.tp_size)
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
             parameter.zero_()
         for piece in pieces:
@@ -104,19 +102,15 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 
 
 def map_part(
-    parameters: dict[str, Tensor],
-    shape: ModelShape,
-    first_layer: int,
-    tp_size: int,
-    experts: range | None = None,  # the model's experts that the part holds; None: all
+    parameters: dict[str, Tensor], shape: ModelShape, first_layer: int, context: ParallelContext
 ) -> dict[str, TensorMap]:
     """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
-    experts = range(shape.num_experts) if experts is None else experts
+    experts = context.experts(shape.num_experts)
     maps = {name: find_map(shape, name, first_layer, experts.start) for name in parameters}
     problems, why = [], "model and config.json differ (biases, norms, sizes or number of layers)"
     for name, tensor_map in maps.items():
         own = tuple(parameters[name].shape)
-        if tensor_map is None or not tensor_map.fits(own, tp_size):
+        if tensor_map is None or not tensor_map.fits(own, context.tp_size):
             what = f"parameter {name} {list(own)} has no source in a {shape.family} checkpoint"
             do = "build the model from the checkpoint's own config.json"
             problems.append(CheckpointError(what, why, do, code="hf-tensor-unexpected"))

@@ -110,7 +110,7 @@ class _Sources:
         owned: dict[str, list[Owner]] = {}
         for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
             experts = self.context.experts(self.shape.num_experts)
-            maps = map_part(parameters, self.shape, first_layer, self.context.tp_size, experts)
+            maps = map_part(parameters, self.shape, first_layer, self.context)
             for name, tensor_map in maps.items():
                 owner = Owner(self.context.pp_rank, name, part, first_layer, tuple(parameters[name].shape))
                 if tensor_map.expert is not None:

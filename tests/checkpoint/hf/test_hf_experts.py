@@ -34,15 +34,7 @@ def round_trip(source, out, expert_parallel, pipeline_parallel=1, tensor_paralle
     options = ModelOptions(dtype=torch.bfloat16, sequence_parallel=True)
     layout = PipelineLayout.even(shape.num_layers, pipeline_parallel)
     (model,) = build_model_parts(shape, layout, options, context)
-    load_hf_weights(
-        model,
-        shape,
-        checkpoint,
-        first_layer=model.first_layer,
-        tp_rank=context.tp_rank,
-        tp_size=context.tp_size,
-        experts=context.experts(shape.num_experts),
-    )
+    load_hf_weights(model, shape, checkpoint, context, model.first_layer)
     export_hf([(model, model.first_layer)], shape, out, context=context, assets=HFAssets.of(source))
     return checkpoint.bytes_read
 

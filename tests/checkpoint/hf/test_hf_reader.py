@@ -315,9 +315,7 @@ def load(folder, tp, dtype=torch.float32, change=None):
     if change == "no norm":
         chunk.decoder.layers[1].input_layernorm = torch.nn.Identity()
     try:
-        load_hf_weights(
-            chunk, shape, checkpoint, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size
-        )
+        load_hf_weights(chunk, shape, checkpoint, context)
     except MkdError as error:
         return checkpoint.bytes_read, Reported.of(error)
     return checkpoint.bytes_read, {name: parameter.detach() for name, parameter in chunk.named_parameters()}

@@ -73,8 +73,7 @@ def import_export(
     checkpoint = HFCheckpoint(source)
     for chunk in chunks:
         torch.nn.init.ones_(next(chunk.parameters()))  # stale values must not survive in the padding
-        where = dict(first_layer=chunk.first_layer, tp_rank=context.tp_rank, tp_size=tp)
-        load_hf_weights(chunk, shape, checkpoint, **where)
+        load_hf_weights(chunk, shape, checkpoint, context, chunk.first_layer)
     if drop and context.pp_rank == pp - 1:
         chunks[-1].register_parameter(drop, torch.nn.Parameter(torch.ones(2)))
     pairs = [(chunk, chunk.first_layer) for chunk in chunks]

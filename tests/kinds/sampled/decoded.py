@@ -44,12 +44,8 @@ def load_parts(folder: Path, place: Place):
     )
     options = ModelOptions(sequence_parallel=place.sequence_parallel, dtype=place.dtype)
     parts = build_model_parts(shape, layout, options, context)
-    ranks = dict(tp_rank=context.tp_rank, tp_size=context.tp_size)
     for part in parts:
-        experts = context.experts(shape.num_experts)
-        load_hf_weights(
-            part, shape, HFCheckpoint(folder), first_layer=part.first_layer, experts=experts, **ranks
-        )
+        load_hf_weights(part, shape, HFCheckpoint(folder), context, part.first_layer)
         part.train()
     return context, parts
 
