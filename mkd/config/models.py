@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
@@ -127,6 +128,28 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
     """A frozen model to imitate. These flags set the first teacher."""
 
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
+
+    @property
+    def stand_in(self) -> str | None:
+        """Name of the setting that takes the place of a model; None: the teacher is a model that runs."""
+        return next((name for name in STAND_INS if getattr(self, name)), None)
+
+    @property
+    def is_given(self) -> bool:
+        """True if the settings name a model, or what takes its place."""
+        return bool(self.hf or self.load or self.stand_in)
+
+
+TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "topk": "mkd.kinds.stored.stored_teachers:StoredTeachers",
+        "xtoken": "mkd.kinds.cross_tokenizer.cross_tokenizers:CrossTokenizers",
+    }
+)
+"""Setting of a teacher -> the kind that it turns on (`mkd.kinds.kind.Kind`), loaded by `known_kinds`."""
+
+STAND_INS = ("topk",)
+"""Settings of a teacher that take the place of a model."""
 
 
 EXPORTED = 0

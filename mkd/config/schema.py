@@ -372,7 +372,7 @@ class Config:
         pair_loss = self.pair_loss
         needs_reference = pair_loss.needs_reference if pair_loss else self.grpo.is_on and self.needs_models
         given = self.teachers or (TeacherConfig(),)
-        is_named = len(given) > 1 or given[0].hf or given[0].load or given[0].topk
+        is_named = len(given) > 1 or given[0].is_given
         if is_named or not (needs_reference and initial):
             return self
         return replace(self, teachers=(replace(given[0], hf=self.student.hf, load=self.student.load),))

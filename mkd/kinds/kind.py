@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,11 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.models.placement import TeacherPlace, TeacherPrecision, Variant
 from mkd.plan.work import Work
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # they load torch
+    from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.preflight import Tokenizers
+    from mkd.resolve.run_plan import Plan
+    from mkd.resolve.teacher_setup import TeacherSetup
     from mkd.train.teachers.base import DataTerm
 
 Row = tuple[str, str]  # of the loss card: label, text
@@ -34,10 +38,21 @@ class CardTerm:
     without_counterpart: str | None = None  # why no other engine has it together with a divergence
 
 
+@dataclass(frozen=True)
+class TeacherCard:
+    """A teacher as the loss card shows it."""
+
+    divergence: str = "{}"  # with the formula of the divergence in place of the braces
+    details: str = ""  # follows the temperature
+    vocabulary: str = ""  # follows the numbers of rows; empty: both models have the same tokens
+    normaliser: str = ""  # follows the one of the other losses
+    without_counterpart: str | None = None  # why no other engine has this loss
+
+
 class Kind:
     """A feature that changes what a run learns from, or where its teachers are.
 
-    A plan asks all hooks but `device_problems` and `data_term`, without torch.
+    A plan asks all hooks but `device_problems`, and those from `teacher_setup` on, without torch.
     """
 
     metrics: tuple[Metric, ...] = ()  # of its records, with their places in the lines of the terminal
@@ -84,6 +99,37 @@ class Kind:
     def identity(self, config: Config) -> Mapping[str, object]:
         """Return the settings, by name, that must not change when a run resumes."""
         return NOTHING
+
+    def teaches(self, teacher: TeacherConfig) -> bool:
+        """Return True if the teacher is of this kind."""
+        return False
+
+    def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
+        """Return how the loss card shows a teacher of this kind."""
+        return TeacherCard()
+
+    def teacher_setup(
+        self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+    ) -> TeacherSetup | None:
+        """Return the set-up of a teacher of this kind; None after adding an error to `problems`.
+
+        `source`: its model, if it names one.
+        """
+        raise NotImplementedError
+
+    def file_problems(
+        self,
+        facts: RunFacts,
+        tokenizers: Tokenizers | None,
+        student: ModelSource | None,
+        teachers: Sequence[ModelSource | None],
+    ) -> Iterable[MkdError]:
+        """Yield what is wrong with its files. None: a problem that is reported elsewhere."""
+        return ()
+
+    def notes(self, plan: Plan) -> Iterable[str]:
+        """Yield what the user should know before the start, a line each."""
+        return ()
 
     def data_term(self, config: Config, scored_ids: int) -> DataTerm | None:
         """Return the loss that takes the place of the cross entropy; None if the kind has none.

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
+from importlib import import_module
 from operator import or_
 from typing import TYPE_CHECKING
 
-from mkd.config.schema import Config
+from mkd.config.models import TEACHER_KINDS
+from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
-from mkd.kinds.kind import CardTerm, Kind
+from mkd.kinds.kind import CardTerm, Kind, TeacherCard
 from mkd.kinds.placed.known_places import Places, Precisions
 from mkd.kinds.sampled.own_text import OwnText
 from mkd.kinds.weighted.weighted import Weighted
 from mkd.log.metrics import CORE_METRICS, Registry
 from mkd.plan.facts import RunFacts
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # they load torch
+    from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.teacher_setup import TeacherSetup
     from mkd.train.teachers.base import DataTerm
 
-KINDS: tuple[Kind, ...] = (Pairs(), GRPO(), Weighted(), OwnText(), Precisions(), Places())
+
+def _teacher_kinds() -> Iterator[Kind]:
+    for place in TEACHER_KINDS.values():
+        module, name = place.split(":")
+        yield getattr(import_module(module), name)()
+
+
+KINDS: tuple[Kind, ...] = (*_teacher_kinds(), Pairs(), GRPO(), Weighted(), OwnText(), Precisions(), Places())
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 
 
@@ -49,3 +61,27 @@ def data_term(config: Config, scored_ids: int) -> DataTerm | None:
     """Return the loss that takes the place of the cross entropy; None if the run has that. See `Kind`."""
     found = (kind.data_term(config, scored_ids) for kind in KINDS)
     return next((term for term in found if term is not None), None)
+
+
+def _teacher_kind(teacher: TeacherConfig) -> Kind | None:
+    """Return the kind of a teacher; None: it runs and reads the student's tokens."""
+    return next((kind for kind in KINDS if kind.teaches(teacher)), None)
+
+
+def teacher_card(teacher: TeacherConfig) -> TeacherCard:
+    """Return how the loss card shows a teacher."""
+    kind = _teacher_kind(teacher)
+    return TeacherCard() if kind is None else kind.teacher_card(teacher)
+
+
+def teacher_setup(
+    problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+) -> TeacherSetup | None:
+    """Return the set-up of the teacher of that number; None after adding an error to `problems`."""
+    from mkd.resolve.teacher_setup import TeacherSetup
+
+    settings = facts.config.teachers[index]
+    kind = _teacher_kind(settings)
+    if kind is None:
+        return TeacherSetup(settings, index, facts.teacher_names[index], source)
+    return kind.teacher_setup(problems, facts, index, source)

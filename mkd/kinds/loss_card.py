@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
-from mkd.kinds.kind import CardTerm, Row
-from mkd.kinds.known_kinds import KINDS, card_term
+from mkd.kinds.kind import CardTerm, Row, TeacherCard
+from mkd.kinds.known_kinds import KINDS, card_term, teacher_card
 from mkd.kinds.placed.known_places import rounding
 from mkd.plan.models.model_shape import ModelShape
 
-_XTOKEN = {
-    "partition_kl": "over the tokens that both sides can spell, and the rest",
-    "prefix_kl": "over the common tokens, another counting as the one it begins with, and the rest",
-    "p_kl": "over the teacher's tokens, the student's probabilities projected on them",
-    "gold": "over the common tokens and the rest, and the L1 distance of the others, sorted",
-    "h_kl": "over the common tokens and the rest, and the L1 distance of the others, sorted",
-}
 _MASK = (
     "the next token of the same document: in conversations only tokens of assistant turns, after a prompt "
     "only tokens of the completion, never padding"
@@ -42,7 +35,7 @@ class Term:
     temperature: float
     scaling: str  # squared or none
     divergence: DivergenceSettings
-    xtoken: str | None = None  # the loss between tokenizers
+    card: TeacherCard = TeacherCard()  # of its kind
 
     @property
     def scale(self) -> float:
@@ -50,11 +43,7 @@ class Term:
         return self.temperature**2 if self.scaling == "squared" else 1.0
 
     def formula(self) -> str:
-        text = self.divergence.formula()
-        if self.xtoken == "uld":
-            text = "sum |sorted p_t - sorted p_s|"
-        elif self.xtoken:
-            text += f" {_XTOKEN[self.xtoken]}, per aligned chunk of text"
+        text = self.card.divergence.replace("{}", self.divergence.formula())
         what = "T^2" if self.scaling == "squared" else "no T^2"
         return f"{self.scale:g} x {text}; p = softmax(logits / T), T = {self.temperature:g} ({what})"
 
@@ -66,7 +55,7 @@ class Term:
             temperature=kd.kd_temperature if own is None else own,
             scaling=kd.kd_temperature_scaling,
             divergence=DivergenceSettings.from_config(kd, teacher),
-            xtoken=teacher.xtoken.loss if teacher and teacher.xtoken else None,
+            card=teacher_card(teacher) if teacher else TeacherCard(),
         )
 
 
@@ -74,12 +63,12 @@ def loss_card(
     config: Config,
     student: ModelShape,
     teachers: Sequence[ModelShape],  # those that run; a stored one has no shape
-    stored_precision: str = "",  # of a stored teacher's layers, unless it is that of its weights
+    notes: Sequence[str] = (),  # for each teacher, what its files say
 ) -> str:
     """Return the card."""
     rows = [*_formula(config, student)]
     if config.kd.kd_ratio > 0:
-        rows += _teachers(config, student, teachers, stored_precision)
+        rows += _teachers(config, student, teachers, notes)
         rows += _elsewhere(config, student, teachers)
     width = max(len(label) for label, _ in rows)
     return "\n".join(["loss card", *(f"  {label:{width}}  {text}" for label, text in rows)])
@@ -94,8 +83,8 @@ def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     yield "mask", data.mask or _MASK
     for kind in KINDS:
         yield from kind.text_rows(config)
-    of_chunks = "; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else ""
-    yield "normaliser", data.normaliser or _NORMALISER + of_chunks
+    others = dict.fromkeys(text for one in config.teachers if (text := teacher_card(one).normaliser))
+    yield "normaliser", data.normaliser or "; ".join([_NORMALISER, *others])
     yield from data.elsewhere
     yield from _experts(config)
 
@@ -123,7 +112,7 @@ def _experts(config: Config) -> Iterator[Row]:
 
 
 def _teachers(
-    config: Config, student: ModelShape, teachers: Sequence[ModelShape], stored_precision: str
+    config: Config, student: ModelShape, teachers: Sequence[ModelShape], notes: Sequence[str]
 ) -> Iterator[Row]:
     kd, settings, names = config.kd, config.teachers, teacher_names(config.teachers)
     if len(settings) > 1:
@@ -138,9 +127,8 @@ def _teachers(
         term = Term.of(kd, None if kd.averages_teachers else teacher)
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
-        stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
-        stored += f"; exported with layers in {stored_precision}" if stored_precision else ""
-        yield label, share + term.formula() + stored + rounding(teacher)
+        note = "".join(notes[index : index + 1])
+        yield label, share + term.formula() + teacher_card(teacher).details + note + rounding(teacher)
         if index < len(vocabularies) > 1:
             yield f"vocabulary {name}", vocabularies[index]
     if len(vocabularies) == 1:
@@ -150,8 +138,8 @@ def _teachers(
 def _vocabulary(teacher: TeacherConfig, shape: ModelShape, student: ModelShape) -> str:
     sizes = student.vocab_size, shape.vocab_size
     both = f"student {sizes[0]} rows, teacher {sizes[1]}"
-    if teacher.xtoken:
-        return f"{both} rows of another tokenizer, related by their bytes"
+    if text := teacher_card(teacher).vocabulary:
+        return f"{both} {text}"
     if sizes[0] == sizes[1]:
         return f"all {sizes[0]} rows of both models"
     return f"{both}: the first {min(sizes)}, both softmaxes renormalised there"
@@ -215,10 +203,8 @@ def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence
         return "the balance losses of experts are by document here"
     if len(config.teachers) > 1:
         return "one teacher only"
-    if config.teachers[0].topk:
-        return "a stored teacher with the rest of its probability is another loss"
-    if config.teachers[0].xtoken:
-        return "both models must have one tokenizer"
+    if reason := teacher_card(config.teachers[0]).without_counterpart:
+        return reason
     if any(shape.vocab_size != student.vocab_size for shape in teachers):
         return "both models must have vocabularies of one size"
     return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import CrossTokenizerTeacher
 from mkd.kinds.sampled.reward.rewards import Rewards
+from mkd.resolve.teacher_setup import TeacherSetup
 
 
 @dataclass(frozen=True)
@@ -19,5 +18,5 @@ class Texts:
     valid_set: BlendedDataset | None
     prompts: PromptSet | None  # that the student completes
     rewards: Rewards | None  # judges of these completions
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher]  # by number of the teacher
-    teacher_seq_lengths: tuple[int, ...]  # tokens of every teacher's packs
+    teachers: tuple[TeacherSetup, ...]
+    teacher_seq_lengths: tuple[int, ...]  # tokens of the packs of each teacher that runs

@@ -74,20 +74,20 @@ class RunFacts:
     def running(self) -> Mapping[int, TeacherConfig]:
         """Teachers that run, by their numbers."""
         teachers = enumerate(self.config.teachers if self.config.needs_models else ())
-        return {index: teacher for index, teacher in teachers if not teacher.topk}
+        return {index: teacher for index, teacher in teachers if not teacher.stand_in}
 
     @property
     def read_teachers(self) -> range:
         """Numbers of the teachers whose shapes belong in `teachers`: none if the first one does not run.
 
-        A stored teacher is the only one: `check_models` reports others.
+        A teacher without a model is the only one: `check_models` reports others.
         """
         return range(len(self.config.teachers) if 0 in self.running else 0)
 
     @property
-    def has_stored_teacher(self) -> bool:
-        """True if the predictions of a teacher are read from files."""
-        return any(teacher.topk for teacher in self.config.teachers)
+    def has_stand_in(self) -> bool:
+        """True if something takes the place of a teacher's model, such as stored predictions."""
+        return any(teacher.stand_in for teacher in self.config.teachers)
 
     @property
     def is_known(self) -> bool:

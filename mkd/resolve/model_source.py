@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import MkdError
 from mkd.plan.models.model_shape import ModelShape
+
+END_BYTES = 1 << 20  # read at the beginning and the end of a large file
+HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
+MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -26,11 +33,16 @@ class ModelSource:
     def weight_files(self, pattern: str = "*") -> list[Path]:
         """Return config.json and the files of the weights; in a Megatron folder, those of `pattern`."""
         if self.hf is None:
+            assert self.load is not None, "the weights are in one of the two"
             files = sorted(path for path in self.load.glob(pattern) if path.is_file())
         else:
             names = {header.file for header in (*self.hf.headers.values(), *self.hf.tower.values())}
             files = [self.hf.directory / name for name in sorted(names)]
         return [self.assets / "config.json", *files]
+
+    def ends_fingerprint(self) -> str:
+        """Return the `ends_fingerprint` of its files."""
+        return ends_fingerprint(self.weight_files())
 
 
 def locate_model(
@@ -41,6 +53,7 @@ def locate_model(
         return None
     try:
         if source.load is None:
+            assert source.hf is not None, "it names a model"
             folder = resolve_hf(source.hf)
             shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
             check_hf_checkpoint(shape, checkpoint)
@@ -53,3 +66,24 @@ def locate_model(
     except MkdError as error:
         problems.append(error)
         return None
+
+
+def ends_fingerprint(files: Iterable[Path]) -> str:
+    """Return `ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
+
+    This is cheap, but misses a change in the middle of a file that keeps its size.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with open(path, "rb") as file:
+            first = END_BYTES
+            if path.suffix == ".safetensors" and size >= HEADER_LENGTH.size:
+                (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
+                first = max(first, HEADER_LENGTH.size + min(length, MAX_HEADER_BYTES))
+            file.seek(0)
+            digest.update(file.read(first))
+            file.seek(max(first, size - END_BYTES))
+            digest.update(file.read(END_BYTES))
+    return f"ends-sha256:{digest.hexdigest()}"

@@ -16,7 +16,7 @@ from mkd.plan.forecast import Forecast
 from mkd.resolve.chat_setup import date_of
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.preflight import Tokenizers
-from mkd.resolve.stored_teacher import StoredTeacher
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.resolve.trained_ends import stop_notes
 from mkd.tokenizers.tokenizer_files import rebuilt_example
 
@@ -29,7 +29,7 @@ class Plan:
     student: ModelSource
     # The teachers that run, or the reference: none if no loss reads them, or the teacher is stored.
     teachers: tuple[ModelSource, ...]
-    stored_teacher: StoredTeacher | None = None  # its rows come with the data; no teacher runs
+    setups: tuple[TeacherSetup, ...]  # of all teachers in the loss, or of the reference
     tokenizers: Tokenizers | None = None  # None for engines without text
     trained_ends: tuple[int, ...] = ()  # tokens that end the texts of the training data
     gpu_gib: float | None = None  # memory of this process's GPU; None: not known
@@ -98,7 +98,7 @@ class Plan:
     @property
     def teacher_names(self) -> tuple[str, ...]:
         """Names of the teachers in the loss, including a stored one."""
-        return self.facts.teacher_names if self.teachers or self.stored_teacher else ()
+        return tuple(one.name for one in self.setups)
 
     @cached_property
     def forecast(self) -> Forecast:

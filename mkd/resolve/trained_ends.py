@@ -12,6 +12,7 @@ from mkd.config.schema import Config
 from mkd.data.corpus.sources import find_prefix
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import ENDS, ends_with_loss
+from mkd.data.dataset import BlendedDataset
 from mkd.resolve.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
 
 
@@ -31,7 +32,7 @@ def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ..
     return _in_order(found, tokenizers)
 
 
-def ends_of_stores(train_set, tokenizers: Tokenizers) -> tuple[int, ...]:
+def ends_of_stores(train_set: BlendedDataset, tokenizers: Tokenizers) -> tuple[int, ...]:
     """Return the ends of tokenised corpora, from their descriptions, which cover all records."""
     ends = (_ends_of_store(member.store, tokenizers) for member in train_set.members)
     return _in_order(set().union(*ends), tokenizers)

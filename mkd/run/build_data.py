@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.config.schema import Config
@@ -13,11 +13,6 @@ from mkd.data.prompts import PromptSet
 from mkd.data.quarantine import append
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import (
-    NO_CROSS_TOKENIZER,
-    CrossTokenizerTeacher,
-    teacher_texts,
-)
 from mkd.kinds.known_kinds import wanted_records
 from mkd.operations.phases import Phases
 from mkd.operations.run_folders import cache_folder, log_folder
@@ -26,6 +21,7 @@ from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.platform import usable_cores
 from mkd.resolve.run_plan import Plan
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.tokenizers.tokenizer import Tokenizer
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, if there are bad records
@@ -41,7 +37,7 @@ def quarantine_file(config: Config) -> Path:
 def build_data(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
+    setups: Sequence[TeacherSetup] | None = None,  # of the teachers; None: those of the plan
     signals: Signals | None = None,
     phases: Phases | None = None,
     prompts: PromptSet | None = None,  # whose bad records join those of the data in the quarantine file
@@ -54,7 +50,8 @@ def build_data(
     assert tokenizers is not None, "a plan without problems has tokenizers"
     build = SharedBuild(context, signals or Signals(), phases or Phases())
     try:
-        texts = teacher_texts(plan, cross_tokenizer)
+        setups = plan.setups if setups is None else setups
+        texts = [one.text for one in setups if one.runs]
         train_set, valid_set = open_data(
             config, tokenizers.student, plan.known_ids, build, texts, tokenizers.images
         )
@@ -72,11 +69,8 @@ def build_data(
         why = "--eval-interval asks for evaluations"
         do = "give --valid-data-path, a larger second part of --split, or drop --eval-interval"
         raise DataError(what, why, do, code="split-leaves-nothing")
-    if plan.stored_teacher is not None:
-        held_out = valid_set if config.training.evaluates else None
-        train_set, valid_set = plan.stored_teacher.attach(
-            train_set, held_out, tokenizers.student, context, tokenizers.images
-        )
+    for one in setups:
+        train_set, valid_set = one.attach(config, tokenizers, context, (train_set, valid_set))
     return train_set, valid_set
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
-from mkd.config.schema import TeacherConfig
+from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.kinds.known_kinds import data_term
 from mkd.kinds.placed.known_places import PLACES, PRECISIONS
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
@@ -32,18 +31,13 @@ from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_prefetch import TeacherPrefetch
 from mkd.train.teachers.base import Teacher, divergence_settings
-from mkd.train.teachers.cross_tokenizer import CrossTokenizer
-from mkd.train.teachers.same_tokens import SameTokens
-from mkd.train.teachers.stored import Stored
-from mkd.xtoken.loss_settings import ChunkLossSettings
-from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
-from mkd.xtoken.vocabulary.slots import TeacherSlots
 
 LOG = logging.getLogger("mkd")
 
@@ -51,7 +45,7 @@ LOG = logging.getLogger("mkd")
 def build_engine(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
+    setups: Sequence[TeacherSetup] | None = None,  # of the teachers; None: those of the plan
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
@@ -73,15 +67,14 @@ def build_engine(
     students = build_model_parts(plan.student.shape, layouts.student, options, context, vocab)
     load_weights(students, plan.student, context)
     train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
-    models, vocabularies = [], {}
+    models, setups = [], list(plan.setups if setups is None else setups)
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
-        own = cross_tokenizer.get(index)
-        rows, settings = vocab if own is None else None, config.teachers[index]
-        parts = build_teacher_parts(source, settings, layout, options, contexts[index], rows)
-        # After its weights are read: this selects and sorts rows of its head.
-        if own is not None and parts[-1].post_process:
-            vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
+        setup = setups[index]
+        rows = None if setup.has_own_tokens else vocab
+        parts = build_teacher_parts(source, setup.settings, layout, options, contexts[index], rows)
+        if parts[-1].post_process:
+            setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
     joined = join_stages(students, models)
     # Before DDP, whose last step of backward calls the teachers that run ahead.
@@ -91,7 +84,7 @@ def build_engine(
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
-    teachers = build_teachers(plan, vocabularies)
+    teachers = build_teachers(config, setups)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce)
@@ -111,53 +104,17 @@ def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContex
     return [contexts[size] for size in sizes]
 
 
-def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> tuple[Teacher, ...]:
+def build_teachers(config: Config, setups: Sequence[TeacherSetup]) -> tuple[Teacher, ...]:
     """Return the teachers as terms of the loss.
 
-    Their shares are the weights divided by the sum of all weights. `vocabularies` maps the number of a
-    cross-tokenizer teacher to its vocabulary, on ranks with the last stage.
+    Their shares are the weights divided by the sum of all weights.
     """
-    if plan.config.kd.kd_ratio == 0:  # a model that runs then is a reference
+    if config.kd.kd_ratio == 0:  # a model that runs then is a reference
         return ()
-    configured = plan.config.teachers[: len(plan.teacher_names)]
-    total = sum(one.weight for one in configured)
-    teachers: list[Teacher] = []
-    for index, (settings, name) in enumerate(zip(configured, plan.teacher_names, strict=True)):
-        share, divergence = settings.weight / total, divergence_settings(plan.config.kd, settings)
-        if settings.topk:
-            teachers.append(Stored(name, share, index, divergence))
-        elif settings.xtoken is None:
-            teachers.append(SameTokens(name, share, (index,), divergence))
-        else:
-            chunk_settings = ChunkLossSettings(
-                loss=settings.xtoken.loss, top_k=settings.xtoken.top_k, **divergence
-            )
-            teachers.append(CrossTokenizer(name, share, index, chunk_settings, vocabularies.get(index)))
-    return tuple(teachers)
-
-
-def place_beside(
-    student: LanguageModel,
-    teacher: LanguageModel,
-    own: CrossTokenizerTeacher,
-    student_rows: int,
-    context: ParallelContext,
-) -> ChunkVocabulary:
-    """Put the rows of the teacher's head where the student has the same tokens. Last stage only."""
-    student_ids, teacher_ids = student.shape.vocab_size, teacher.shape.vocab_size
-    slots = TeacherSlots.from_relation(
-        own.relation, student_rows, teacher_ids, context.tp_size, student_vocab_size=student_ids
+    total = sum(one.settings.weight for one in setups)
+    return tuple(
+        one.term(one.settings.weight / total, divergence_settings(config.kd, one.settings)) for one in setups
     )
-    teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
-    vocabulary = ChunkVocabulary.from_slots(
-        slots,
-        student.shape.vocab_size,
-        context.tp_rank,
-        relation=own.relation,
-        loss=own.settings.loss,
-        relaxed=own.settings.relaxed_map,
-    )
-    return vocabulary.to(context.device)
 
 
 def build_schedule(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -24,20 +23,17 @@ from mkd.data.corpus.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.data.dataset import later_orders
 from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError, UsageError
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import teacher_images
 from mkd.kinds.known_kinds import identity
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
+from mkd.kinds.stored.stored_setup import STORED_K
 from mkd.operations.run_folders import cache_folder
 from mkd.resolve.chat_setup import CHAT_DATE, date_of
 from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
-END_BYTES = 1 << 20  # read at the beginning and the end of a large file
 # Evenly spaced pieces read from a corpus without a description: 4 MiB.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
-MAX_HEADER_BYTES = 100 << 20
 # Options that older runs lack: at their defaults they do not change the fingerprint.
 LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
     {"skew_alpha": SKEW_ALPHA.default, **{field.name: field.default for field in fields(PrecisionSettings)}}
@@ -53,7 +49,7 @@ NOT_OF_TEACHER = frozenset(
 NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 OF_TEACHERS = "loss.teachers["  # settings of teachers
-TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
+TEACHER, FILES, CONTENT = "teacher.", "data.files", "data.content"
 CHAT_LOSS, CHAT_VARIABLES = "chat.loss", "chat.template_kwargs"  # absent in checkpoints of earlier versions
 NOT_OF_EVALUATION = ("loss.kd_ratio", CHAT_LOSS, CHAT_VARIABLES)  # the held-out tokens show the last two
 
@@ -72,16 +68,9 @@ def fingerprints(
 ) -> dict[str, object]:
     """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
     stores = [member.store for member in train_set.members] if train_set is not None else []
-    teachers = zip(plan.teacher_names, plan.teachers, strict=False)
-    found: dict[str, object] = {
-        TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers
-    }
-    if plan.stored_teacher is not None:
-        found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
-        found[STORED_K] = plan.stored_teacher.meta.k
-        if plan.stored_teacher.meta.is_fp8:  # else absent as in earlier versions
-            found["loss.stored_precision"] = plan.stored_teacher.meta.precision
-    found |= _teacher_processors(plan)
+    found: dict[str, object] = {TEACHER + one.name: one.fingerprint() for one in plan.setups}
+    for one in plan.setups:
+        found |= one.fingerprints(plan.config, plan.tokenizers)
     found["tokenizer"] = tokenizer.fingerprint
     found |= _chat(plan, tokenizer, stores, prompts)
     found[FILES] = _sha256([_corpus(store) for store in stores])
@@ -119,20 +108,6 @@ def _chat(
         found[CHAT_LOSS] = settings.loss
     if makes_tokens or prompts is not None:
         found[CHAT_VARIABLES] = json.dumps(settings.template_kwargs, sort_keys=True)
-    return found
-
-
-def _teacher_processors(plan: Plan) -> dict[str, object]:
-    """Return name -> fingerprint of the image processors of teachers with tokens and images of their own."""
-    if plan.tokenizers is None or plan.tokenizers.images is None:
-        return {}
-    found: dict[str, object] = {}
-    for index, name in enumerate(plan.teacher_names[: len(plan.teachers)]):
-        tokenizer = plan.tokenizers.teachers[index]
-        if tokenizer is not None:  # it does not read the student's tokens
-            images = teacher_images(plan, index, tokenizer)
-            if images is not None:
-                found[f"{TEACHER}{name}.images"] = images.processor.fingerprint
     return found
 
 
@@ -233,27 +208,6 @@ def corpus_sample(files: StoreFiles, known: KnownFiles = FORGETFUL) -> list[str]
             file.seek(last * number // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return [known.sha256(files.idx), digest.hexdigest()]
-
-
-def ends_fingerprint(files: Iterable[Path]) -> str:
-    """Return `ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
-
-    This is cheap, but misses a change in the middle of a file that keeps its size.
-    """
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with open(path, "rb") as file:
-            first = END_BYTES
-            if path.suffix == ".safetensors" and size >= HEADER_LENGTH.size:
-                (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
-                first = max(first, HEADER_LENGTH.size + min(length, MAX_HEADER_BYTES))
-            file.seek(0)
-            digest.update(file.read(first))
-            file.seek(max(first, size - END_BYTES))
-            digest.update(file.read(END_BYTES))
-    return f"ends-sha256:{digest.hexdigest()}"
 
 
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:

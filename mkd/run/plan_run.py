@@ -8,8 +8,7 @@ from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import task_problems
-from mkd.kinds.known_kinds import KINDS, device_problems, wanted_records
-from mkd.kinds.sampled.rollout_preflight import rollout_problems
+from mkd.kinds.known_kinds import KINDS, device_problems, teacher_setup, wanted_records
 from mkd.log.writers import missing_packages
 from mkd.operations.console import LOG
 from mkd.operations.disk import disk_problems, writes_of
@@ -23,7 +22,6 @@ from mkd.platform import gpu_gib, processes_of_machine
 from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.resolve.preflight import data_problems, open_tokenizers
 from mkd.resolve.run_plan import Plan
-from mkd.resolve.stored_teacher import StoredTeacher
 from mkd.resolve.trained_ends import ends_of_stores, trained_ends
 
 KEPT_STOPS = "note: no token that ends a text has loss: exports stop where the student's own files do"
@@ -34,24 +32,23 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems: list[MkdError] = []
     facts = RunFacts(config, world_size, kinds=KINDS)
     student = locate_model(problems, "student", config.student)
-    teachers = zip(facts.roles, config.teachers, strict=True)
-    sources: list[ModelSource | None] = []
-    stored_teacher = None
-    if config.needs_models:
-        sources = [locate_model(problems, role, one) for role, one in teachers]
     shape = student.shape if student else None
-    if sources and not facts.read_teachers:
-        stored_teacher = StoredTeacher.find(problems, config, sources[0], shape and shape.vocab_size)
-        sources = []
-    shapes = tuple(source.shape if source else None for source in sources)
-    facts = replace(facts, student=shape, teachers=shapes)
+    facts = replace(facts, student=shape)
+    sources: list[ModelSource | None] = []
+    if config.needs_models:
+        teachers = zip(facts.roles, config.teachers, strict=True)
+        sources = [locate_model(problems, role, one) for role, one in teachers]
+    setups = [teacher_setup(problems, facts, index, source) for index, source in enumerate(sources)]
+    sources = [sources[index] for index in facts.read_teachers]
+    facts = replace(facts, teachers=tuple(source.shape if source else None for source in sources))
     problems += find_problems(facts)
     problems += facts.machine_problems(processes_of_machine(world_size))
     problems += device_problems(facts)
     tokenizers = open_tokenizers(problems, facts, student, sources)
     paths = data_paths(problems, config.data)
     problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)
-    problems += rollout_problems(facts, tokenizers, student, sources)
+    for kind in KINDS:
+        problems += kind.file_problems(facts, tokenizers, student, sources)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
@@ -69,7 +66,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
         facts=facts,
         student=student,
         teachers=tuple(sources),
-        stored_teacher=stored_teacher,
+        setups=tuple(setups),
         tokenizers=tokenizers,
         trained_ends=trained_ends(config, tokenizers),
         gpu_gib=gpu_gib(),

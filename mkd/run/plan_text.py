@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mkd.kinds.known_kinds import KINDS
 from mkd.kinds.loss_card import loss_card
-from mkd.kinds.sampled.rollout_preflight import rollout_notes
 from mkd.operations.disk import disk_notes
 from mkd.operations.run_folders import describe_saves, save_notes
 from mkd.plan.advice.forecast_text import summarise_forecast
@@ -24,7 +24,8 @@ def notes(plan: Plan) -> list[str]:
     found = [*save_notes(plan.config), *plan_notes(plan.forecast)]
     found += plan.tokenizers.notes if plan.tokenizers else ()
     found += plan.stop_notes()
-    found += rollout_notes(plan.config, plan.tokenizers, plan.student)
+    for kind in KINDS:
+        found += kind.notes(plan)
     found += precision_note(plan.forecast) if plan.gpu_gib is not None else []
     return found + disk_notes(plan.config, plan.student.shape)
 
@@ -44,7 +45,5 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def objective(plan: Plan) -> str:
     """Return the loss card: the objective with its numbers."""
-    meta = plan.stored_teacher and plan.stored_teacher.meta
-    stored_precision = meta.precision if meta and meta.is_fp8 else ""
-    shapes = [source.shape for source in plan.teachers]
-    return loss_card(plan.config, plan.student.shape, shapes, stored_precision)
+    shapes, notes_of_files = [one.shape for one in plan.teachers], [one.card_note for one in plan.setups]
+    return loss_card(plan.config, plan.student.shape, shapes, notes_of_files)

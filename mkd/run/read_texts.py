@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
 
-from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
-from mkd.data.teacher_input import SharedTokens
 from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import (
-    CrossTokenizerTeacher,
-    find_cross_tokenizer,
-    teacher_texts,
-)
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.texts import Texts
@@ -26,10 +17,10 @@ from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.resolve.chat_setup import describe_chat
 from mkd.resolve.run_plan import Plan
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.run.build_data import build_data, quarantine_file
 from mkd.run.plan_run import with_ends_of
 
-SPARE_ROOM = 1.25  # in the packs of cross-tokenizer teachers: texts vary
 FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
 
 
@@ -41,15 +32,17 @@ def read_texts(
     tokenizer = plan.tokenizers.student
     # Prompts come first, because packs of cross-tokenizer teachers need room for their completions.
     prompts = build_prompts(plan)
-    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
-    cross_tokenizer = with_room(plan, cross_tokenizer, prompts, context.document_multiple)
-    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases, prompts)
+    teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
+    if prompts is not None:
+        length, multiple = plan.config.training.seq_length, context.document_multiple
+        teachers = [one.with_room(prompts, length, multiple) for one in teachers]
+    train_set, valid_set = build_data(plan, context, teachers, signals, phases, prompts)
     plan = with_ends_of(train_set, plan)
     tasks = build_tasks(plan.config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
-    lengths = teacher_seq_lengths(plan, train_set, valid_set, cross_tokenizer)
-    return plan, Texts(train_set, valid_set, prompts, rewards, cross_tokenizer, lengths), tasks
+    lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers)
+    return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths), tasks
 
 
 def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> list[str]:
@@ -82,45 +75,17 @@ def build_prompts(plan: Plan) -> PromptSet | None:
     return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards)
 
 
-def with_room(
-    plan: Plan,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
-    prompts: PromptSet | None,
-    document_multiple: int,
-) -> dict[int, CrossTokenizerTeacher]:
-    """Return the teachers with packs that have room for completions.
-
-    By default their number of tokens is that of the student's, times the proportion of both in the prompts,
-    times SPARE_ROOM.
-    """
-    found = dict(cross_tokenizer)
-    if prompts is None:
-        return found
-    seq_length = plan.config.training.seq_length
-    for index, one in cross_tokenizer.items():
-        ours = sum(len(prompt.ids) for prompt in prompts.prompts)
-        theirs = sum(len(prompt.of_teachers[one.text.name]) for prompt in prompts.prompts)
-        unit, needed = document_multiple * LENGTH_UNIT, seq_length * max(1.0, SPARE_ROOM * theirs / ours)
-        text = replace(one.text, least_seq_length=math.ceil(needed / unit) * unit)
-        found[index] = replace(one, text=text)
-    return found
-
-
 def teacher_seq_lengths(
     plan: Plan,
     train_set: BlendedDataset | None,
     valid_set: BlendedDataset | None,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
+    teachers: Sequence[TeacherSetup],
 ) -> tuple[int, ...]:
-    """Return the tokens of every teacher's packs, which all data sets and the completions share."""
+    """Return the tokens of the packs of each teacher that runs, which data sets and completions share."""
     dataset = train_set if train_set is not None else valid_set
     if dataset is not None:
         return dataset.teacher_seq_lengths
-    texts = teacher_texts(plan, cross_tokenizer)
-    ours = plan.config.training.seq_length
-    return tuple(
-        ours if isinstance(text, SharedTokens) else text.seq_length or text.least_seq_length for text in texts
-    )
+    return tuple(one.pack_length(plan.config.training.seq_length) for one in teachers if one.runs)
 
 
 def build_rewards(

@@ -71,7 +71,7 @@ def build_run(
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    engine, state = build_engine(plan, context, texts.cross_tokenizer, texts.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, texts.teachers, texts.teacher_seq_lengths)
     position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}
     # `gap_closed` compares with the evaluation before the first step, if it was of the same thing.
@@ -246,7 +246,7 @@ def build_reporter(
         metrics=METRICS,
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
-        is_cross_tokenizer=any(one.xtoken for one in config.teachers),
+        is_cross_tokenizer=any(one.has_own_tokens for one in plan.setups),
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),

@@ -13,14 +13,8 @@ from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.data.corpus.store import StoreFiles
 from mkd.kinds.known_kinds import identity
-from mkd.run.fingerprints import (
-    END_BYTES,
-    SAMPLE_BYTES,
-    SAMPLES,
-    corpus_sample,
-    ends_fingerprint,
-    require_same,
-)
+from mkd.resolve.model_source import END_BYTES, ends_fingerprint
+from mkd.run.fingerprints import SAMPLE_BYTES, SAMPLES, corpus_sample, require_same
 from tests.reported import refused
 
 SIZE = 4 * END_BYTES

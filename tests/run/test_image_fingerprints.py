@@ -9,7 +9,9 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.data.images.processors import PREPROCESSOR_FILE
-from mkd.resolve.stored_teacher import StoredTeacher
+from mkd.kinds.stored.stored_setup import StoredSetup
+from mkd.plan.facts import RunFacts
+from mkd.resolve.preflight import Tokenizers
 from mkd.run.fingerprints import fingerprints
 from mkd.run.plan_run import plan_run
 from mkd.run.stored.topk_description import ExportSettings
@@ -69,7 +71,8 @@ def test_an_export_knows_the_processor_and_the_patches(files):
         describe(files)
     problems = []
     argv = flags(files, "run", "--teacher-topk", files / "cache", **FIELDS | {"teacher_hf": None})
-    stored = StoredTeacher.find(problems, load_config([str(word) for word in argv]).config, None, None)
+    facts = RunFacts(load_config([str(word) for word in argv]).config, 1)
+    stored = StoredSetup.find(problems, facts, 0, None)
     assert reports(problems) == ["teacher-cache-differs: was made with"]
     assert "--max-patches-per-pack" in str(problems[0])
     change_mean(files / "student")
@@ -77,4 +80,5 @@ def test_an_export_knows_the_processor_and_the_patches(files):
         describe(files, "--max-patches-per-pack", 64)
     changed = plan_export(plan.config, 1)
     with refused("teacher-cache-differs: is of another image processor or"):
-        stored.attach(None, None, changed.tokenizer, ALONE, changed.images)
+        tokenizers = Tokenizers(changed.tokenizer, (), None, (), changed.images)
+        stored.attach(changed.config, tokenizers, ALONE, (None, None))

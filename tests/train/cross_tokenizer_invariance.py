@@ -92,7 +92,6 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.config.load import load_config
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
-    from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
@@ -105,7 +104,7 @@ def build(layout: Layout, files: Path, loss: str):
     parallel = plan.config.parallel
     context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
-    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
+    teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
     packs, _ = open_datasets(
         data_path=[str(files / "text.jsonl")],
         tokenizer=tokenizer,
@@ -113,11 +112,11 @@ def build(layout: Layout, files: Path, loss: str):
         vocab_size=350,
         cache_dir=str(files / "cache"),
         document_multiple=SPAN_MULTIPLE,
-        teachers=teacher_texts(plan, cross_tokenizer),
+        teachers=[one.text for one in teachers],
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    engine, state = build_engine(plan, context, cross_tokenizer, packs.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, teachers, packs.teacher_seq_lengths)
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)
     groups = order.reshape(-1, layout.micro)[context.dp_rank :: context.dp_size]
     batches = [collate([packs[int(i)] for i in group]) for group in groups]

@@ -126,7 +126,6 @@ def build(layout: Layout, student: Path, teacher: Path):
     from mkd.data.build import open_datasets
     from mkd.data.images.row_images import ImageLayout
     from mkd.data.loader import TrainStream
-    from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
@@ -138,7 +137,7 @@ def build(layout: Layout, student: Path, teacher: Path):
     plan = plan_run(config, layout.ranks)
     parallel = plan.config.parallel
     context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
-    cross_tokenizer = find_cross_tokenizer(plan, plan.tokenizers.student, context)
+    teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
     packs, _ = open_datasets(
         data_path=[str(student / "chats.jsonl")],
         tokenizer=plan.tokenizers.student,
@@ -146,12 +145,12 @@ def build(layout: Layout, student: Path, teacher: Path):
         vocab_size=plan.student.shape.vocab_size,
         cache_dir=str(student / "cache"),
         document_multiple=SPAN_MULTIPLE,
-        teachers=teacher_texts(plan, cross_tokenizer),
+        teachers=[one.text for one in teachers],
         images=plan.tokenizers.images,
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    engine, state = build_engine(plan, context, cross_tokenizer, packs.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, teachers, packs.teacher_seq_lengths)
     stream = TrainStream(
         packs,
         shuffle=False,

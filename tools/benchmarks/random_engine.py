@@ -16,7 +16,7 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.config.load import load_config
 from mkd.errors import UsageError
-from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.known_kinds import KINDS, teacher_setup
 from mkd.models.vision.tower import VisionTower
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
@@ -129,7 +129,8 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
     teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
-    return Plan(facts, student, teachers)
+    setups = tuple(teacher_setup([], facts, index, source) for index, source in enumerate(teachers))
+    return Plan(facts, student, teachers, setups)
 
 
 def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:

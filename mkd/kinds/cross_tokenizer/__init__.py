@@ -1,4 +1,7 @@
 """Teachers with another tokenizer than the student.
 
-cross_tokenizer_setup.py   their side of the text and of the vocabulary, before data and models are built
+cross_tokenizers.py        the kind of teacher: checks and loss card
+cross_tokenizer_setup.py   its side of the text and of the vocabulary, and its term of the loss
+
+The mathematics are in mkd/xtoken.
 """

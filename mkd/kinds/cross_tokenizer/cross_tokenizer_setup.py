@@ -1,86 +1,133 @@
-"""Relate the vocabularies of cross-tokenizer teachers, before data and models are built."""
+"""The set-up of a teacher with another tokenizer than the student."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
+from typing import Any, ClassVar
 
-from mkd.config.schema import XTokenConfig
+import torch
+
+from mkd.config.schema import Config, XTokenConfig
+from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.processors import load_image_processor
-from mkd.data.teacher_input import SharedTokens
+from mkd.data.prompts import PromptSet
+from mkd.models.language_model import LanguageModel
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
-from mkd.resolve.run_plan import Plan
-from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.resolve.preflight import Tokenizers
+from mkd.resolve.teacher_setup import TeacherSetup
+from mkd.train.teachers.base import Teacher
+from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.xtoken import build_projection
+from mkd.xtoken.loss_settings import ChunkLossSettings
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
+from mkd.xtoken.vocabulary.slots import TeacherSlots
+
+SPARE_ROOM = 1.25  # in packs for completions: texts vary
 
 
 @dataclass(frozen=True)
-class CrossTokenizerTeacher:
-    """One teacher's side of the text and of the vocabulary."""
+class CrossTokenizerSetup(TeacherSetup):
+    """The teacher's side of the text and of the vocabulary."""
 
-    settings: XTokenConfig
-    relation: VocabularyRelation
-    text: TeacherText
+    relation: VocabularyRelation | None = None  # known after `meet`
+    own_text: TeacherText | None = None  # known after `meet`
+    vocabulary: ChunkVocabulary | None = None  # beside the student's; on ranks with the last stage
 
+    has_own_tokens: ClassVar[bool] = True
 
-NO_CROSS_TOKENIZER: Mapping[int, CrossTokenizerTeacher] = MappingProxyType({})
-"""Result of `find_cross_tokenizer` if all teachers read the student's tokens."""
+    @property
+    def xtoken(self) -> XTokenConfig:
+        """Settings of the comparison."""
+        assert self.settings.xtoken is not None, "the teacher is of this kind"
+        return self.settings.xtoken
 
+    def meet(self, config: Config, tokenizers: Tokenizers, context: ParallelContext) -> CrossTokenizerSetup:
+        """Relate both vocabularies, once: the relation is cached beside the tokenised data. Collective.
 
-def find_cross_tokenizer(
-    plan: Plan, tokenizer: Tokenizer, context: ParallelContext
-) -> dict[int, CrossTokenizerTeacher]:
-    """Return teacher number -> its side, for the teachers with another tokenizer than the student.
+        Raises UsageError on every rank for tokenizers that cannot be related.
+        """
+        return context.rank_0_first(partial(self._related, config, tokenizers))
 
-    Collective. The relation of both vocabularies is built once and cached beside the tokenised data. Raises
-    UsageError on every rank for tokenizers that cannot be related.
-    """
-    found = {}
-    for index in range(len(plan.teachers)):
-        settings = plan.config.teachers[index].xtoken
-        if settings is not None:
-            found[index] = context.rank_0_first(partial(_cross_tokenizer, plan, tokenizer, index, settings))
-    return found
+    def _related(self, config: Config, tokenizers: Tokenizers) -> CrossTokenizerSetup:
+        ours, theirs = tokenizers.student, tokenizers.teachers[self.index]
+        assert theirs is not None and self.source is not None, "the teacher runs, with a tokenizer of its own"
+        cache = cache_folder(config)
+        relation = build_projection(ours, theirs, cache_dir=cache, projection=self.xtoken.projection)
+        text = TeacherText(
+            tokenizer=theirs,
+            vocab_size=self.source.shape.vocab_size,
+            spellings=relation.spellings,
+            alignment=self.xtoken.alignment,
+            seq_length=self.xtoken.seq_length,
+            twins=relation.twins(),
+            reasoning=self.xtoken.reasoning,
+            name=self.name,
+            images=self._images(config, tokenizers),
+        )
+        return replace(self, relation=relation, own_text=text)
 
+    def _images(self, config: Config, tokenizers: Tokenizers) -> ConversationImages | None:
+        """Return the reader of the teacher's images; None if the teacher or the student reads none."""
+        ours, theirs = tokenizers.images, tokenizers.teachers[self.index]
+        if ours is None or theirs is None or self.source is None:
+            return None
+        processor = load_image_processor(self.source.assets, theirs, config.data.max_image_side)
+        return None if processor is None else ConversationImages(processor, ours.source)
 
-def teacher_texts(
-    plan: Plan, cross_tokenizer: Mapping[int, CrossTokenizerTeacher]
-) -> list[TeacherText | SharedTokens]:
-    """Return the tokens that each teacher of the run reads."""
-    sides = [cross_tokenizer.get(index) for index in range(len(plan.teachers))]
-    return [side.text if side else SharedTokens() for side in sides]
+    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> CrossTokenizerSetup:
+        """Return the teacher with packs that have room for completions.
 
+        By default their number of tokens is that of the student's, times the proportion of both in the
+        prompts, times SPARE_ROOM.
+        """
+        ours = sum(len(prompt.ids) for prompt in prompts.prompts)
+        theirs = sum(len(prompt.of_teachers[self.name]) for prompt in prompts.prompts)
+        unit, needed = document_multiple * LENGTH_UNIT, seq_length * max(1.0, SPARE_ROOM * theirs / ours)
+        return replace(self, own_text=replace(self.text, least_seq_length=math.ceil(needed / unit) * unit))
 
-def teacher_images(plan: Plan, index: int, tokenizer: Tokenizer) -> ConversationImages | None:
-    """Return the reader of the teacher's images; None if the teacher or the student reads none."""
-    ours = plan.tokenizers.images if plan.tokenizers else None
-    if ours is None:
-        return None
-    folder, max_side = plan.teachers[index].assets, plan.config.data.max_image_side
-    processor = load_image_processor(folder, tokenizer, max_side)
-    return None if processor is None else ConversationImages(processor, ours.source)
+    @property
+    def text(self) -> TeacherText:
+        assert self.own_text is not None, "`meet` comes first"
+        return self.own_text
 
+    def pack_length(self, seq_length: int) -> int:
+        return self.text.seq_length or self.text.least_seq_length
 
-def _cross_tokenizer(
-    plan: Plan, tokenizer: Tokenizer, index: int, settings: XTokenConfig
-) -> CrossTokenizerTeacher:
-    teacher, cache = plan.tokenizers.teachers[index], cache_folder(plan.config)
-    relation = build_projection(tokenizer, teacher, cache_dir=cache, projection=settings.projection)
-    text = TeacherText(
-        tokenizer=teacher,
-        vocab_size=plan.teachers[index].shape.vocab_size,
-        spellings=relation.spellings,
-        alignment=settings.alignment,
-        seq_length=settings.seq_length,
-        twins=relation.twins(),
-        reasoning=settings.reasoning,
-        name=plan.teacher_names[index],
-        images=teacher_images(plan, index, teacher),
-    )
-    return CrossTokenizerTeacher(settings, relation, text)
+    def fingerprints(self, config: Config, tokenizers: Tokenizers) -> Mapping[str, object]:
+        """Return the fingerprint of the teacher's image processor, if it reads images."""
+        images = self._images(config, tokenizers)
+        return {} if images is None else {f"teacher.{self.name}.images": images.processor.fingerprint}
+
+    def beside(
+        self, student: LanguageModel, teacher: LanguageModel, student_rows: int, context: ParallelContext
+    ) -> CrossTokenizerSetup:
+        """Put the rows of the teacher's head where the student has the same tokens.
+
+        This comes after the weights are read, because it selects and sorts rows of the head.
+        """
+        assert self.relation is not None, "`meet` comes first"
+        student_ids, teacher_ids = student.shape.vocab_size, teacher.shape.vocab_size
+        slots = TeacherSlots.from_relation(
+            self.relation, student_rows, teacher_ids, context.tp_size, student_vocab_size=student_ids
+        )
+        teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
+        vocabulary = ChunkVocabulary.from_slots(
+            slots,
+            student_ids,
+            context.tp_rank,
+            relation=self.relation,
+            loss=self.xtoken.loss,
+            relaxed=self.xtoken.relaxed_map,
+        )
+        return replace(self, vocabulary=vocabulary.to(context.device))
+
+    def term(self, share: float, divergence: Mapping[str, Any]) -> Teacher:
+        settings = ChunkLossSettings(loss=self.xtoken.loss, top_k=self.xtoken.top_k, **divergence)
+        return CrossTokenizer(self.name, share, self.index, settings, self.vocabulary)

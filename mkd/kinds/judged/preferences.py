@@ -137,9 +137,9 @@ def _reference(config: Config, given: str) -> Iterator[UsageError]:
     if len(teachers) > 1:
         what, why = f"{given} with {len(teachers)} teachers", "the student is compared with one reference"
         yield UsageError(what, why, "keep one of them", code="preferences-exclude")
-    if any(one.topk for one in teachers):
-        what = f"{given} with a stored teacher"
-        why = "the reference scores both answers, and stored predictions lack most tokens"
+    for stand_in in {one.stand_in for one in teachers if one.stand_in}:
+        what = f"{given} with teacher-{stand_in}"
+        why = "the reference scores both answers, for which its model has to run"
         yield UsageError(what, why, "give --teacher-hf, or no teacher", code="preferences-exclude")
     if any(one.xtoken for one in teachers):
         what = f"{given} with a cross-tokenizer teacher"

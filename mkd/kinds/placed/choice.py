@@ -81,18 +81,18 @@ class Choices(Generic[C]):
 
     def problems(self, facts: RunFacts) -> Iterator[MkdError]:
         """Yield what is wrong with the setting, and with those that its values read."""
-        yield from self._of_stored(facts.config)
+        yield from self._of_stand_ins(facts.config)
         for index, teacher in facts.running.items():
             yield from self._unread(index, teacher)
         for index, chosen in self.of_running(facts).items():
             yield from chosen.problems(facts, index)
 
-    def _of_stored(self, config: Config) -> Iterator[UsageError]:
-        stored = [one for one in config.teachers if one.topk] if config.needs_models else []
-        values = {getattr(teacher, self.setting) for teacher in stored} - {self.known[0].name}
+    def _of_stand_ins(self, config: Config) -> Iterator[UsageError]:
+        alone = [one for one in config.teachers if one.stand_in] if config.needs_models else []
+        values = {getattr(teacher, self.setting) for teacher in alone} - {self.known[0].name}
         for value in sorted(values):
             setting = f"teacher-{self.setting} {value}"
-            yield no_effect(setting, "a stored teacher has no weights", "remove it")
+            yield no_effect(setting, "without a model a teacher has no weights", "remove it")
 
     def _unread(self, index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
         chosen, flag = self.of(teacher), flag_of(index, self.setting)

@@ -66,4 +66,4 @@ class Precisions(Kind):
 
 def rounding(teacher: TeacherConfig, scores: str = "p_t") -> str:
     """Return what its precision changes in the `scores` of a teacher that runs, for the loss card."""
-    return "" if teacher.topk else PRECISIONS.of(teacher).rounding(scores)
+    return "" if teacher.stand_in else PRECISIONS.of(teacher).rounding(scores)

@@ -7,6 +7,7 @@ rollout_metrics.py    metrics
 own_text.py           all of these as a kind of run
 stop_ids.py           the tokens that end a completion
 sampler/              completions from the training model
+sources/              the sources of completions that --rollout-source chooses from
 server/               completions from a vLLM server that gets the student's weights
 reward/               a function that judges completions
 rollout_teachers.py   completions as each teacher reads them, aligned with other tokenizers

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mkd.config.options import settings
 from mkd.config.schema import Config
-from mkd.errors import UsageError
+from mkd.errors import MkdError, UsageError
 from mkd.kinds.kind import Kind, Row
 from mkd.kinds.sampled.rollout_batch import describe_rollouts
 from mkd.kinds.sampled.rollout_limits import check_rollout_model, check_rollouts
 from mkd.kinds.sampled.rollout_metrics import ROLLOUT_METRICS
 from mkd.plan.facts import RunFacts
 from mkd.plan.work import Work
+
+if TYPE_CHECKING:  # they load torch
+    from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.preflight import Tokenizers
+    from mkd.resolve.run_plan import Plan
 
 HOW_SAMPLED = frozenset(
     {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
@@ -31,6 +37,22 @@ class OwnText(Kind):
     def problems(self, facts: RunFacts) -> Iterator[UsageError]:
         yield from check_rollouts(facts)
         yield from check_rollout_model(facts)
+
+    def file_problems(
+        self,
+        facts: RunFacts,
+        tokenizers: Tokenizers | None,
+        student: ModelSource | None,
+        teachers: Sequence[ModelSource | None],
+    ) -> list[MkdError]:
+        from mkd.kinds.sampled.rollout_preflight import rollout_problems
+
+        return rollout_problems(facts, tokenizers, student, teachers)
+
+    def notes(self, plan: Plan) -> Iterator[str]:
+        from mkd.kinds.sampled.rollout_preflight import rollout_notes
+
+        return rollout_notes(plan)
 
     def work(self, config: Config) -> Work:
         """Return what completions add. Sampling is not timed."""

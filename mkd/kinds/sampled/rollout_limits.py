@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from mkd.config.schema import Config, RolloutConfig
 from mkd.errors import UsageError
+from mkd.kinds.sampled.sources.known_sources import source_problems
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 
-SERVER_SETTINGS = "rollout_server_url", "rollout_server_remote", "rollout_server_timeout_s", "max_staleness"
 OFF = "or train on stored text: --on-policy-fraction 0"
 
 
@@ -44,66 +42,8 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
             "lower --max-new-tokens, or raise --seq-length",
             code="numbers-contradict",
         )
-    yield from _server(rollout)
-    yield from _staleness(config)
-    yield from _teachers(facts)
+    yield from source_problems(config)
     yield from _layout(config)
-
-
-def _server(rollout: RolloutConfig) -> Iterator[UsageError]:
-    default, add = RolloutConfig(), "add --rollout-source server"
-    if rollout.rollout_source == "in-process":
-        for name in SERVER_SETTINGS:
-            if getattr(rollout, name) != getattr(default, name):
-                yield no_effect(name.replace("_", "-"), "rollout-source is in-process", add)
-        return
-    url = rollout.rollout_server_url
-    if url is None:
-        what, do = "rollout-source is server, but there is no address", "give --rollout-server-url URL"
-        yield UsageError(what, "mkd does not start servers", do, code="add-flag")
-    elif (host := _host(url)) is None:
-        what, why = f"rollout-server-url {url} is not an address", "a scheme, a host and a port are needed"
-        yield UsageError(what, why, "write it as http://127.0.0.1:8000", code="value-not-valid")
-    elif not (rollout.rollout_server_remote or _is_loopback(host)):
-        what = f"rollout-server-url {url} is not on this machine"
-        why = "whoever reaches such a server can run code on it, and its answers become training data"
-        do = "use http://127.0.0.1:PORT, or add --rollout-server-remote"
-        yield UsageError(what, why, do, code="rollout-server-not-loopback")
-
-
-def _staleness(config: Config) -> Iterator[UsageError]:
-    if config.rollout.max_staleness and config.grpo.is_on and not config.grpo.has_ratio:
-        what = "max-staleness is 1 with a reward"
-        why = "the gradient of one update leaves out the ratio to the older weights that sampled"
-        do = "use --max-staleness 0, or --rollout-updates 2, whose loss has this ratio"
-        yield UsageError(what, why, do, code="reward-needs")
-
-
-def _host(url: str) -> str | None:
-    """Return the host of an address without path and user; None if it is none."""
-    try:
-        parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and parts.port != 0
-    except ValueError:
-        return None
-    more = parts.path.strip("/"), parts.query, parts.fragment, parts.username
-    return parts.hostname if is_whole and not any(more) else None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _teachers(facts: RunFacts) -> Iterator[UsageError]:
-    if facts.has_stored_teacher:
-        what = "rollouts cannot have a stored teacher"
-        why = "its predictions are of stored text, and the student's own text is new in every step"
-        yield UsageError(what, why, f"give --teacher-hf, {OFF}", code="rollouts-exclude")
 
 
 def _layout(config: Config) -> Iterator[UsageError]:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from mkd.config.data_files import require_file
-from mkd.config.schema import Config
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.preflight import LOOKED_AT, Tokenizers
+from mkd.resolve.run_plan import Plan
 
 
 def rollout_problems(
@@ -38,10 +38,11 @@ def rollout_problems(
     return problems
 
 
-def rollout_notes(config: Config, tokenizers: Tokenizers | None, student: ModelSource) -> Iterator[str]:
+def rollout_notes(plan: Plan) -> Iterator[str]:
     """Yield a note if completions end at other tokens than stored texts."""
+    config, tokenizers = plan.config, plan.tokenizers
     if config.rollout.is_on and tokenizers is not None and config.data.append_eod:
-        note = unlisted_eos(stop_ids(student.assets, tokenizers.student), tokenizers.student)
+        note = unlisted_eos(stop_ids(plan.student.assets, tokenizers.student), tokenizers.student)
         if note is not None:
             yield note
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mkd.config.field import option
+
+SOURCES: Mapping[str, str] = MappingProxyType(
+    {
+        "in-process": "mkd.kinds.sampled.sources.in_process:InProcess",
+        "server": "mkd.kinds.sampled.sources.vllm_server:VllmServer",
+    }
+)
+"""Value of --rollout-source -> its `TextSource`, loaded by `known_sources`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class RolloutConfig:
         "in-process",
         "sampler of completions. in-process: the training model itself. server: a vLLM server, which gets "
         "the weights of every step through files",
-        choices=("in-process", "server"),
+        choices=tuple(SOURCES),
     )
     rollout_server_url: str | None = option(
         None, "address of the server, http://127.0.0.1:PORT (required with --rollout-source server)"

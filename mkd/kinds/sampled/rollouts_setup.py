@@ -9,13 +9,13 @@ from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
-from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import teacher_texts
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_meter import RolloutMeter
-from mkd.kinds.sampled.rollout_stream import InProcessSource, RolloutStream
+from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.kinds.sampled.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
-from mkd.kinds.sampled.sampler.rollouts import RolloutSource, Sampling
-from mkd.kinds.sampled.server.server_setup import build_server_source
+from mkd.kinds.sampled.sampler.rollouts import Sampling
+from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
+from mkd.kinds.sampled.sources.text_source import SourceParts
 from mkd.kinds.sampled.stop_ids import stop_ids
 from mkd.kinds.texts import Texts
 from mkd.operations.phases import ROLLOUT, Phases
@@ -50,12 +50,9 @@ def build_rollouts(
         prefill_tokens=training.seq_length * plan.batch.micro_batch_size,
         seed=training.seed,
     )
-    source: RolloutSource
-    if rollout.samples_here:
-        source = InProcessSource(state.models, engine.context, sampling, engine.parameters_gathered)
-    else:
-        resumes = bool(config.checkpoint.load)
-        source = build_server_source(plan, engine, state, sampling, fingerprints, resumes)
+    resumes = bool(config.checkpoint.load)
+    parts = SourceParts(plan, engine, state, sampling, fingerprints, resumes)
+    source = KNOWN_SOURCES[rollout.rollout_source].build(parts)
     stream = RolloutStream(
         source=source,
         context=engine.context,
@@ -85,7 +82,7 @@ def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[Roll
     assert plan.tokenizers is not None, "a run reads text"
     ours = plan.tokenizers.student
     found: list[RolloutTeacher] = []
-    sides = teacher_texts(plan, texts.cross_tokenizer)
+    sides = [one.text for one in texts.teachers if one.runs]
     for text, length in zip(sides, texts.teacher_seq_lengths, strict=True):
         if isinstance(text, SharedTokens):
             found.append(SharedRollouts(length))

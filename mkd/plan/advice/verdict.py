@@ -280,7 +280,7 @@ def _residencies(config: Config, variants: Sequence[Variant]) -> Iterator[Change
         yield _set("optimizer on host", text, "training", optimizer_residency="host")
     # Without those that change what a teacher predicts, and without the precision of the run.
     named = [one for one in variants if one.is_exact and one.settings]
-    running = [teacher for teacher in config.teachers if not teacher.topk]
+    running = [teacher for teacher in config.teachers if not teacher.stand_in]
     if named and any(map(named[0].is_of, running)):
         is_only = len(config.teachers) == 1
         yield from (Change("teacher", place.text(is_only), place.apply) for place in named[1:])

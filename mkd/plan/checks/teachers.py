@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mkd.config.divergence import DECLARATIONS, PARAMETERS, TEACHER_FIELDS
-from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
+from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
-
-_XTOKEN_LOSSES = {
-    "top_k": ("partition_kl",),
-    "relaxed_map": ("gold", "h_kl"),
-    "projection": ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl"),
-}
-"""Cross-tokenizer setting -> the losses that read it."""
 
 
 def check_models(facts: RunFacts) -> Iterator[UsageError]:
@@ -30,55 +23,34 @@ def check_models(facts: RunFacts) -> Iterator[UsageError]:
     pair_loss = config.pair_loss
     if not config.needs_models or (pair_loss and not pair_loss.needs_reference):  # no teacher is loaded
         return
-    if not any(map(_has_model, teachers)):
+    if not any(teacher.is_given for teacher in teachers):
         what = f"no teacher is given, but kd-ratio is {ratio}"
         why = "the loss needs the teacher's logits"
         do = "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or train with --kd-ratio 0"
         yield UsageError(what, why, do, code="model-missing")
         return
     for index, teacher in enumerate(teachers):
-        if not _has_model(teacher):
+        if not teacher.is_given:
             what = f"teachers[{index}] names no model"
             why = "every entry is a teacher"
             yield UsageError(what, why, "give its hf or load, or remove it", code="model-missing")
-    yield from _stored(config)
+    yield from _without_models(teachers)
     yield from _names(facts.teacher_names)
     yield from _weights(config)
 
 
-def _has_model(teacher: TeacherConfig) -> bool:
-    return bool(teacher.hf or teacher.load or teacher.topk)
-
-
-def _stored(config: Config) -> Iterator[UsageError]:
-    """Yield what stored top-k log-probabilities cannot do, each problem once for all such teachers."""
-    places = ("--teacher-topk", *(f"teachers[{i}].topk" for i in range(1, len(config.teachers))))
-    stored = {place: one for place, one in zip(places, config.teachers, strict=False) if one.topk}
-    if stored and len(config.teachers) > 1:
-        what = f"{_given(stored)}, and {len(config.teachers)} teachers"
-        why = "stored log-probabilities take the place of the only teacher"
+def _without_models(teachers: Sequence[TeacherConfig]) -> Iterator[UsageError]:
+    """Yield a problem if a teacher without a model is not the only one."""
+    places = [
+        f"teachers[{index}].{teacher.stand_in}" if index else f"--teacher-{teacher.stand_in}"
+        for index, teacher in enumerate(teachers)
+        if teacher.stand_in
+    ]
+    if places and len(teachers) > 1:
+        given = f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"
+        why = "it takes the place of the only teacher"
         do = "give hf or load instead, or keep one teacher alone"
-        yield UsageError(what, why, do, code="stored-teacher-excludes")
-    related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
-    if related:
-        what = f"{_given(related)} for a teacher with xtoken settings"
-        why = "it stores probabilities of the student's tokens, and this teacher has another tokenizer"
-        do = "run this teacher from its hf or load, or remove xtoken"
-        yield UsageError(what, why, do, code="stored-teacher-excludes")
-    divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
-    for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
-        yield UsageError(
-            f"kd-divergence {divergence} cannot be computed from "
-            + " and ".join(place for place, one in divergences.items() if one == divergence),
-            "of the ids outside the teacher's top-k only their total is stored, which suffices for "
-            "forward_kl alone",
-            "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
-            code="stored-teacher-excludes",
-        )
-
-
-def _given(places: Collection[str]) -> str:
-    return f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"
+        yield UsageError(f"{given}, and {len(teachers)} teachers", why, do, code="stored-teacher-excludes")
 
 
 def _names(names: Sequence[str]) -> Iterator[UsageError]:
@@ -123,14 +95,8 @@ def check_objective(facts: RunFacts) -> Iterator[UsageError]:
     yield from _combination(config)
     if config.pair_loss is None:  # else its kind reports all of them
         yield from _divergences(config)
-    for index, teacher in enumerate(config.teachers):
-        if teacher.xtoken is not None and config.needs_models:
-            yield from _xtoken(config, teacher, teacher.xtoken, f"teachers[{index}]")
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
-    elif kd.kd_fp32_logits and facts.has_stored_teacher:
-        why = "in training only the fused head makes logits of another precision"
-        yield no_effect("kd-fp32-logits", why, "remove it")
 
 
 def _combination(config: Config) -> Iterator[UsageError]:
@@ -152,11 +118,6 @@ def _combination(config: Config) -> Iterator[UsageError]:
     if not kd.averages_teachers or len(config.teachers) < 2:
         return
     for index, teacher in enumerate(config.teachers):
-        if teacher.xtoken is not None:
-            what = f"teacher-combination average, but teachers[{index}] has xtoken settings"
-            why = "probabilities of different tokens have no mean"
-            do = "use --teacher-combination weighted_sum"
-            yield UsageError(what, why, do, code="exclude-each-other")
         for field in ("temperature", *TEACHER_FIELDS):
             if getattr(teacher, field) is not None:
                 setting = f"teachers[{index}].{field} {getattr(teacher, field)}"
@@ -191,15 +152,3 @@ def _divergence(config: Config, teacher: TeacherConfig) -> str | None:
     if teacher.xtoken is not None and teacher.xtoken.loss == "uld":
         return None
     return teacher.divergence or config.kd.kd_divergence
-
-
-def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: str) -> Iterator[UsageError]:
-    """Yield settings of one cross-tokenizer teacher that nothing reads."""
-    if xtoken.loss == "uld" and teacher.divergence is not None:
-        why = "its xtoken loss uld is a distance of sorted probabilities"
-        yield no_effect(f"{path}.divergence {teacher.divergence}", why, "choose another xtoken loss")
-    for field, losses in _XTOKEN_LOSSES.items():
-        value = getattr(xtoken, field)
-        if value != getattr(XTokenConfig(), field) and xtoken.loss not in losses:
-            why = f"its loss is {xtoken.loss}"
-            yield no_effect(f"{path}.xtoken.{field} {value}", why, f"use loss {' or '.join(losses)}")

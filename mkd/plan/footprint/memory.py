@@ -322,7 +322,7 @@ class _Models:
         return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
 
     def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).
+        """Return the bytes of one divergence, for a block of rows (all rows, if the teacher has no model).
 
         They hold the logits of all models, their hidden states and the student's gradient. The weight's
         gradient goes into DDP's buffer. Without a gradient logits are fp32.
@@ -332,7 +332,7 @@ class _Models:
         bytes_per_logit = 4 if is_fp32 else self.element
         tokens = self._student_activations.tokens
         rows = tokens
-        if not self.facts.has_stored_teacher:
+        if not self.facts.has_stand_in:
             columns = max([self.vocab_rows, *map(self._head_rows, teachers)])
             rows = head_block_rows(rows, columns, bytes_per_logit)
         hidden_bytes = self.student.hidden_size * self.element

@@ -14,8 +14,8 @@ from mkd.data.stored.teacher_topk import CHAT_DATE, META_FILE, UNKNOWN_PRECISION
 from mkd.errors import DataError
 from mkd.human import counted
 from mkd.kinds.placed.known_places import PRECISIONS
+from mkd.kinds.stored.stored_setup import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.resolve.preflight import require_same_tokenizer
-from mkd.resolve.stored_teacher import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
 from mkd.run.one_model import ModelPlan
 from mkd.tokenizers.tokenizer import Tokenizer
 

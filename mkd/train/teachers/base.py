@@ -89,8 +89,13 @@ class DataTerm(Term, Protocol):
 class Teacher(Term, Protocol):
     """A term that compares the student with a teacher."""
 
-    share: float  # fraction of all teachers' weights; the shares add up to 1
-    can_take_cross_entropy: bool  # it is a `OnePassTeacher`
+    @property
+    def share(self) -> float:
+        """Fraction of all teachers' weights; the shares add up to 1."""
+
+    @property
+    def can_take_cross_entropy(self) -> bool:
+        """True if it is a `OnePassTeacher`."""
 
 
 class OnePassTeacher(Teacher, Protocol):

@@ -46,7 +46,7 @@ def test_a_teacher_without_a_model_says_where_the_initial_student_is():
             ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl"),
             "preferences-exclude: but on-policy-fraction is",
         ),
-        (("--teacher-topk", "cache"), "preferences-exclude: with a stored teacher"),
+        (("--teacher-topk", "cache"), "preferences-exclude: with teacher-topk"),
         (("--xtoken-loss", "uld"), "preferences-exclude: with a cross-tokenizer teacher"),
         (("--dpo-beta", "0"), "out-of-range: must be"),
         (("--simpo-beta", "2"), "exclude-each-other: exclude each other"),

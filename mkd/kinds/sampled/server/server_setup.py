@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,44 +17,39 @@ from mkd.checkpoint.folders import saved_iterations
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import UsageError
-from mkd.kinds.sampled.sampler.rollouts import Sampling
 from mkd.kinds.sampled.server.rollout_record import RolloutRecord
 from mkd.kinds.sampled.server.server_client import Refused, ServerClient, ServerModel, find_model
 from mkd.kinds.sampled.server.server_source import ServerSource
+from mkd.kinds.sampled.sources.text_source import SourceParts
 from mkd.operations.run_folders import log_folder
 from mkd.parallel.context import ParallelContext
 from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.step import Engine
 
 PROBE_TOKENS = 200
 PROBE_TEXT = "def f(x):\n    return 12345 + x  # caf\u00e9, \u6587\u5b57 \U0001f600"
 
 
-def build_server_source(
-    plan: Plan,
-    engine: Engine,
-    state: TrainingState,
-    sampling: Sampling,
-    fingerprints: Mapping[str, object],  # of the run, which decide the completions
-    resumes: bool,  # False: records in the folder are another run's
-) -> ServerSource:
+def build_server_source(parts: SourceParts) -> ServerSource:
     """Return the source. Collective; raises UsageError on every rank if the server cannot serve this run."""
+    plan, engine, state = parts.plan, parts.engine, parts.state
     rollout, checkpoint, context = plan.config.rollout, plan.config.checkpoint, engine.context
     client = ServerClient((rollout.rollout_server_url or "").rstrip("/"), rollout.rollout_server_timeout_s)
     model = _find_once(client, plan, context)
     assets = replace(plan, trained_ends=()).assets  # the server stops at the same tokens as this process
     record = None
     if checkpoint.save:
-        digest = hashlib.sha256(json.dumps(fingerprints, sort_keys=True, default=str).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps(parts.fingerprints, sort_keys=True, default=str).encode()
+        ).hexdigest()
         save = Path(checkpoint.save)
         record = RolloutRecord(save / "rollouts", digest, partial(_oldest_checkpoint, save))
-        if context.rank == 0 and not resumes:
+        if context.rank == 0 and not parts.resumes:
             record.forget(math.inf)
     return ServerSource(
         parts=state.models,
         context=context,
-        sampling=sampling,
+        sampling=parts.sampling,
         parameters_gathered=engine.parameters_gathered,
         export=partial(_export, plan, assets, state, context),
         client=client,

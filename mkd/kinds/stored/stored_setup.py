@@ -1,4 +1,4 @@
-"""Check that the cache of --teacher-topk fits this run, and attach it to the data.
+"""The set-up of a stored teacher: whether the cache of --teacher-topk fits the run, and its rows.
 
 Teacher, tokenizer, data and temperature must be those of the run.
 """
@@ -6,21 +6,29 @@ Teacher, tokenizer, data and temperature must be those of the run.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
+from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import CHAT_DATE, TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
+from mkd.plan.facts import RunFacts
 from mkd.plan.parallel_sizes import Sizes
 from mkd.resolve.model_source import ModelSource
+from mkd.resolve.preflight import Tokenizers
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.teachers.stored import Stored
+
+if TYPE_CHECKING:
+    from mkd.resolve.teacher_setup import DataSets
 
 READ_BYTES = 1 << 22
 OVERLONG_CONVERSATIONS = "overlong_conversations"  # absent in exports of earlier versions
@@ -39,49 +47,66 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     "chat_template_kwargs": ("--chat-template-kwargs", "the chat template reads them"),
     CHAT_DATE: ("--chat-date", "the chat template writes it"),
 }
+STORED_K = "loss.stored_k"  # among the fingerprints of a run
 IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
 
 
 @dataclass(frozen=True)
-class StoredTeacher:
-    """The cache that replaces the teacher."""
+class StoredSetup(TeacherSetup):
+    """The cache that takes the place of a teacher. `source` is the model that it must come from, if given."""
 
     folder: Path
     meta: TopKMeta
-    source: ModelSource | None  # the teacher that the cache must come from, if the run names one
+
+    runs: ClassVar[bool] = False
 
     @classmethod
     def find(
-        cls, problems: list[MkdError], config: Config, source: ModelSource | None, student_ids: int | None
-    ) -> StoredTeacher | None:
-        """Return the cache of `config` from its description; None after adding an error to `problems`."""
-        folder = Path(config.teachers[0].topk)
+        cls, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+    ) -> StoredSetup | None:
+        """Return the cache from its description; None after adding an error to `problems`."""
+        config, settings = facts.config, facts.config.teachers[index]
+        assert settings.topk is not None, "the teacher is of this kind"
+        folder = Path(settings.topk)
         try:
             load_pyarrow()
             meta = TopKMeta.read(folder)
         except MkdError as error:
             problems.append(error)
             return None
+        student_ids = None if facts.student is None else facts.student.vocab_size
         problems += _differences(folder, meta, config, student_ids)
-        return cls(folder, meta, source)
+        return cls(settings, index, facts.teacher_names[index], source, folder, meta)
+
+    @property
+    def card_note(self) -> str:
+        return f"; exported with layers in {self.meta.precision}" if self.meta.is_fp8 else ""
+
+    def fingerprint(self) -> str:
+        return self.meta.weights_fingerprint
+
+    def fingerprints(self, config: Config, tokenizers: Tokenizers) -> Mapping[str, object]:
+        found: dict[str, object] = {STORED_K: self.meta.k}
+        if self.meta.is_fp8:  # else absent as in earlier versions
+            found["loss.stored_precision"] = self.meta.precision
+        return found
+
+    def term(self, share: float, divergence: Mapping[str, Any]) -> Stored:
+        return Stored(self.name, share, self.index, divergence)
 
     def attach(
-        self,
-        train_set,
-        valid_set,
-        tokenizer: Tokenizer,
-        context: ParallelContext,
-        images: ConversationImages | None = None,  # the student's; None: it reads none
-    ) -> tuple:
+        self, config: Config, tokenizers: Tokenizers, context: ParallelContext, sets: DataSets
+    ) -> DataSets:
         """Return both data sets with the teacher's rows. Collective; raises the same error on every rank.
 
-        Raises DataError for a cache of another tokenizer, image processor or other data, CheckpointError for
-        one of other weights.
+        Without evaluations there is no held-out set. Raises DataError for a cache of another tokenizer, image
+        processor or other data, CheckpointError for one of other weights.
         """
+        train_set, valid_set = sets[0], sets[1] if config.training.evaluates else None
         error = None
         if context.rank == 0:
             try:
-                self._check(tokenizer, images)
+                self._check(tokenizers.student, tokenizers.images)
                 self._taught(train_set, valid_set)
             except MkdError as caught:
                 error = caught
@@ -91,7 +116,8 @@ class StoredTeacher:
             raise error
         return self._taught(train_set, valid_set)
 
-    def _taught(self, train_set, valid_set) -> tuple:
+    def _taught(self, train_set: BlendedDataset | None, valid_set: BlendedDataset | None) -> DataSets:
+        assert train_set is not None, "the student's own text has no stored teacher"
         train = TaughtDataset(train_set, TopKPart(self.folder, "train", self.meta))
         if valid_set is None:
             return train, None

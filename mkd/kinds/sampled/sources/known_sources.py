@@ -1,0 +1,33 @@
+"""The sources of completions by name, and the checks of their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from mkd.config.schema import Config, RolloutConfig
+from mkd.errors import UsageError
+from mkd.kinds.sampled.rollout_settings import SOURCES
+from mkd.kinds.sampled.sources.text_source import TextSource
+from mkd.plan.checks.no_effect import no_effect
+
+
+def _load(place: str) -> TextSource:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)()
+
+
+KNOWN_SOURCES: Mapping[str, TextSource] = {name: _load(place) for name, place in SOURCES.items()}
+
+
+def source_problems(config: Config) -> Iterator[UsageError]:
+    """Yield the problems of the chosen source, and settings that only others read."""
+    rollout, default = config.rollout, RolloutConfig()
+    for name, source in KNOWN_SOURCES.items():
+        if name == rollout.rollout_source:
+            yield from source.problems(config)
+            continue
+        for field in source.settings:
+            if getattr(rollout, field) != getattr(default, field):
+                why, do = f"rollout-source is {rollout.rollout_source}", f"add --rollout-source {name}"
+                yield no_effect(field.replace("_", "-"), why, do)

@@ -1,0 +1,42 @@
+"""The hooks of a source of completions. Its module is loaded without torch; only `build` may load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+
+if TYPE_CHECKING:  # they load torch
+    from mkd.checkpoint.distributed import TrainingState
+    from mkd.kinds.sampled.sampler.rollouts import RolloutSource, Sampling
+    from mkd.resolve.run_plan import Plan
+    from mkd.train.step import Engine
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """The parts of a run that a source may use."""
+
+    plan: Plan
+    engine: Engine
+    state: TrainingState
+    sampling: Sampling
+    fingerprints: Mapping[str, object]  # of the run, which decide the completions
+    resumes: bool  # False: files in the run's folders are another run's
+
+
+class TextSource:
+    """A source of completions."""
+
+    settings: tuple[str, ...] = ()  # fields of `RolloutConfig` that no other source reads
+
+    def problems(self, config: Config) -> Iterable[UsageError]:
+        """Yield what is wrong with its settings, if the run uses it."""
+        return ()
+
+    def build(self, parts: SourceParts) -> RolloutSource:
+        """Return the source. Collective; the same error on every rank."""
+        raise NotImplementedError
