@@ -139,6 +139,20 @@ SIGMOID_EXPERTS = dict(
     n_shared_experts=2,
     routed_scaling_factor=1.5,
 )
+DELTA_NETS = (
+    dict(  # 3 groups of attention are padded to 4 by tensor parallelism; one of 4 layers has attention
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+    )
+)
+GATED_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)
 VARIANTS = {  # further models of these families, for the tests that name them
     "moonlight": ("DeepseekV3", dict(**LATENTS, q_lora_rank=None, rms_norm_eps=1e-5)),
     "deepseek-experts": (
@@ -150,6 +164,9 @@ VARIANTS = {  # further models of these families, for the tests that name them
         {**LATENTS, **SIGMOID_EXPERTS, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
         | {"rms_norm_eps": 1e-5, "num_attention_heads": 4, "num_key_value_heads": 4},
     ),
+    "qwen3_5": ("Qwen3_5", DELTA_NETS),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA_NETS, **GATED_EXPERTS}),
+    "qwen3_next": ("Qwen3Next", {**DELTA_NETS, **GATED_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3-yarn": (
         "Qwen3",
         dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=YARN),

@@ -9,6 +9,7 @@ No torch. In reading order:
     weight_rules.py    rules and tables: which Hugging Face tensors make which parameter
     dense/             families whose layers have one MLP, one file a family
     experts/           families with experts, one file a family
+    hybrid/            families whose layers have attention or a mixer, one file a family
     registry.py        model_type -> family
     vision_shape.py    a vision tower, and what a family with images must say
     vision.py          the families with images

@@ -50,7 +50,9 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "sliding_window_pattern num_experts num_experts_per_tok moe_intermediate_size "
         "shared_intermediate_size no_rope_layer_interval decoder_sparse_step "
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-        "n_routed_experts n_group topk_group "
+        "n_routed_experts n_group topk_group shared_expert_intermediate_size full_attention_interval "
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_conv_kernel_dim "
         "depth num_heads num_channels in_channels image_size patch_size temporal_patch_size "
         "spatial_merge_size window_size scale_factor num_position_embeddings out_hidden_size",
     ),

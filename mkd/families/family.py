@@ -29,6 +29,8 @@ class Family:
     # The values that transformers assumes for missing keys of config.json.
     defaults: HFConfig = field(default_factory=dict)
     read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # further fields of `ModelShape`
+    # Names, with * for any text, of tensors that mkd neither runs nor trains. An export copies them.
+    carried: tuple[str, ...] = ()
 
 
 def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[LayerShape, ...]:

@@ -59,6 +59,51 @@ class MLAShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """A gated delta net: a recurrence with one state [key_dim, value_dim] for each value head.
+
+    A *block* is a key head with the value heads that share it. Tensor and context parallelism cut between
+    blocks. Source: Yang et al. 2024, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
+    """
+
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # a multiple of `key_heads`
+    key_dim: int  # channels of a query or key head
+    value_dim: int  # channels of a value head
+    kernel_size: int  # tokens that the convolution sees, the current one included
+
+    @property
+    def heads_per_block(self) -> int:
+        """Value heads of a block."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def convolved_parts(self) -> tuple[int, int, int]:
+        """Channels of a block's query, key and values, which the convolution mixes over time."""
+        return self.key_dim, self.key_dim, self.heads_per_block * self.value_dim
+
+    @property
+    def projected_parts(self) -> tuple[int, ...]:
+        """Channels of a block behind the input projection: query, key, values, gates z, then b and a."""
+        return *self.convolved_parts, self.heads_per_block * self.value_dim, *(self.heads_per_block,) * 2
+
+    @property
+    def projected_width(self) -> int:
+        """Channels of all blocks behind the input projection."""
+        return self.key_heads * sum(self.projected_parts)
+
+    @property
+    def convolved_width(self) -> int:
+        """Channels of the convolution."""
+        return self.key_heads * sum(self.convolved_parts)
+
+    @property
+    def output_width(self) -> int:
+        """Channels in front of the output projection."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class MoEShape:
     """A mixture of experts: a router sends each token to `top_k` of the experts, which are gated MLPs."""
 
@@ -71,16 +116,18 @@ class MoEShape:
     num_groups: int = 1  # groups of experts ...
     top_groups: int = 1  # ... of which a token reaches this many
     shared_ffn_hidden_size: int = 0  # width of the MLP that every token passes beside its experts; 0: none
+    shared_gate: bool = False  # the output of that MLP is multiplied by a sigmoid, one number a token
     correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
     biases: bool = False  # the router's product and both products of each expert have a bias
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer: norm, attention, norm, gated MLP; two residual connections."""
+    """A decoder layer: norm, attention or a mixer, norm, gated MLP; two residual connections."""
 
     ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
-    rope: RopeShape | None  # None: attention does not see positions
+    # None: attention does not see positions. Not read in a layer with a mixer.
+    rope: RopeShape | None
     activation: str = "silu"  # of the gate: `silu`, `gelu_tanh`, or `quick_gelu`
     mlp_limit: float | None = None  # before it gates are clamped above, up projections on both sides
     up_offset: float = 0.0  # added to the up projection, which multiplies the activation
@@ -91,9 +138,16 @@ class LayerShape:
     post_norms: bool = False  # RMSNorm of the output of attention and MLP before the residual addition
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
+    output_gate: bool = False  # attention's output is multiplied by a sigmoid; queries and gates alternate
     mla: MLAShape | None = None  # None: grouped-query attention
+    mixer: DeltaShape | None = None  # in place of attention; None: attention
     moe: MoEShape | None = None  # experts in place of the MLP
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP in the residual addition
+
+    @property
+    def has_attention(self) -> bool:
+        """True if the layer has attention, not a mixer in its place."""
+        return self.mixer is None
 
     @property
     def is_dense(self) -> bool:
@@ -104,6 +158,11 @@ class LayerShape:
     def has_shared_experts(self) -> bool:
         """True if every token passes an MLP beside its experts."""
         return self.moe is not None and self.moe.shared_ffn_hidden_size > 0
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """True if a gate multiplies the output of the MLP beside the experts."""
+        return self.moe is not None and self.moe.shared_gate
 
     @property
     def has_correction_bias(self) -> bool:

@@ -20,11 +20,14 @@ from mkd.families.experts.glm4_moe_lite import GLM4_MOE_LITE
 from mkd.families.experts.gpt_oss import GPT_OSS
 from mkd.families.experts.mixtral import MIXTRAL
 from mkd.families.experts.qwen3_moe import QWEN3_MOE
+from mkd.families.hybrid.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from mkd.families.hybrid.qwen3_next import QWEN3_NEXT
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, SEED_OSS, SMOLLM3, MINISTRAL3),
     *(GRANITE, GRANITE_HYBRID),
     *(QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     GPT_OSS,
+    *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
 )
 FAMILIES = MappingProxyType({one.model_type: one for one in _ALL})

@@ -19,15 +19,15 @@ from mkd.families.vision_shape import VisionFamily, VisionShape
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "the tokens of an image attend to each other both ways, mkd's attention is causal",
-        "qwen3_5": "most of its layers are gated delta nets, which mkd does not have",
-        "qwen3_5_moe": "most of its layers are gated delta nets, which mkd does not have",
+        "qwen3_5": "mkd does not have its vision tower yet",
+        "qwen3_5_moe": "mkd does not have its vision tower yet",
         "qwen3_vl_moe": "mkd's models with images are dense",
         "qwen2_vl": "mkd knows the tower of Qwen2.5-VL and Qwen3-VL",
         "llama4": "mkd's models with images are dense",
     }
 )
 
-WITH_KNOWN_TEXT = ("gemma3",)  # those of REFUSED whose text model mkd runs
+WITH_KNOWN_TEXT = ("gemma3", "qwen3_5", "qwen3_5_moe")  # those of REFUSED whose text model mkd runs
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish

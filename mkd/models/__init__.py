@@ -6,6 +6,7 @@ rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
+mixers/                          what a layer has in place of attention: gated delta nets
 specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
 language_model.py                one model part: embedding, layers, LM head

@@ -125,6 +125,32 @@ class GrowingQueryAttention(SelfAttention):
         return (query, *others)
 
 
+class GatedAttention(SelfAttention):
+    """Megatron's self-attention whose output is multiplied by the sigmoid of a gate, channel by channel.
+
+    The rows of the joint projection are in the order of Hugging Face models, group by group: the query and
+    the gate of each head, then key and value. Megatron has all queries of a group before its gates.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *unused: object, **options: object
+    ) -> tuple[Tensor, ...]:
+        """Return query, key, value and gate, each [t, 1, heads or groups, d]."""
+        projected, _ = self.linear_qkv(hidden_states)
+        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        heads = self.num_attention_heads_per_partition
+        projected = projected.unflatten(-1, (groups, -1, size))
+        query_and_gate, key, value = projected.split((2 * heads // groups, 1, 1), dim=-2)
+        query, gate = query_and_gate.unflatten(-2, (-1, 2)).unbind(-2)
+        query, gate = (one.reshape(*one.shape[:2], heads, size) for one in (query, gate))
+        key, value = (one.squeeze(-2) for one in (key, value))
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:  # [t, 1, heads * d], [t, 1, heads, d]
+        """Return `x` times the gate. Megatron's own form is compiled by torch, which costs CPU time."""
+        return x * torch.sigmoid(gate.reshape(x.shape))
+
+
 class PackedAttention(nn.Module):
     """Core attention that Megatron's `SelfAttention` calls; documents of a pack never see each other.
 

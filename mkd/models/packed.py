@@ -20,6 +20,7 @@ class PackedDocuments(PackedSeqParams):
     query_factors: Tensor | None = None  # [t, 1, 1, 1] fp32, of this rank's rows; None: all are 1
     image_rows: Tensor | None = None  # [n] int64, rows of this rank that hold image tokens
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # window -> mask; see sink_attention.py
+    rows: Any = None  # `PackRows` of the pack once a mixer has read it; see mixers/pack_rows.py
 
 
 def packed_documents(

@@ -29,8 +29,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.families.layer_shape import DeltaShape, LayerShape, RopeShape
 from mkd.models.attention import (
+    GatedAttention,
     GrowingQueryAttention,
     LayerRopeAttention,
     PackedAttention,
@@ -39,6 +40,7 @@ from mkd.models.attention import (
 )
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
+from mkd.models.mixers.delta_net import DeltaNet, DeltaNetParts
 from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.sink_attention import SinkAttention
 
@@ -109,12 +111,15 @@ def layer_spec(
     `rope_index` selects one of several rotary embeddings; None if the model has one.
     """
     row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
-    if layer.mla is None:
-        attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
-    else:
+    norms = {}
+    if layer.mixer is not None:
+        attention = _mixer(layer.mixer, parts, row_linear)
+    elif layer.mla is not None:
         assert rope_index is None, "the layers of latent attention have one position embedding"
         attention = _latent_attention(layer, parts, row_linear)
-    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
+    else:
+        attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
+        norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if layer.moe is None:
         linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
         params = {} if parts.mlp is MLP else {"groups": groups}
@@ -125,7 +130,7 @@ def layer_spec(
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.first_norm if layer.mla is None else parts.norm,
+            input_layernorm=parts.first_norm if "input_layernorm." in norms else parts.norm,
             self_attention=attention,
             self_attn_bda=residual_add(layer.residual_scale),
             pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
@@ -143,7 +148,10 @@ def _grouped_query_attention(
     core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
     module: type[SelfAttention] = SelfAttention
     params: dict[str, object] = {}
-    if layer.rope is None:
+    if layer.output_gate:
+        assert rope_index is None and layer.rope and not layer.rope.sections, "gated attention has one rope"
+        module = GatedAttention
+    elif layer.rope is None:
         module = UnrotatedAttention
     elif layer.rope.query_growth:
         assert rope_index is None and not layer.rope.sections, "no family has both"
@@ -173,6 +181,11 @@ def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) ->
             parts.plain_column_linear, row_linear, parts.norm, parts.core_attention
         ),
     )
+
+
+def _mixer(mixer: DeltaShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
+    linears = DeltaNetParts(parts.plain_column_linear, row_linear)
+    return ModuleSpec(module=DeltaNet, params={"mixer": mixer}, submodules=linears)
 
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

@@ -16,6 +16,8 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 
+MIXER = "mixer"  # of `recompute_modules`: what a layer has in place of attention
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -44,7 +46,7 @@ def transformer_config(
     groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
     assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
     interleaved = context.virtual_stages > 1
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.common("ffn_hidden_size"),
@@ -54,6 +56,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.common("qk_norm"),
+        attention_output_gate=shape.common("output_gate"),
         gated_linear_unit=True,
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.attention_scale,
@@ -84,20 +87,31 @@ def transformer_config(
         gradient_accumulation_fusion=context.platform.apex,
         apply_rope_fusion=context.platform.transformer_engine and _can_fuse_rope(shape),
         masked_softmax_fusion=False,
-        recompute_granularity=options.recompute_granularity,
-        recompute_method=options.recompute_method,
-        recompute_num_layers=options.recompute_num_layers,
-        recompute_modules=list(options.recompute_modules),
         deterministic_mode=options.deterministic and context.platform.is_cuda,
+        **_recomputation(options),
         **_gate_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
+        # Layers with unlike parameters (sic): checkpoints do not stack them.
+        hetereogenous_dist_checkpoint=any(layer.mixer is not None for layer in shape.layers),
     )
+    config.recompute_modules = list(options.recompute_modules)  # Megatron does not know mkd's mixers
+    return config
 
 
 def _can_fuse_rope(shape: ModelShape) -> bool:
     """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
     return all(
         rope.kind != "longrope" and not rope.sections and rope.attention_factor == 1.0 for rope in shape.ropes
+    )
+
+
+def _recomputation(options: ModelOptions) -> dict[str, Any]:
+    """Return the arguments of `TransformerConfig` for recomputation, without the names of mkd's own parts."""
+    return dict(
+        recompute_granularity=options.recompute_granularity,
+        recompute_method=options.recompute_method,
+        recompute_num_layers=options.recompute_num_layers,
+        recompute_modules=[name for name in options.recompute_modules if name != MIXER],
     )
 
 
@@ -161,6 +175,7 @@ def moe_switches(shape: ModelShape, context: ParallelContext) -> dict[str, Any]:
         moe_router_enable_expert_bias=moe.correction_bias,
         moe_router_bias_update_rate=0.0,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size or None,
+        moe_shared_expert_gate=moe.shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",

@@ -66,12 +66,19 @@ def require_room(request: StudentRequest) -> None:
 
 
 def refuse_other_kinds(teacher: ModelShape) -> None:
-    """Raise UsageError for a model with images or with experts."""
+    """Raise UsageError for a model with images, with mixers or with experts."""
     if teacher.vision is not None:
         raise UsageError(
             f"mkd cannot cut a {teacher.vision.family} model",
             "its vision tower makes features as wide as the text model, and a cut knows only the text model",
             "cut its text model saved on its own",
+            code="cut-not-supported",
+        )
+    if any(layer.mixer for layer in teacher.layers):
+        raise UsageError(
+            f"mkd cannot cut a {teacher.family} model",
+            "its layers differ in kind: some have attention, the rest gated delta nets",
+            "use a smaller model of its family as the student",
             code="cut-not-supported",
         )
     if teacher.moe is not None:

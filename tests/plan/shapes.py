@@ -101,6 +101,18 @@ DEEPSEEK_V3 = ModelShape.from_hf_config(
     )
 )
 
+QWEN3_5_9B = ModelShape.from_hf_config(
+    dict(
+        model_type="qwen3_5_text",
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=248320,
+    )
+)
+
 
 def config(*argv: str | int) -> Config:
     """Return the configuration of these flags, in bf16."""

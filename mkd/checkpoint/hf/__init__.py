@@ -11,6 +11,7 @@ hf_weights.py                    fills a model part with the slices of its rank
 hf_assets.py                     configuration, tokenizer and templates beside the weights
 hf_changes.py                    what a run changes in them: image processor, stop ids, tokenizer's class
 hf_shards.py                     the layout of the written files
+hf_carried.py                    tensors that mkd does not train, and an export copies
 hf_folder.py                     what a folder holds, and how a new model replaces it
 hf_writer.py                     collects tensors from all ranks and writes them
 """

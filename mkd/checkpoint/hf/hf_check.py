@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_causes import FLOAT_DTYPES, common_causes
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import carried_names, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.checkpoint.hf.hf_reader import DERIVED_TENSOR, HFCheckpoint
 from mkd.errors import CheckpointError, raise_all
@@ -23,7 +23,8 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
 
     If one cause explains many differences, raise that alone. Otherwise raise `ErrorList` with every problem.
     """
-    expected, found = hf_tensor_shapes(shape), checkpoint.headers
+    expected, carried = hf_tensor_shapes(shape), set(carried_names(shape, checkpoint.headers))
+    found = {name: one for name, one in checkpoint.headers.items() if name not in carried}
     allowed = {LM_HEAD: expected[EMBEDDING]} if shape.tie_word_embeddings else {}
     where, left_out, problems = checkpoint.directory, extra_layers(shape), []
     raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out, checkpoint.is_sharded))

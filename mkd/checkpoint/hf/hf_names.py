@@ -8,8 +8,9 @@ cannot disagree.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from operator import attrgetter
 
 from torch import Tensor
@@ -172,6 +173,12 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     if entry is None or not exists(entry, shape.layers[layer]):
         return None
     return bind(shape, entry, layer, first_expert + int(expert[0]) if expert else None)
+
+
+def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that are tensors which mkd neither runs nor trains, and exports copy."""
+    patterns = FAMILIES[shape.family].carried
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def expert_of(tensor: str) -> int | None:

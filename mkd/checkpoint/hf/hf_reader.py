@@ -88,6 +88,12 @@ class HFCheckpoint:
             raise not_finite(str(self.directory / self._stored[names[0]].file), " with ".join(names), part)
         return part
 
+    def read_whole(self, tensor: str) -> Tensor:
+        """Return a whole tensor, on the CPU; unlike in `read`, its values are not checked."""
+        stored = self.names.on_disk(tensor)
+        cut, quantised = (slice(None),) * len(self.headers[tensor].shape), self._quantised.get(stored)
+        return quantised.read(self._read_stored, cut) if quantised else self._read_stored(stored, cut)
+
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
         part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
         self.bytes_read += part.numel() * part.element_size()

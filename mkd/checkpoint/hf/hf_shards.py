@@ -12,9 +12,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,32 @@ from mkd.errors import UsageError
 from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.plan.models.model_shape import ModelShape
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of trained weights
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Spelling of safetensors -> dtype of a tensor that is copied."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_TOWER: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+
+class CarriedTensor(NamedTuple):
+    """A tensor that an export copies from another folder."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]  # the whole tensor, on the CPU
+
+
+NO_CARRIED: Mapping[str, CarriedTensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,10 +70,19 @@ class ExportPlan:
     dtype: torch.dtype
     shards: tuple[Shard, ...]  # with our names
     on_disk: Callable[[str], str]  # our name of a tensor -> its name in the files
+    carried: Mapping[str, CarriedTensor]  # tensors that are copied, behind all others
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor in the files."""
+        return self.carried[name].dtype if name in self.carried else stored_dtype(name, self.dtype)
+
+    def num_bytes(self, name: str, full: tuple[int, ...]) -> int:
+        """Return the size of a tensor of this shape in the files."""
+        return math.prod(full) * self.dtype_of(name).itemsize
 
     @property
     def total_bytes(self) -> int:
-        return sum(_num_bytes(name, full, self.dtype) for name, full in self.tensors())
+        return sum(self.num_bytes(name, full) for name, full in self.tensors())
 
     @property
     def last_file(self) -> str:
@@ -73,27 +107,29 @@ def export_plan(
     dtype: torch.dtype,
     max_shard_bytes: int = 5_000_000_000,
     tower: Mapping[str, tuple[int, ...]] = NO_TOWER,  # our name -> shape, behind the text tensors
+    carried: Mapping[str, CarriedTensor] = NO_CARRIED,
 ) -> ExportPlan:
     """Cut the tensors, in order, into files of at most `max_shard_bytes`; a larger one has its own file."""
     if dtype not in DTYPE_NAMES:
         do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         why = "Hugging Face weights are floating point"
         raise UsageError(f"cannot export {dtype}", why, do, code="value-unknown")
-    on_disk = DiskNames.of_shape(shape).on_disk
+    plan = ExportPlan(dtype, (), DiskNames.of_shape(shape).on_disk, carried)
+    tensors = hf_tensor_shapes(shape) | dict(tower) | {name: one.shape for name, one in carried.items()}
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
-    for name, full in (hf_tensor_shapes(shape) | dict(tower)).items():
-        size = _num_bytes(name, full, dtype)
+    for name, full in tensors.items():
+        size = plan.num_bytes(name, full)
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
             filled = 0
         groups[-1][name] = full
         filled += size
     if len(groups) == 1:
-        return ExportPlan(dtype, (Shard(SINGLE_FILE, groups[0]),), on_disk)
+        return replace(plan, shards=(Shard(SINGLE_FILE, groups[0]),))
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     shards = tuple(Shard(name, group) for name, group in zip(names, groups, strict=True))
-    return ExportPlan(dtype, shards, on_disk)
+    return replace(plan, shards=shards)
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
@@ -104,7 +140,7 @@ def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> N
             file.write(_header(shard, plan))
             for name, full in shard.tensors.items():
                 tensor = next(stream)
-                assert tuple(tensor.shape) == full and tensor.dtype == stored_dtype(name, plan.dtype), name
+                assert tuple(tensor.shape) == full and tensor.dtype == plan.dtype_of(name), name
                 file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
             file.flush()
             os.fsync(file.fileno())
@@ -115,8 +151,8 @@ def _header(shard: Shard, plan: ExportPlan) -> bytes:
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, full in shard.tensors.items():
-        end = offset + _num_bytes(name, full, plan.dtype)
-        stored = DTYPE_NAMES[stored_dtype(name, plan.dtype)]
+        end = offset + plan.num_bytes(name, full)
+        stored = NAMES[plan.dtype_of(name)]
         header[plan.on_disk(name)] = {"dtype": stored, "shape": list(full), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
@@ -127,7 +163,3 @@ def _header(shard: Shard, plan: ExportPlan) -> bytes:
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype on disk of a tensor of a model in `dtype`; biases of expert choice stay in fp32."""
     return torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
-
-
-def _num_bytes(name: str, full: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(full) * stored_dtype(name, dtype).itemsize

@@ -9,8 +9,9 @@ sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_check import EXTRA_LAYERS
+from mkd.checkpoint.hf.hf_carried import FURTHER, NUM_FURTHER, find_carried
 from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
 from mkd.checkpoint.hf.hf_names import Piece, find_map
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file
-from mkd.checkpoint.hf.hf_shards import ExportPlan, export_plan, stored_dtype, write_shards
+from mkd.checkpoint.hf.hf_shards import NO_CARRIED, CarriedTensor, ExportPlan, export_plan, write_shards
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.checkpoint.hf.hf_weights import map_part, stored_tensors
 from mkd.errors import CheckpointError, MkdError
@@ -65,22 +66,37 @@ def export_hf(
     `CheckpointError` on every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
-    problem = in_the_way() if in_the_way and context.rank == 0 else None
-    problem = problem or (prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
+    problem, carried = None, NO_CARRIED
+    if context.rank == 0:  # it alone reads and writes files
+        problem = (in_the_way() if in_the_way else None) or prepare_folder(shape, out_dir, assets)
+        problem, carried = (problem, carried) if problem else _find_carried(shape, assets)
     _raise_everywhere(context, problem)
     # Global rank 0 holds the first stage, which has the tower.
     shapes = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
     tower = context.broadcast_object(shapes)
-    plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower)
+    plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower, carried)
     sources = _Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
-        dtypes = {name: stored_dtype(name, plan.dtype) for name, _ in plan.tensors()}
-        stream = (sources.collect(name, full, dtypes[name]) for name, full in plan.tensors())
+        own = ((name, full) for name, full in plan.tensors() if name not in carried)
+        stream = (sources.collect(name, full, plan.dtype_of(name)) for name, full in own)
+        copies = (one.read() for one in carried.values())
         is_writer = context.rank == 0
-        problem = write_folder(plan, stream, out_dir, assets, record) if is_writer else _drain(stream)
+        problem = (
+            write_folder(plan, chain(stream, copies), out_dir, assets, record)
+            if is_writer
+            else _drain(stream)
+        )
     _raise_everywhere(context, problem)
+
+
+def _find_carried(shape: ModelShape, assets: HFAssets) -> tuple[MkdError | None, Mapping[str, CarriedTensor]]:
+    """Return a problem, or None, and the tensors that the export copies."""
+    try:
+        return None, find_carried(shape, assets.model)
+    except MkdError as error:  # carried to all ranks and raised there
+        return error, NO_CARRIED
 
 
 def _dtype_of(model_part: nn.Module) -> torch.dtype:
@@ -130,8 +146,11 @@ class _Sources:
                 owned.setdefault(tensor, []).append(owner)
 
     def check(self, plan: ExportPlan) -> None:
-        names = (name for name, _ in plan.tensors() if not name.startswith(TOWER))
-        missing = [name for name in names if name not in self.owners]
+        missing = [
+            name
+            for name, _ in plan.tensors()
+            if not (name.startswith(TOWER) or name in plan.carried or name in self.owners)
+        ]
         if missing:
             some = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
             what, why = f"no pipeline stage holds {some}", "the export would be incomplete"
@@ -235,7 +254,7 @@ def write_folder(
         stage = start_writing(out_dir)
         write_shards(plan, stream, stage)
         assets.copy_to(stage)
-        (stage / "config.json").write_text(_config_text(stage, plan.dtype), encoding="utf-8")
+        (stage / "config.json").write_text(_config_text(stage, plan), encoding="utf-8")
         if plan.last_file == INDEX_FILE:
             (stage / INDEX_FILE).write_text(plan.index(), encoding="utf-8")
         if record:
@@ -251,15 +270,17 @@ def write_folder(
     return None
 
 
-def _config_text(folder: Path, dtype: torch.dtype) -> str:
+def _config_text(folder: Path, plan: ExportPlan) -> str:
     """Return the model's configuration with the written dtype, under the key that it already uses.
 
-    The written weights are not quantised and have no layers that predict further tokens.
+    The written weights are not quantised. They have layers that predict further tokens only if these are
+    copied.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
-    name = str(dtype).removeprefix("torch.")
+    lost = [] if any(name.startswith(FURTHER) for name in plan.carried) else NUM_FURTHER
+    config.update({name: 0 for name in lost if config.get(name)})
+    name = str(plan.dtype).removeprefix("torch.")
     config["dtype" if "dtype" in config else "torch_dtype"] = name
     for part in (config.get(part) for part in PART_OBJECTS):  # of a model with images
         if isinstance(part, dict):

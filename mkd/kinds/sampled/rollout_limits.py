@@ -62,6 +62,8 @@ def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     length, reason = config.training.seq_length, None
     if student.vision is not None:
         reason = "images"
+    elif any(layer.mixer for layer in student.layers):
+        reason = "gated delta nets"
     elif any(layer.mla for layer in student.layers):
         reason = "latent attention"
     elif any(layer.attention_sinks for layer in student.layers):

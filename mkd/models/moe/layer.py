@@ -78,7 +78,10 @@ class ExpertLayer(MoELayer):
             config = copy(config)
             config.add_bias_linear = has_biases
         super().__init__(config, submodules, layer_number, groups)
-        self.router.to(next(self.experts.parameters()).device)  # Megatron builds it on the CPU
+        device = next(self.experts.parameters()).device
+        self.router.to(device)  # Megatron builds it on the CPU, and the gate of shared experts too
+        if self.shared_experts is not None:
+            self.shared_experts.to(device)
         self.token_dispatcher = TokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )

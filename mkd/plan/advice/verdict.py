@@ -124,7 +124,10 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     shapes = (forecast.student, *(teacher.shape for teacher in forecast.teachers))
     has_experts = [shape.moe is not None for shape in shapes]
     variants = [variant for kind in forecast.facts.kinds for variant in kind.variants]
-    known = list(changes(config, max(forecast.student_layout.layers), has_experts, variants))
+    has_mixers = any(layer.mixer for layer in forecast.student.layers)
+    known = list(
+        changes(config, max(forecast.student_layout.layers), has_experts, variants, has_mixers=has_mixers)
+    )
     found: list[Remedy] = []
     for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):
         if len(found) < wanted:
@@ -207,6 +210,7 @@ def changes(
     stage_layers: int,  # of the student's largest stage
     has_experts: Sequence[bool] = (False,),  # the student, and each teacher that runs
     variants: Sequence[Variant] = (),  # of teachers
+    has_mixers: bool = False,  # the student
 ) -> Iterator[Change]:
     """Yield changes, the least intrusive first."""
     parallel, training = config.parallel, config.training
@@ -231,10 +235,11 @@ def changes(
         slots //= 2
     for factor in (2, 4, 8):
         yield from _more_expert_parallel(config, factor, has_experts)
-    if has_experts[0] and training.recompute_granularity is None:
-        text = "--recompute-granularity selective --recompute-modules moe"
-        modules = dict(recompute_granularity="selective", recompute_modules=("moe",))
-        yield _set("recomputation", text, "training", **modules)
+    for module in ["moe"] * has_experts[0] + ["mixer"] * has_mixers:
+        if training.recompute_granularity is None:
+            text = f"--recompute-granularity selective --recompute-modules {module}"
+            modules = dict(recompute_granularity="selective", recompute_modules=(module,))
+            yield _set("recomputation", text, "training", **modules)
     if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
         yield from _recomputations(stage_layers)
     yield from _residencies(config, variants)

@@ -14,7 +14,7 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import PlannedModel
 
 STUDENT = "--expert-model-parallel-size"
-RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows
+RECOMPUTED = ("core_attn", "moe", "mixer")  # parts that selective recomputation knows
 
 
 def check_expert_settings(facts: RunFacts) -> Iterator[UsageError]:
@@ -46,6 +46,9 @@ def check_experts(facts: RunFacts) -> Iterator[UsageError]:
             yield from _spread(facts, model, model.shape.moe.num_experts)
     if facts.student is not None:
         yield from _settings_of_experts(facts.config.training, facts.student)
+        has_mixers = any(layer.mixer for layer in facts.student.layers)
+        if "mixer" in facts.config.training.recompute_modules and not has_mixers:
+            yield no_effect("recompute-modules mixer", "the student has no gated delta nets", "remove it")
 
 
 def _settings_of_experts(training: TrainingConfig, student: ModelShape) -> Iterator[UsageError]:

@@ -112,10 +112,11 @@ def check_batch(facts: RunFacts) -> Iterator[MkdError]:
 
 
 def check_heads(facts: RunFacts) -> Iterator[UsageError]:
-    """Check that context parallelism suits the attention of all models: sliding windows and sinks."""
+    """Check that tensor and context parallelism suit the attention and the mixers of all models."""
     sizes = Sizes.of(facts.config.parallel)
     context = sizes.context
     for role, shape, *_ in facts.models:
+        yield from _check_mixers(role, shape, sizes)
         groups = shape.padded_query_groups(sizes.tensor) // sizes.tensor
         if context > 1 and any(layer.attention_sinks for layer in shape.layers):
             yield UsageError(
@@ -131,6 +132,20 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
                 f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism "
                 "then trades tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
+                code="model-not-divisible",
+            )
+
+
+def _check_mixers(role: str, shape: ModelShape, sizes: Sizes) -> Iterator[UsageError]:
+    """Check that the key heads of a model's gated delta nets can be spread over the processes."""
+    for heads in sorted({layer.mixer.key_heads for layer in shape.layers if layer.mixer}):
+        if heads % sizes.row:
+            given = f"tensor-model-parallel-size {sizes.tensor}"
+            given += f" x context-parallel-size {sizes.context} = {sizes.row}" if sizes.context > 1 else ""
+            yield UsageError(
+                f"the {role}'s {heads} key heads of a gated delta net are not divisible by {given}",
+                "each of these processes runs the recurrence of the same number of heads",
+                "lower --tensor-model-parallel-size or --context-parallel-size",
                 code="model-not-divisible",
             )
 

@@ -24,6 +24,9 @@ processes and back. With t' = t (/tp with sequence parallelism) and E experts in
                      with biases, a row's weight for each of the process's experts
     shared experts   gated MLP 3 t f, f divided by tp
 
+A gated delta net keeps what mixer_bytes.py counts in place of attention. Gated attention keeps t q twice
+more: the sigmoid, and the product with it.
+
 It is the mean over processes: one whose experts are chosen more often keeps more rows.
 """
 
@@ -33,7 +36,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
+from mkd.families.layer_shape import DeltaShape, LayerShape, MLAShape, MoEShape
+from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_gradient_bytes
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 
@@ -105,11 +109,13 @@ class Activations:
         heads, groups = self._heads
         width = self.tokens * self.shape.head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
-        if layer.mla is not None:
+        if layer.mixer is not None:
+            attention = self._mixer_bytes(layer.mixer, is_kept=not self._recomputes("mixer"))
+        elif layer.mla is not None:
             attention = self._latent_attention_bytes(layer.mla, heads) + statistics
         else:
-            attention = 2 * query + 2 * key_value + statistics
-        if self._recomputes("core_attn"):
+            attention = (2 + 2 * layer.output_gate) * query + 2 * key_value + statistics
+        if self._recomputes("core_attn") and layer.has_attention:
             # v keeps the joint projection alive
             attention += query + key_value - statistics if layer.mla is None else -statistics
         norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
@@ -120,6 +126,15 @@ class Activations:
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output
         return attention + norms + self._mlp_bytes(layer)
+
+    def _mixer_bytes(self, mixer: DeltaShape, is_kept: bool) -> int:
+        """Return what a mixer keeps from its first product on.
+
+        Unless its computation `is_kept`, that is the first product's output, from which it is computed again.
+        """
+        tensor = self.sizes.tensor
+        inside = mixer_bytes(mixer, self.element) if is_kept else mixer.projected_width * self.element
+        return self.tokens * (inside + mixer.output_width * self.element) // tensor
 
     def _mlp_bytes(self, layer: LayerShape) -> int:
         """Return what the MLP of a layer, or its router and experts, keep behind the norm."""
@@ -158,8 +173,9 @@ class Activations:
     def forward_bytes(self, input_bytes: int = 0) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
-        The peak is in the widest MLP. It holds the layer's input and the residual. It also holds the input
-        and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
+        The peak is in the widest MLP, or in a mixer, which holds about what it would keep. The MLP holds the
+        layer's input and the residual. It also holds the input and output of the gated MLP, or the norm's
+        (gathered) output and the input of the gated MLP.
 
         `input_bytes`: bytes of each input of a product that it makes in a precision of its own. It then
         holds the input of the MLP's second product in that precision as well.
@@ -168,7 +184,9 @@ class Activations:
         and the result, or four results around the second exchange.
         """
         layers = set(self.shape.layers)
-        return 2 * self.hidden_bytes + max(self._mlp_forward_bytes(layer, input_bytes) for layer in layers)
+        mixers = [self._mixer_bytes(layer.mixer, is_kept=True) for layer in layers if layer.mixer]
+        widest = max(self._mlp_forward_bytes(layer, input_bytes) for layer in layers)
+        return 2 * self.hidden_bytes + max([widest, *mixers])
 
     def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
@@ -193,9 +211,17 @@ class Activations:
             again = layers * max(map(self.layer_bytes, self.shape.layers))
         elif self._recomputes("moe"):
             again = max((self._mlp_bytes(layer) for layer in self.shape.layers if layer.moe), default=0)
+        mixers = {layer.mixer for layer in self.shape.layers if layer.mixer}
         gathered = self.is_sharded * self.full_hidden_bytes
         around = max(map(self._mlp_backward_bytes, set(self.shape.layers)))
-        return self.hidden_bytes + gathered + around + again
+        around = max([around + again, *map(self._mixer_backward_bytes, mixers)])
+        return self.hidden_bytes + gathered + around
+
+    def _mixer_backward_bytes(self, mixer: DeltaShape) -> int:
+        """Return the gradients inside a mixer, and what it keeps if it is computed again."""
+        tensor = self.sizes.tensor
+        again = self._mixer_bytes(mixer, is_kept=True) if self._recomputes("mixer") else 0
+        return again + self.tokens * mixer_gradient_bytes(mixer) // tensor
 
     def _mlp_backward_bytes(self, layer: LayerShape) -> int:
         """Return the gradients inside an MLP and of its first weight, or of the experts' first weights.

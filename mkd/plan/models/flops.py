@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mkd.families.layer_shape import LayerShape, MoEShape
+from mkd.families.layer_shape import DeltaShape, LayerShape, MoEShape
 from mkd.plan.models.model_shape import ModelShape
 
+SCAN_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, in mkd's scan and in the kernels of others."""
 
-def projection_parameters(shape: ModelShape, layer: LayerShape, groups: int) -> int:
-    """Count the matrix elements of one layer's attention on a process that has `groups` key/value heads."""
+
+def projection_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
+    """Count the matrix elements of one layer's attention or mixer on one process."""
+    if layer.mixer is not None:
+        channels = layer.mixer.projected_width + layer.mixer.output_width
+        return shape.hidden_size * channels // tensor_parallel
+    groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     heads, hidden, mla = groups * shape.heads_per_group, shape.hidden_size, layer.mla
     if mla is None:
-        return 2 * hidden * (heads + groups) * shape.head_dim
+        return hidden * ((2 + layer.output_gate) * heads + 2 * groups) * shape.head_dim
     per_head = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden
     per_head += mla.qk_head_dim * (mla.q_lora_rank or hidden)
     latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)  # replicated over TP
@@ -25,16 +32,15 @@ def projection_parameters(shape: ModelShape, layer: LayerShape, groups: int) -> 
 def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
     """Count the parameters of a decoder layer that multiply a token.
 
-    They are attention projections and MLP. In a layer with experts they are the router and the MLPs of a
-    token: shared ones and its `top_k` experts.
+    They are the projections of attention or mixer, and the MLP. In a layer with experts they are the router
+    and the MLPs of a token: shared ones and its `top_k` experts.
     """
-    attention = projection_parameters(shape, layer, shape.num_query_groups)
-    return attention + mlp_parameters(shape, layer)
+    return projection_parameters(shape, layer) + mlp_parameters(shape, layer)
 
 
 def mlp_parameters(shape: ModelShape, layer: LayerShape) -> int:
     """Count the matrix elements that multiply a token behind a layer's attention."""
-    router = layer.moe.num_experts if layer.moe else 0
+    router = layer.moe.num_experts + layer.moe.shared_gate if layer.moe else 0
     return shape.hidden_size * (3 * layer.active_ffn_width + router)
 
 
@@ -49,24 +55,39 @@ def matmul_parameters(shape: ModelShape) -> int:
     return sum(layer_matmul_parameters(shape, layer) for layer in shape.layers)
 
 
-def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
-    """Count the forward FLOPs of one layer's causal attention.
+def layer_mixing_flops(shape: ModelShape, layer: LayerShape, tokens: int, squared_lengths: int) -> int:
+    """Count the forward FLOPs between the projections of one layer: of causal attention, or of its mixer.
 
     `squared_lengths` is the sum of n^2 over documents of n tokens. QK^T and AV are 2 n^2 heads d FLOPs each,
-    half of it under the causal mask. A sliding window is not subtracted.
+    half of it under the causal mask. A sliding window is not subtracted. A mixer's FLOPs do not depend on the
+    length of documents.
     """
+    if layer.mixer is not None:
+        return tokens * _recurrence_flops(layer.mixer)
     return shape.num_attention_heads * (shape.head_dim + shape.value_dim) * squared_lengths
+
+
+def _recurrence_flops(mixer: DeltaShape) -> int:
+    """Count the FLOPs of a token in the convolution and in the chunked gated delta rule.
+
+    Three products with the state count, and in a chunk q k^T, k k^T, the solution of the triangular system
+    for keys and values, and scores times values. Chunks are whole, without regard to the causal mask.
+    """
+    state = 6 * mixer.key_dim * mixer.value_dim
+    in_chunk = SCAN_CHUNK * (6 * mixer.key_dim + 4 * mixer.value_dim)
+    return mixer.value_heads * (state + in_chunk) + 2 * mixer.kernel_size * mixer.convolved_width
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
     """Count the FLOPs of one forward pass over packed documents.
 
-    They are 2 per parameter and token, plus causal attention. The LM head counts (it multiplies every token),
-    an embedding lookup does not.
+    They are 2 per parameter and token, plus causal attention and mixers. The LM head counts (it multiplies
+    every token), an embedding lookup does not.
     """
     parameters = matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
-    attention = shape.num_layers * layer_attention_flops(shape, sum(n * n for n in document_lengths))
-    return 2 * parameters * sum(document_lengths) + attention
+    tokens, squared = sum(document_lengths), sum(n * n for n in document_lengths)
+    mixing = sum(layer_mixing_flops(shape, layer, tokens, squared) for layer in shape.layers)
+    return 2 * parameters * tokens + mixing
 
 
 def distillation_flops(

@@ -15,14 +15,14 @@ from typing import Any
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
-from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
+from mkd.families.layer_shape import DeltaShape, LayerShape, MoEShape, RopeShape
 from mkd.families.registry import FAMILIES
 from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
 AGAIN = "download or write it again"
 ADAPTER_FILE = "adapter_config.json"  # of PEFT
-DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+ATTENTION_SWITCHES = ("qk_norm", "output_gate")
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,14 @@ class ModelShape:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     def common(self, name: str) -> Any:
-        """Return the field `name` that all layers share. Megatron takes it once per model."""
-        values = {getattr(layer, name) for layer in self.layers}
+        """Return the field `name` that all layers share. Megatron takes it once per model.
+
+        Of a switch of attention, only layers with attention count, if there are some.
+        """
+        layers = self.layers
+        if name in ATTENTION_SWITCHES:
+            layers = tuple(layer for layer in layers if layer.has_attention) or layers
+        values = {getattr(layer, name) for layer in layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
 
@@ -158,8 +164,6 @@ class ModelShape:
             do = "use a model of one of these families" + (
                 f"; this one's text model, saved on its own, is {text}" if text in FAMILIES else ""
             )
-            if model_type in DELTA_NETS:
-                why = f"most of its layers are gated delta nets, which mkd does not have; {why}"
             raise UsageError(what, why, do, code="model-type-not-supported")
         try:
             return cls._read(family, given, hf_config=dict(config))
@@ -244,13 +248,14 @@ def _is_uniform(name: str, *models: tuple[LayerShape, ...]) -> bool:
 
 
 def _layer_facts(layer: LayerShape) -> dict[str, Any]:
-    """Return name -> value of a layer's fields, those of the position embedding and the experts one by one.
+    """Return name -> value of a layer's fields, those of rope, mixer and experts one by one.
 
-    A layer without experts, or without a position embedding, has None for each of their fields.
+    A layer without one of these has None for each of its fields.
     """
     values = {one.name: getattr(layer, one.name) for one in fields(layer)}
-    moe, rope = values.pop("moe"), values.pop("rope")
+    moe, rope, mixer = values.pop("moe"), values.pop("rope"), values.pop("mixer")
     values |= {f"rope.{one.name}": rope and getattr(rope, one.name) for one in fields(RopeShape)}
+    values |= {f"mixer.{one.name}": mixer and getattr(mixer, one.name) for one in fields(DeltaShape)}
     return values | {f"moe.{one.name}": moe and getattr(moe, one.name) for one in fields(MoEShape)}
 
 

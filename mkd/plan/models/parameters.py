@@ -92,15 +92,19 @@ def layer_parameters(
     """Count the parameters of one decoder layer on one process."""
     hidden, groups = shape.hidden_size, shape.padded_query_groups(tensor_parallel) // tensor_parallel
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    dense = projection_parameters(shape, layer, groups) + hidden * (2 + 2 * layer.post_norms)
+    dense = projection_parameters(shape, layer, tensor_parallel) + hidden * (2 + 2 * layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
     dense += 2 * shape.head_dim * layer.qk_norm + groups * shape.heads_per_group * layer.attention_sinks
     if layer.mla is not None:
         dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
+    if layer.mixer is not None:
+        of_blocks = layer.mixer.kernel_size * layer.mixer.convolved_width + 2 * layer.mixer.value_heads
+        dense += of_blocks // tensor_parallel + layer.mixer.value_dim
     moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
     if moe is not None:
         width = moe.shared_ffn_hidden_size
         dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
+        dense += moe.shared_gate * hidden
         experts = moe.num_experts // expert_parallel * expert_parameters(shape, moe)
     ffn = width // tensor_parallel
     dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
@@ -109,6 +113,5 @@ def layer_parameters(
 
 def product_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
     """Count the weights of the linear layers of a dense decoder layer on one process."""
-    groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // tensor_parallel
-    return projection_parameters(shape, layer, groups) + mlp
+    return projection_parameters(shape, layer, tensor_parallel) + mlp

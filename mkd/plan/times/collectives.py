@@ -20,6 +20,7 @@ has a second block only for shared ones.
 With context parallelism, keys and values of each of n processes go round in n - 1 sends. Each send runs
 beside the attention to one n-th of the keys. Backward sends gradients too and computes twice as much. Models
 with sliding windows exchange queries, keys, values and outputs in all-to-alls instead, which nothing hides.
+So do mixers with the output of their first products and the input of their last.
 
 With expert parallelism, n neighbouring processes share the experts, and each sends the hidden state of its t
 tokens to k experts. If all experts are chosen equally often, 1/n of the rows stay, and one all-to-all moves
@@ -59,7 +60,7 @@ def _bandwidth(span: int, on_machine: float) -> float:
 
 
 class SplitBlock(NamedTuple):
-    """Attention or MLP whose products are split over tensor-parallel processes."""
+    """Attention, mixer or MLP whose products are split over tensor-parallel processes."""
 
     width: int  # channels of a token that enter the column-parallel products
     parameters: int  # matrix elements of these products, on all processes
@@ -68,7 +69,10 @@ class SplitBlock(NamedTuple):
 def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
     """Yield the blocks of a layer that tensor parallelism splits."""
     hidden, heads, mla = shape.hidden_size, shape.num_attention_heads, layer.mla
-    if mla is None:
+    if layer.mixer is not None:
+        yield SplitBlock(hidden, hidden * layer.mixer.projected_width)
+    elif mla is None:
+        heads += layer.output_gate * heads
         yield SplitBlock(hidden, hidden * shape.head_dim * (heads + 2 * shape.num_query_groups))
     else:
         query, latent = mla.q_lora_rank or hidden, mla.kv_lora_rank
@@ -113,19 +117,25 @@ class ModelCollectives:
         """Return the time of the forward of a layer's shared experts."""
         return sum(map(self.forward_ms, list(split_blocks(self.shape, layer))[1:])) if layer.moe else 0.0
 
-    def context_ms(self, attention_ms: float) -> tuple[float, float]:
+    def context_ms(self, layer: LayerShape, attention_ms: float) -> tuple[float, float]:
         """Return the time of context parallelism in forward and backward beside attention's forward time."""
         tensor, context = self.sizes.tensor, self.sizes.context
+        if layer.mixer is not None:
+            both_ms = self._exchange_ms((layer.mixer.projected_width + layer.mixer.output_width) // tensor)
+            return both_ms, both_ms
         groups = self.shape.padded_query_groups(tensor) // tensor
         of_group = self.shape.head_dim + self.shape.value_dim
-        bytes_per_ms = _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
         if self.shape.sliding_windows:
-            channels = groups * (1 + self.shape.heads_per_group) * of_group
-            both_ms = channels * self.channel_bytes * (context - 1) / context / bytes_per_ms
+            both_ms = self._exchange_ms(groups * (1 + self.shape.heads_per_group) * of_group)
             return both_ms, both_ms
-        send_ms = groups * of_group * self.channel_bytes / bytes_per_ms
+        send_ms = groups * of_group * self.channel_bytes / _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
         late_ms = (context - 1) * max(0.0, send_ms - attention_ms / context)
         return late_ms, 2 * late_ms
+
+    def _exchange_ms(self, channels: int) -> float:
+        """Return the time of all-to-alls over context parallel that move so many channels of every token."""
+        moved = channels * self.channel_bytes * (self.sizes.context - 1) / self.sizes.context
+        return moved / _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
 
     def embedding_ms(self) -> tuple[float, float]:
         """Return the time of forward and backward around a vocabulary-parallel embedding."""

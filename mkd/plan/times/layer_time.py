@@ -16,8 +16,8 @@ from mkd.config.schema import Config, TrainingConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.flops import (
     expert_parameters,
-    layer_attention_flops,
     layer_matmul_parameters,
+    layer_mixing_flops,
     mlp_parameters,
 )
 from mkd.plan.models.model_shape import ModelShape
@@ -144,9 +144,12 @@ class ModelTimer:
             backward_ms, exchanges = backward_ms + share * own_ms, exchanges + share
             collectives_ms += share * forward_ms
         elif training.recompute_granularity == "selective":
-            if "core_attn" in training.recompute_modules:
-                backward_ms += self._attention_ms()
-                collectives_ms += self.collectives.context_ms(self._attention_ms())[0]
+            mixing_ms = self._mixing_ms(layer)
+            if "core_attn" in training.recompute_modules and layer.has_attention:
+                backward_ms += mixing_ms
+                collectives_ms += self.collectives.context_ms(layer, mixing_ms)[0]
+            if "mixer" in training.recompute_modules and layer.mixer:
+                backward_ms += mixing_ms
             if "moe" in training.recompute_modules and layer.moe:
                 products_ms = self._products_ms(mlp_parameters(self.shape, layer))
                 backward_ms += products_ms + self._copies_ms(layer) + exchange_ms
@@ -158,7 +161,7 @@ class ModelTimer:
     def _collectives_ms(self, layer: LayerShape) -> tuple[float, float]:
         """Time of collectives in forward and backward that nothing hides."""
         tensor = self.collectives.layer_ms(layer, self._products_ms)
-        context = self.collectives.context_ms(self._attention_ms())
+        context = self.collectives.context_ms(layer, self._mixing_ms(layer))
         return tensor[0] + context[0], tensor[1] + context[1]
 
     @property
@@ -173,8 +176,8 @@ class ModelTimer:
         return self._compute_ms(layer) + self._copies_ms(layer) + self._exchange_ms(layer)
 
     def _compute_ms(self, layer: LayerShape) -> float:
-        """Time of products and attention in forward. Backward takes it twice."""
-        return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._attention_ms()
+        """Time of products and attention, or a mixer, in forward. Backward takes it twice."""
+        return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._mixing_ms(layer)
 
     def _copies_ms(self, layer: LayerShape) -> float:
         moved = ROW_COPIES * self._rows(layer) * self.shape.hidden_size * self._element
@@ -192,9 +195,10 @@ class ModelTimer:
         sizes = self.shape.hidden_size, self._element, self.expert_parallel
         return 2 * exchange_ms(self._rows(layer), *sizes)
 
-    def _attention_ms(self) -> float:
+    def _mixing_ms(self, layer: LayerShape) -> float:
+        """Time of attention between its projections, or of a mixer, whose rate has not been measured."""
         document = min(self.document_length / self.config.training.seq_length, 1.0) * self.seq_length
-        flops = layer_attention_flops(self.shape, round(self._tokens * document))
+        flops = layer_mixing_flops(self.shape, layer, self._tokens, round(self._tokens * document))
         return milliseconds(flops / self._ranks, self.rates.attention)
 
     def _products_ms(self, parameters: int) -> float:

@@ -10,7 +10,7 @@ from mkd.config.load import load_config
 from mkd.data.aligned import teacher_pieces
 from mkd.families.layer_shape import MLAShape
 from mkd.kinds.placed import fp8
-from tests.plan.shapes import MOE_TEACHER, TEACHER
+from tests.plan.shapes import MOE_TEACHER, QWEN3_5_9B, TEACHER
 from tests.reported import reports
 from tests.run_facts import problems_of, problems_of_one
 
@@ -69,7 +69,7 @@ def test_the_advice_fits():
 
 
 def test_models():
-    """Refused are experts, latent attention, and widths that are no multiples of 16 on a process."""
+    """Refused are experts, latent attention, mixers, and widths that are no multiples of 16 on a process."""
     fp8, tensor = config(FP8), config(FP8, "--tensor-model-parallel-size 2 --teacher-fp8-recipe blockwise")
     assert codes(fp8, TEACHER) == codes(config("--bf16"), MOE_TEACHER) == []
     assert codes(fp8, MOE_TEACHER) == ["fp8-not-possible: but the teacher has experts"]
@@ -85,6 +85,7 @@ def test_models():
     assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == [
         "fp8-not-possible: but the teacher has latent"
     ]
+    assert codes(fp8, QWEN3_5_9B) == ["fp8-not-possible: but the teacher has gated delta nets"]
 
 
 def test_the_length_of_packs_that_follows_from_the_data():

@@ -183,6 +183,7 @@ def test_differences_are_those_that_change_what_the_weights_compute():
     assert ours.differences(theirs) == [*changed, "rope.theta 10000.0 instead of 500000.0"]
 
 
+HALVED = "phi3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"  # they follow the factor
 # transformers does not know the alias; the others have attention or layers of other kinds
 OTHERS = {"kimi_k2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "smollm3", "ministral3", "granitemoehybrid"}
 
@@ -202,7 +203,7 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     # the others ignore the factor
-    assert ours.common("rope").rotary_dim == (head_dim // 2 if family in ("phi3", "glm4_moe") else head_dim)
+    assert ours.common("rope").rotary_dim == (head_dim // 2 if family in HALVED else head_dim)
     nothing = sizes | {"sliding_window": None, "num_key_value_heads": None}
     if family == "gemma3_text":  # its layers have kinds
         with refused("model-config-not-valid: sliding_window is missing or null", CheckpointError):

@@ -13,7 +13,7 @@ from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT, gp
 from tests.tiny_models import FAMILIES, make_model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "qwen3_next"])
 def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
     """Sum over the layers of two stages, embedding and head each on their stage."""
     shape = ModelShape.from_hf_dir(make_model(tmp_path, family))
@@ -73,6 +73,7 @@ def built(folder, tensor_parallel, expert_parallel):
         ("deepseek-experts", 2, 2, 2),
         ("moonlight-experts", 2, 1, 2),
         ("gpt_oss", 2, 2, 2),
+        ("qwen3_next", 2, 2, 2),
     ],
 )
 def test_a_process_holds_what_is_counted(family, size, tensor, experts, tmp_path, ranks):

@@ -10,7 +10,17 @@ from mkd.human import milliseconds
 from mkd.plan.advice.forecast_text import describe_forecast
 from mkd.plan.times.collectives import exchange_ms, gather_ms, split_blocks
 from mkd.plan.times.layer_time import WorkTime
-from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, STUDENT, TEACHER, config, cost_of, qwen3, several
+from tests.plan.shapes import (
+    DEEPSEEK_V3,
+    MOE_STUDENT,
+    QWEN3_5_9B,
+    STUDENT,
+    TEACHER,
+    config,
+    cost_of,
+    qwen3,
+    several,
+)
 from tests.run_facts import forecast_of
 
 HIDDEN = 8192 * 2048 * 2  # bytes of the student's hidden states; the teacher's are twice as many
@@ -105,6 +115,17 @@ def test_context_parallelism_counts_what_attention_does_not_hide():
     assert late.collectives_ms == pytest.approx(3 * late_ms)
     long = cost_of(config(*context), STUDENT, (), 1, document_length=8192).student[0]
     assert long.collectives_ms == 0
+
+
+def test_mixers_exchange_rows_for_channels():
+    """Half of the tokens leaves a process, of all channels behind and before the projections."""
+    layers = costs("--context-parallel-size", 2, student=QWEN3_5_9B, teachers=()).student
+    exchanged_ms = 16 * (2 * 128 + 4 * 128 + 4 + 2 * 128) * 4096 * 2 / 2 / 350e6
+    assert layers[0].collectives_ms == pytest.approx(2 * exchanged_ms)
+    mixer, mlp = split_blocks(QWEN3_5_9B, QWEN3_5_9B.layers[0])
+    assert mixer == (4096, 4096 * 16 * 772) and mlp == (4096, 2 * 4096 * 12288)
+    attention, _ = split_blocks(QWEN3_5_9B, QWEN3_5_9B.layers[3])
+    assert attention == (4096, 4096 * 256 * (2 * 16 + 2 * 4))
 
 
 def test_windows_exchange_heads():

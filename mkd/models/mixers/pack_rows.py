@@ -1,0 +1,81 @@
+"""The documents of a pack's rows, and the exchange of rows for blocks of channels.
+
+A mixer needs the tokens of a document in a row. With context parallelism a rank holds a part of each
+document, so ranks trade rows for channels: all rows of a block of heads come to one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mkd.models.packed import PackedDocuments
+from mkd.parallel.zigzag import RowShard
+
+
+@dataclass(frozen=True)
+class PackRows:
+    """The rows of one whole pack of t tokens, padding included."""
+
+    documents: Tensor  # [t] int64, index of each row's document; padding belongs to the document before it
+    positions: Tensor  # [t] int64, place of each row in its document
+    held: Tensor  # [t] int64, the rows of the first shard, of the second ..
+    order: Tensor  # [t] int64, inverse of `held`
+
+
+def pack_rows(packed: PackedDocuments, num_held: int, shards: int, device: torch.device) -> PackRows:
+    """Return the rows of a pack of which each of `shards` processes holds `num_held`.
+
+    All mixers that read the pack share them. The host does not wait for the device.
+    """
+    if packed.rows is None:
+        borders = packed.cu_seqlens_q_padded.to(device)
+        documents, positions = RowShard().places(borders, num_held * shards)
+        held = []
+        for rank in range(shards):
+            document, position = RowShard(rank, shards).places(borders, num_held)
+            held.append(borders[document] + position)
+        rows = torch.cat(held).long()
+        packed.rows = PackRows(documents, positions, rows, rows.argsort())
+    return packed.rows
+
+
+def rows_to_channels(x: Tensor, rows: PackRows, group: dist.ProcessGroup) -> Tensor:
+    """Return all rows of this rank's channels, in document order: [t/cp, w] -> [t, w/cp].
+
+    All-to-all over context parallel. Backward: the reverse all-to-all.
+    """
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    return _AllToAll.apply(parts, group).flatten(0, 1)[rows.order]
+
+
+def channels_to_rows(x: Tensor, rows: PackRows, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's rows of all channels, the inverse of `rows_to_channels`: [t, w/cp] -> [t/cp, w]."""
+    parts = x[rows.held].unflatten(0, (group.size(), -1))
+    return _AllToAll.apply(parts, group).transpose(0, 1).flatten(1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """[cp, ...] -> [cp, ...]: part i goes to rank i, and part i of the result comes from rank i."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradient, ctx.group), None
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()  # `empty_like` of a transposed view would be transposed too
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

@@ -1,0 +1,112 @@
+"""The gated delta rule over packed documents, in torch, chunk by chunk.
+
+Each head has a state S [dk, dv], zero at the start of a document. With g <= 0 the log of the decay and beta
+the strength of an update, a token computes
+
+    S <- e^g S
+    S <- S + k (beta (v - S^T k))^T
+    o  = S^T q
+
+Source: Yang et al. 2024, Gated Delta Networks (https://arxiv.org/abs/2412.06464); the chunked form is that of
+Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule (https://arxiv.org/abs/2406.06484).
+
+Chunks cut the row of a pack wherever documents lie, and masks keep documents apart: every shape follows from
+the number of tokens. With G the sum of g from the start of a chunk, a pair of tokens i >= j of one document
+counts e^(G_i - G_j). A token sees the state before its chunk if its document began before the chunk. What
+leaves the chunk belongs to the document of the chunk's last token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class _Decays:
+    """Factors of n chunks of C tokens, for every head; 0 where another document begins."""
+
+    pairs: Tensor  # [n, heads, C, C], from token j to token i >= j
+    entering: Tensor  # [n, heads, C, 1], from the state before the chunk to a token
+    leaving: Tensor  # [n, heads, C, 1], from a token to the state behind the chunk
+    through: Tensor  # [n, heads, 1, 1], from the state before the chunk to the state behind it
+
+
+def gated_delta_rule(
+    q: Tensor,  # [t, heads, dk]
+    k: Tensor,  # [t, heads, dk]
+    v: Tensor,  # [t, heads, dv]
+    g: Tensor,  # [t, heads], log of the decay, at most 0
+    beta: Tensor,  # [t, heads]
+    documents: Tensor,  # [t] int64, ascending
+) -> Tensor:
+    """Return the outputs [t, heads, dv]. All inputs are fp32 (or fp64), and so is the result."""
+    tokens, heads = g.shape
+    padding = -tokens % CHUNK
+    if padding:  # it changes nothing: nothing follows it
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+        g, beta = (F.pad(x, (0, 0, 0, padding)) for x in (g, beta))
+        documents = torch.cat((documents, documents[-1:].expand(padding)))
+    q, k, v = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (q, k, v))  # [n, heads, C, d]
+    g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (g, beta))  # [n, heads, C]
+    decays = _decays(g, documents.view(-1, CHUNK))
+    updates, reads = _updates(k, v, beta[..., None], decays)
+    scores = q @ k.transpose(-1, -2) * decays.pairs
+    outputs = _over_chunks(q * decays.entering, k * decays.leaving, scores, updates, reads, decays.through)
+    return outputs.transpose(1, 2).flatten(0, 1)[:tokens]
+
+
+def _decays(
+    g: Tensor,  # [n, heads, C]
+    documents: Tensor,  # [n, C]
+) -> _Decays:
+    """Return the decays. Sums and differences of g are taken in fp64.
+
+    A sum may reach -1000, where fp32 has a spacing of 6e-5: the relative error of a decay. The gradient of g
+    is a difference of such sums too.
+    """
+    total = g.double().cumsum(-1)
+    last = documents[:, -1:]
+    before = torch.cat((documents[:1, :1] - 1, last[:-1]))  # the first chunk follows no document
+    same = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    pairs = (total[..., :, None] - total[..., None, :]).to(g.dtype).masked_fill(~same, -torch.inf).exp()
+    entering = total.to(g.dtype).exp() * (documents == before)[:, None]
+    leaving = (total[..., -1:] - total).to(g.dtype).exp() * (documents == last)[:, None]
+    through = total[..., -1:].to(g.dtype).exp() * (before == last)[:, None]
+    return _Decays(pairs, entering[..., None], leaving[..., None], through[..., None])
+
+
+def _updates(k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tuple[Tensor, Tensor]:
+    """Return what the tokens of a chunk write from a zero state, and how that depends on the state.
+
+    Token i writes beta_i (v_i - what it reads), and it reads what tokens j < i of the chunk have written: a
+    triangular system. Shapes: [n, heads, C, dv], and [n, heads, C, dk] for `updates - reads @ state`.
+    """
+    system = (k * beta) @ k.transpose(-1, -2) * decays.pairs
+    right = torch.cat((v * beta, k * beta * decays.entering), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    updates, reads = solved.split((v.size(-1), k.size(-1)), dim=-1)
+    return updates, reads
+
+
+def _over_chunks(
+    q: Tensor,  # [n, heads, C, dk], times the decay from the state before the chunk
+    k: Tensor,  # [n, heads, C, dk], times the decay to the state behind the chunk
+    scores: Tensor,  # [n, heads, C, C], of queries with keys inside the chunk
+    updates: Tensor,  # [n, heads, C, dv]
+    reads: Tensor,  # [n, heads, C, dk]
+    through: Tensor,  # [n, heads, 1, 1]
+) -> Tensor:
+    """Return the outputs [n, heads, C, dv], handing the state from chunk to chunk."""
+    state = q.new_zeros(q.size(1), q.size(-1), updates.size(-1))
+    outputs = []
+    for chunk in range(q.size(0)):
+        written = updates[chunk] - reads[chunk] @ state
+        outputs.append(q[chunk] @ state + scores[chunk] @ written)
+        state = through[chunk] * state + k[chunk].transpose(-1, -2) @ written
+    return torch.stack(outputs)

@@ -1,0 +1,100 @@
+"""Read and write models with gated delta nets bitwise, with tensors that an export copies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mkd.checkpoint.hf.hf_carried import find_carried, tell_of_skipped
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_shards import export_plan
+from mkd.plan.models.model_shape import ModelShape
+from tests.checkpoint.hf.test_hf_experts import round_trip, tensors
+from tests.tiny_models import make_model
+
+CARRIED = {
+    "mtp.fc.weight": torch.randn(48, 96),
+    "mtp.layers.0.self_attn.q_norm.weight": torch.randn(16, dtype=torch.float16),
+    "mtp.norm.weight": torch.full((48,), torch.nan).bfloat16(),  # values of what is copied do not matter
+    "model.visual.patch_embed.weight": torch.randn(3, 5, 7, dtype=torch.float64),
+    "model.visual.index": torch.arange(11),
+}
+
+
+def with_more(folder: Path, family: str) -> Path:
+    """Make a bf16 model whose folder has further tensors of several dtypes, in one file."""
+    make_model(folder, family, dtype=torch.bfloat16, shard_size="5GB")
+    save_file(tensors(folder) | CARRIED, folder / "model.safetensors", metadata={"format": "pt"})
+    return with_config(folder, mtp_num_hidden_layers=1)
+
+
+def with_config(folder: Path, **more: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return folder
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return dtype, shape and bytes of every tensor, as they are in the files."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        data = content[8 + length :]
+        for name, header in json.loads(content[8 : 8 + length]).items():
+            if name != "__metadata__":
+                first, last = header["data_offsets"]
+                found[name] = header["dtype"], header["shape"], data[first:last]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "layout"),  # expert, pipeline and tensor parallel
+    [
+        ("qwen3_5", 4, (1, 2, 2)),
+        ("qwen3_next", 4, (2, 2, 2)),
+        pytest.param("qwen3_5_moe", 2, (2, 1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_every_byte_comes_back(family, size, layout, tmp_path, ranks):
+    source = with_more(tmp_path / "source", family)
+    ranks.run(round_trip, size, source, tmp_path / "back", *layout)
+    assert stored_bytes(tmp_path / "back") == stored_bytes(source)
+    assert json.loads((tmp_path / "back/config.json").read_text())["mtp_num_hidden_layers"] == 1
+
+
+def test_copies_are_found_by_name_and_dtype(tmp_path):
+    source = with_more(tmp_path, "qwen3_5")
+    shape = ModelShape.from_hf_dir(source)
+    found = find_carried(shape, source)
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in CARRIED.items()
+    }
+    plan = export_plan(shape, torch.float32, carried=found)
+    assert plan.total_bytes == export_plan(shape, torch.float32).total_bytes + sum(
+        tensor.nbytes for tensor in CARRIED.values()
+    )
+
+
+def test_a_folder_without_weights_has_nothing_to_copy(tmp_path, caplog):
+    """The export then says 0 layers that predict further tokens, as with DeepSeek-V3."""
+    with_config(make_model(tmp_path, "qwen3_5"), mtp_num_hidden_layers=1)
+    shape = ModelShape.from_hf_dir(tmp_path)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    with caplog.at_level(logging.WARNING, "mkd"):
+        assert find_carried(shape, tmp_path) == {}
+    assert "no layers that predict further tokens" in caplog.text and "--reference-hf" in caplog.text
+
+
+def test_what_is_not_trained_is_said(tmp_path, caplog):
+    source = with_more(tmp_path, "qwen3_5")
+    with caplog.at_level(logging.WARNING, "mkd"):
+        tell_of_skipped(ModelShape.from_hf_dir(source), HFCheckpoint(source))
+    assert "5 tensors (mtp.*, model.visual.*) are not trained" in caplog.text

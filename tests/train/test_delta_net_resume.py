@@ -1,0 +1,62 @@
+"""Check stop, resume and export of a model whose layers are unlike, also after saves at other layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoint.hf.test_hf_carried import CARRIED, with_more
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.test_moe_resume import HALF, save_again, saved_tensors
+from tests.train.test_resume import STEPS, argv, train_and_hash
+
+TP2 = "--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer"
+PP2 = (
+    "--pipeline-model-parallel-size",
+    2,
+    "--num-virtual-stages-per-pipeline-rank",
+    2,
+    "--use-distributed-optimizer",
+)
+CP2 = "--context-parallel-size", 2, "--use-distributed-optimizer"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Make a Qwen3.5 student with further tensors, a Qwen3-Next teacher, and a text."""
+    folder = tmp_path_factory.mktemp("delta_resume")
+    add_tokenizer(with_more(folder / "student", "qwen3_5"))
+    add_tokenizer(make_model(folder / "teacher", "qwen3_next", seed=2))
+    lines = (f'{{"text": "document {i}: {"the quick brown fox " * (i % 7 + 1)}"}}\n' for i in range(60))
+    (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def same_but_padding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if the tensors are equal, but for rows of padding, whose number depends on the layout."""
+    common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+    return torch.equal(one[common], other[common]) and one.count_nonzero() == other.count_nonzero()
+
+
+def test_resume_is_bitwise_after_saves_at_other_layouts(files, ranks):
+    """TP2 -> PP2 VPP2 -> CP2 -> TP2: weights, moments and the export are those of a run without stops."""
+    straight = ranks.run(train_and_hash, 2, argv(files, "whole", *TP2), files / "whole hf")
+    half = argv(files, "half", *TP2, "--exit-interval", STEPS // 2)
+    ranks.run(train_and_hash, 2, half)
+    came_from, state = "half", ranks.run(saved_tensors, 1, files / "half" / HALF)[0]
+    assert all(any(part in name for name in state) for part in ("exp_avg_sq", "A_log", "linear_qkv"))
+    for run, layout in (("at PP2", PP2), ("at CP2", CP2)):
+        ranks.run(save_again, 2, argv(files, run, *layout, "--load", files / came_from))
+        (found,) = ranks.run(saved_tensors, 1, files / run / HALF)
+        assert found.keys() == state.keys()
+        assert [name for name in state if not same_but_padding(found[name], state[name])] == []
+        came_from = run
+    resumed = argv(files, "rest", *TP2, "--load", files / came_from)
+    assert ranks.run(train_and_hash, 2, resumed, files / "rest hf") == straight
+    before, whole, rest = (all_tensors(files / name) for name in ("student", "whole hf", "rest hf"))
+    assert before.keys() == whole.keys() == rest.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor.view(torch.uint8), rest[name].view(torch.uint8)), name
+        is_unchanged = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
+        assert is_unchanged == (name in CARRIED), name
