@@ -167,6 +167,12 @@ def test_rows_that_the_student_refuses_are_in_neither_corpus():
     )
 
 
+def test_a_row_without_a_number_that_the_loss_reads_is_in_neither_corpus():
+    rows = [(1, {"text": "fox", "weight": 2}), (2, {"text": "dog"}), (3, {"text": "dog", "weight": 1})]
+    chunk = RowAligner(pair_of(TEACHER, CHAT[0]), ("weight",))(FileBatch("a.jsonl", rows))
+    assert len(chunk.student_lengths) == len(chunk.teacher_lengths) == 2 and not chunk.errors
+
+
 def test_a_row_whose_marks_the_student_refuses_is_in_neither_corpus():
     """Its template marks only the last turn, so a flag of loss on the first one cannot be obeyed."""
     student = HuggingFaceTokenizer(train_hf_tokenizer(MARKS_LAST))
