@@ -44,6 +44,7 @@ def test_registry_holds_the_contract_keys_once_in_order():
         *(f"{loss.prefix}/{name}" for loss in PAIR_LOSSES for name in ("margin", "accuracy")),
     ]
     more += [f"reward/{name}" for name in ("mean", "std0_groups", "failed", "clipped")]
+    more.append("weighted_ce_loss")
     more += [f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")]
     assert [metric.name for metric in METRICS.metrics] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS.metrics)
