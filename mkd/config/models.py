@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
+from typing import Any
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
@@ -138,6 +139,11 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
     def is_given(self) -> bool:
         """True if the settings name a model, or what takes its place."""
         return bool(self.hf or self.load or self.stand_in)
+
+    def as_model(self) -> TeacherConfig:
+        """Return the settings of a teacher that runs, without what takes its place."""
+        nothing: dict[str, Any] = dict.fromkeys(STAND_INS)
+        return replace(self, **nothing)
 
 
 TEACHER_KINDS: Mapping[str, str] = MappingProxyType(

@@ -54,9 +54,9 @@ class TopKMeta:
     precision: str = UNKNOWN_PRECISION  # of the teacher's products: fp32, bf16, or fp8 and its recipe
 
     @property
-    def is_fp8(self) -> bool:
-        """True if the teacher's layers multiplied in FP8."""
-        return self.precision.startswith("fp8")
+    def is_rounded(self) -> bool:
+        """True if the teacher's layers multiplied in a lower precision than its weights have."""
+        return self.precision not in ("fp32", "bf16", UNKNOWN_PRECISION)
 
     @property
     def chat_date(self) -> str | None:

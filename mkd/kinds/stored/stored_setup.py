@@ -80,14 +80,14 @@ class StoredSetup(TeacherSetup):
 
     @property
     def card_note(self) -> str:
-        return f"; exported with layers in {self.meta.precision}" if self.meta.is_fp8 else ""
+        return f"; exported with layers in {self.meta.precision}" if self.meta.is_rounded else ""
 
     def fingerprint(self) -> str:
         return self.meta.weights_fingerprint
 
     def fingerprints(self, config: Config, tokenizers: Tokenizers) -> Mapping[str, object]:
         found: dict[str, object] = {STORED_K: self.meta.k}
-        if self.meta.is_fp8:  # else absent as in earlier versions
+        if self.meta.is_rounded:  # else absent as in earlier versions
             found["loss.stored_precision"] = self.meta.precision
         return found
 

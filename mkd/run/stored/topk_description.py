@@ -152,7 +152,7 @@ def _found(out: Path) -> TopKMeta:
 def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
     """Return `meta` with the precision of the cache in `out`. Raises DataError if that is another cache."""
     found = _found(out)
-    if found.precision == UNKNOWN_PRECISION and not meta.is_fp8:
+    if found.precision == UNKNOWN_PRECISION and not meta.is_rounded:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
     compared = (name for name in vars(meta) if name != "teacher")
     differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
