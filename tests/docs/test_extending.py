@@ -70,7 +70,7 @@ def apply(root: Path, kind: str, file: str, text: str) -> None:
 
 def test_the_page_has_a_recipe_for_every_plug():
     kinds = ("divergence", "preference pairs", "data of its own", "model family", "record kind", "metric")
-    kinds += ("kind of teacher", "place")
+    kinds += ("kind of teacher", "source of completions", "place")
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 
