@@ -5,11 +5,12 @@ known_kinds.py   all kinds, and their additions together
 loss_card.py     the objective of a run as text
 sampled/         the student's own text: completions of prompts, sampled here or by a server
 weighted/        records that count more or less than others
+stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer
 texts.py         the record of the text of a run
 placed/          places and precisions of teachers' layers
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers
 
 Modules that `mkd/config` imports hold settings and formulas alone. A plan asks the kinds without torch: only
-`Kind.device_problems` and `Kind.data_term` load it.
+`Kind.device_problems`, `Kind.data_term` and the hooks from `Kind.teacher_setup` on load it.
 """

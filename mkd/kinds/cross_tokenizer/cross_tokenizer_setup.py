@@ -16,13 +16,13 @@ from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.processors import load_image_processor
 from mkd.data.prompts import PromptSet
+from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.models.language_model import LanguageModel
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.resolve.preflight import Tokenizers
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.teachers.base import Teacher
-from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.xtoken import build_projection
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.train.teachers.base import LossInput
-from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
 from mkd.xtoken.segments import sum_segments
 

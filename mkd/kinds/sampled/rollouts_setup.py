@@ -9,6 +9,7 @@ from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
+from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_meter import RolloutMeter
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -21,7 +22,6 @@ from mkd.kinds.texts import Texts
 from mkd.operations.phases import ROLLOUT, Phases
 from mkd.resolve.run_plan import Plan
 from mkd.train.step import Engine
-from mkd.train.teachers.cross_tokenizer import CrossTokenizer
 from mkd.train.teachers.same_tokens import SameTokens
 
 

@@ -18,6 +18,7 @@ from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.stored.teacher_topk import CHAT_DATE, TaughtDataset, TopKMeta, TopKPart, load_pyarrow
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
+from mkd.kinds.stored.stored_term import Stored
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.parallel_sizes import Sizes
@@ -25,7 +26,6 @@ from mkd.resolve.model_source import ModelSource
 from mkd.resolve.preflight import Tokenizers
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.teachers.stored import Stored
 
 if TYPE_CHECKING:
     from mkd.resolve.teacher_setup import DataSets

@@ -56,7 +56,7 @@ from mkd.run.stored.topk_description import ExportPlan, ExportSettings, require_
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
-from mkd.train.teachers.stored import loss_row_logits
+from mkd.train.teachers.base import loss_row_logits
 
 
 def export_teacher(

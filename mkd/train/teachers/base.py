@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDObjective, KDOutput, build_divergence
+from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.losses.scores import TokenScores
+from mkd.losses.softmax import compute_dtype
+from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import TermSums
@@ -122,6 +126,20 @@ class PackScores:
     scores: TokenScores  # of n tokens
     packs: Tensor  # [n] int64, number of the pack that holds each token
     covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
+
+
+def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
+
+    They are fp32 under no_grad. Rows without loss skip the head, except in training with sequence
+    parallelism, where the head gathers the rows of all ranks.
+    """
+    if not torch.is_grad_enabled():
+        states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel)
+        return head_logits(states.index_select(0, rows), model.head_weight(), compute_dtype(hidden))
+    if model.config.sequence_parallel:
+        return model.logits(hidden).squeeze(1).index_select(0, rows)
+    return model.logits(hidden.index_select(0, rows)).squeeze(1)
 
 
 def token_sums(output: KDOutput, given: LossInput, weight: Tensor) -> TermSums:

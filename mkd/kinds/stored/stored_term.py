@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
 from mkd.losses import vocab_parallel_topk_kd
-from mkd.losses.fused_linear import head_logits, whole_sequence
-from mkd.losses.softmax import compute_dtype
-from mkd.models.language_model import LanguageModel
 from mkd.train.sums import TermSums
-from mkd.train.teachers.base import LossInput, build_objective, token_sums
+from mkd.train.teachers.base import LossInput, build_objective, loss_row_logits, token_sums
 
 
 @dataclass(frozen=True)
@@ -62,17 +58,3 @@ class Stored:
             overwrite_student_logits=True,
         )
         return output.loss, token_sums(output, given, given.num_loss_tokens)
-
-
-def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
-
-    They are fp32 under no_grad. Rows without loss skip the head, except in training with sequence
-    parallelism, where the head gathers the rows of all ranks.
-    """
-    if not torch.is_grad_enabled():
-        states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel)
-        return head_logits(states.index_select(0, rows), model.head_weight(), compute_dtype(hidden))
-    if model.config.sequence_parallel:
-        return model.logits(hidden).squeeze(1).index_select(0, rows)
-    return model.logits(hidden.index_select(0, rows)).squeeze(1)
