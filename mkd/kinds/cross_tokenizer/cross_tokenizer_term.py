@@ -7,16 +7,20 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
 from mkd.losses import HeadInput
 from mkd.losses.scores import token_scores
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.sums import TermSums
 from mkd.train.teachers.base import LossInput, PackScores
+from mkd.xtoken.chunks import ChunkBatch
 from mkd.xtoken.fused import fused_chunk_kd
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.segments import sum_by
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
+
+NOT_LAST = "a term is computed where the last stage is"
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,17 @@ class CrossTokenizer:
     measures: ClassVar[tuple[str, ...]] = ()
 
     def num_rows(self, batch: PackedBatch) -> int:
-        return batch.teacher_inputs[self.index].chunks.num_chunks
+        return self._chunks(batch).num_chunks
+
+    def _chunks(self, batch: PackedBatch) -> ChunkBatch:
+        part = batch.teacher_inputs[self.index]
+        assert isinstance(part, TeacherBatch), "the data have the tokens of this teacher"
+        return part.chunks
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         student, teacher = given.stage.student, given.stage.teachers[self.index]
-        chunks, pack_weights = given.batch.teacher_inputs[self.index].chunks, given.pack_weights[self.name]
+        assert self.vocabulary is not None, NOT_LAST
+        chunks, pack_weights = self._chunks(given.batch), given.pack_weights[self.name]
         chunks = replace(chunks, weights=chunks.weights * pack_weights[chunks.packs])
         output = fused_chunk_kd(
             HeadInput(given.output.hidden.squeeze(1), student.head_weight()),
@@ -64,7 +74,8 @@ class CrossTokenizer:
         )
 
     def pack_scores(self, given: LossInput) -> PackScores:
-        model, chunks = given.stage.teachers[self.index], given.batch.teacher_inputs[self.index].chunks
+        model, chunks = given.stage.teachers[self.index], self._chunks(given.batch)
+        assert self.vocabulary is not None, NOT_LAST
         side, exchange = chunks.teacher, chunks.teacher.exchange
 
         def with_rows_of_other_ranks(hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
+from mkd.data.stored.teacher_rows import TeacherRows
 from mkd.losses import vocab_parallel_topk_kd
 from mkd.train.sums import TermSums
 from mkd.train.teachers.base import LossInput, build_objective, loss_row_logits, token_sums
@@ -39,6 +40,7 @@ class Stored:
         """See `Term.loss`; autograd multiplies by `scale`. Collectives: those of `vocab_parallel_topk_kd`."""
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
+        assert isinstance(stored, TeacherRows), "the data have the rows of this teacher"
         objective = build_objective(
             student.shape.vocab_size,
             stored.vocab_size,
