@@ -260,6 +260,12 @@ class TrainingConfig:
         "host takes less device memory and is slower",
         choices=("device", "host"),
     )
+    cuda_graphs: str = option(
+        "auto",
+        "start the kernels of all decoder layers together, as CUDA graphs, so that GPUs do not wait for the "
+        "CPU. auto: where that is possible (the plan says which models). off: never",
+        choices=("auto", "off"),
+    )
     deterministic_mode: bool = option(
         False, "use only kernels that give the same bits in every run. Slower on GPUs"
     )

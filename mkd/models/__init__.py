@@ -9,6 +9,7 @@ latent_attention.py              multi-head latent attention of DeepSeek-V3
 mixers/                          what a layer has in place of attention: gated delta nets
 specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
+graphs/                          the layers of a part as CUDA graphs
 language_model.py                one model part: embedding, layers, LM head
 vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank

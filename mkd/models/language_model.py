@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mkd.models.graphs.graphed_decoder import GraphedDecoder
 from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import give_documents, token_documents
@@ -96,6 +97,7 @@ class LanguageModel(LanguageModule):
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
         self.router_record = self._record_routers(options)
+        self.graphs: GraphedDecoder | None = None  # None: the decoder layers never run as CUDA graphs
         # Makes the context in which the decoder layers run; see fp8_weights.py.
         self.running_layers: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -212,13 +214,16 @@ class LanguageModel(LanguageModule):
             self.shape.ropes, packed_seq_params, tokens.size(1), self.context.row_shard
         )
         with self.running_layers():
-            output = self.decoder(
-                hidden_states=hidden,
-                attention_mask=None,
-                context=layer_inputs,
-                rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
-                packed_seq_params=packed_seq_params,
-            )
+            if self.graphs is not None and layer_inputs is None:
+                output = self.graphs(hidden, tokens.size(1), packed_seq_params)
+            else:
+                output = self.decoder(
+                    hidden_states=hidden,
+                    attention_mask=None,
+                    context=layer_inputs,
+                    rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
+                    packed_seq_params=packed_seq_params,
+                )
         return self.as_head_input(output) if self.post_process else output
 
     def as_head_input(self, hidden: Tensor) -> Tensor:

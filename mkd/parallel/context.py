@@ -262,7 +262,7 @@ class ParallelContext:
     def seed(self, seed: int) -> None:
         """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""
         torch.manual_seed(seed + 100 * self.pp.rank)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank)
 
     def close(self) -> None:
         """Tear down the groups, so that this process can create another layout."""

@@ -27,12 +27,14 @@ from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
+from mkd.plan.advice.cuda_graphs import graphed_models
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.layer_graphs import graph_layers
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
@@ -81,6 +83,8 @@ def build_engine(
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
+    if context.platform.is_cuda:
+        graph_layers(stages, *graphed_models(plan.facts))
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)

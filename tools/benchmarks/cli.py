@@ -27,6 +27,7 @@ from tools.benchmarks.runners import (
     run_corpus,
     run_decode,
     run_experts,
+    run_graphs,
     run_head,
     run_logits,
     run_pipeline,
@@ -62,12 +63,15 @@ def parser() -> argparse.ArgumentParser:
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
+    graphs = _add(
+        commands, "graphs", run_graphs, "a step with CUDA graphs, beside the same step without: R25"
+    )
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
     trainers.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, pipeline, trainers, _add_decode_command(commands)))
-    _add_layout_flags((step, pipeline))
+    _add_pair_flags((step, pipeline, graphs, trainers, _add_decode_command(commands)))
+    _add_layout_flags((step, pipeline, graphs))
     _add_expert_command(commands)
     _add_corpus_command(commands)
     return main

@@ -47,6 +47,12 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), args.profile)
 
 
+def run_graphs(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.graph_benchmark import benchmark
+
+    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
+
+
 def run_decode(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.decode_benchmark import DecodeCase, benchmark
 

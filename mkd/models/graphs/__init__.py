@@ -1,0 +1,7 @@
+"""CUDA graphs of decoder layers: the GPU does not wait for the CPU, which starts kernels one by one.
+
+bounds.py           document borders of fixed size, for packs of any borders
+capture.py          record work as a graph: memory, random states, errors
+passes.py           one forward, or one forward and backward, as graphs with their tensors
+graphed_decoder.py  which packs run as graphs: takes the decoder's place
+"""

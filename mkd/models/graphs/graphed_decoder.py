@@ -1,0 +1,137 @@
+"""The decoder layers of a model part, which run as CUDA graphs where they can."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from mkd.models.graphs.bounds import Bounds, filled
+from mkd.models.graphs.passes import ForwardPass, LayerInput, Slot, TrainingPass
+from mkd.models.packed import PackedDocuments
+
+LOG = logging.getLogger("mkd")
+MOST_BOUNDS = 8  # different bounds with graphs; packs with others run without
+WARM_UPS = 1  # packs that run without graphs first: libraries choose kernels and make their work spaces
+
+
+class ParameterSync(Protocol):
+    """What DDP does for parameters whose modules and hooks do not run."""
+
+    def before_forward(self) -> None:
+        """Wait until the parameters have their values."""
+
+    def after_backward(self) -> None:
+        """Say that the gradients of a micro-batch are complete."""
+
+
+@dataclass
+class GraphedDecoder:
+    """Takes the place of a decoder: runs a pack as graphs, or hands it to the decoder itself.
+
+    A pack's bounds decide. The first packs of any bounds run without graphs, as do packs of bounds beyond the
+    first MOST_BOUNDS that come twice, rows of single tokens, and the student in evaluation. If a graph cannot
+    be made, everything goes on without, after one warning.
+    """
+
+    decoder: TransformerBlock
+    name: str  # of the model, in messages
+    angles: Callable[[PackedDocuments], Tensor]  # rotary embedding
+    sync: ParameterSync | None = None  # None: the model is frozen, or DDP has no hooks
+    is_on: bool = True
+    _seen: Counter[Bounds] = field(default_factory=Counter)
+    _frozen: dict[Bounds, ForwardPass] = field(default_factory=dict)
+    _slots: list[Slot] = field(default_factory=list)  # as many as micro-batches are in flight
+    _shared: dict[int, Tensor] = field(default_factory=dict)  # tokens -> hidden state of frozen passes
+    _pool: Any = None
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._trained = {
+            name: parameter for name, parameter in self.decoder.named_parameters() if parameter.requires_grad
+        }
+
+    @property
+    def bounds(self) -> list[Bounds]:
+        """Bounds that have graphs."""
+        return sorted({*self._frozen, *(bounds for slot in self._slots for bounds in slot.passes)}, key=str)
+
+    def __call__(self, hidden: Tensor | None, tokens: int, packed: PackedDocuments) -> Tensor:
+        """Run the layers on one pack of `tokens` tokens: [t(/tp), 1, h] -> the same shape.
+
+        `hidden` is None on later stages, whose decoder holds its input.
+        """
+        bounds = Bounds.of(packed, tokens)
+        if not self._takes(packed, bounds):
+            return self._eager(hidden, self.angles(packed), packed)
+        packed = filled(packed, bounds)
+        given = LayerInput(
+            self.decoder.input_tensor if hidden is None else hidden, self.angles(packed), packed
+        )
+        self._seen[bounds] += 1
+        if self._seen[bounds] > WARM_UPS:
+            graphs = self._made(bounds, given)
+            if graphs is not None:
+                return graphs.run(given)
+        return self._eager(hidden, given.angles, packed)
+
+    def _takes(self, packed: PackedDocuments, bounds: Bounds) -> bool:
+        trains = bool(self._trained)
+        is_pack = packed.token_positions is None and packed.cu_seqlens_q is packed.cu_seqlens_q_padded
+        fits_mode = (
+            torch.is_grad_enabled() and self.decoder.training if trains else not torch.is_grad_enabled()
+        )
+        often = [one for one, times in self._seen.items() if times > WARM_UPS]
+        return self.is_on and is_pack and fits_mode and (bounds in often or len(often) < MOST_BOUNDS)
+
+    def _made(self, bounds: Bounds, given: LayerInput) -> ForwardPass | TrainingPass | None:
+        """Return the graphs for a pack. If there are none, make them; None if they cannot be made."""
+        try:
+            return self._training_pass(bounds, given) if self._trained else self._forward_pass(bounds, given)
+        except RuntimeError as error:
+            cause, with_traceback = str(error).splitlines()[0], LOG.isEnabledFor(logging.DEBUG)
+            LOG.warning("%s goes on without CUDA graphs: %s", self.name, cause, exc_info=with_traceback)
+            self.is_on = False
+            return None
+
+    def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:
+        if bounds not in self._frozen:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            if bounds.tokens not in self._shared:
+                self._shared[bounds.tokens] = torch.empty_like(given.hidden)
+            hidden = self._shared[bounds.tokens]
+            self._frozen[bounds] = ForwardPass(self._layers, given, hidden, self._pool, self._stream)
+            LOG.debug("%s: CUDA graph for %s", self.name, bounds)
+        return self._frozen[bounds]
+
+    def _training_pass(self, bounds: Bounds, given: LayerInput) -> TrainingPass:
+        if self.sync is not None:
+            self.sync.before_forward()
+        shape = given.hidden.shape
+        slot = next((one for one in self._slots if not one.in_use and one.hidden.shape == shape), None)
+        if slot is None:
+            self._slots.append(slot := Slot(given.hidden))
+        graphs = slot.passes.get(bounds)
+        if graphs is None or not graphs.fits(self._trained):
+            after = self.sync.after_backward if self.sync else None
+            layers = self.decoder, self._layers
+            graphs = TrainingPass(*layers, self._trained, given, slot, self._stream, after)
+            slot.passes[bounds] = graphs
+            LOG.debug("%s: CUDA graphs for %s, slot %d", self.name, bounds, self._slots.index(slot))
+        return graphs
+
+    def _layers(self, given: LayerInput) -> Tensor:
+        if not self.decoder.pre_process:
+            self.decoder.set_input_tensor(given.hidden)
+        return self._eager(given.hidden, given.angles, given.packed)
+
+    def _eager(self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments) -> Tensor:
+        return self.decoder(
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+        )

@@ -1,0 +1,184 @@
+"""Passes of decoder layers as CUDA graphs, with the tensors that these read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from mkd.models.graphs.bounds import with_borders
+from mkd.models.graphs.capture import captured, graph_safe_random_states
+from mkd.models.packed import PackedDocuments
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What the layers of a part read: one pack's hidden state, rotary angles and borders."""
+
+    hidden: Tensor  # [t(/tp), 1, h]
+    angles: Tensor  # see rope.py
+    packed: PackedDocuments  # within bounds; see `bounds.filled`
+
+    def fixed(self, hidden: Tensor) -> LayerInput:
+        """Return a copy that graphs read, with `hidden` in the place of the hidden state."""
+        borders = self.packed.cu_seqlens_q_padded.clone()
+        packed = with_borders(self.packed, borders, self.packed.max_seqlen_q)
+        return LayerInput(hidden, self.angles.clone(), packed)
+
+    def take(self, other: LayerInput) -> None:
+        """Copy the values of another pack with the same bounds."""
+        self.hidden.detach().copy_(other.hidden.detach())
+        self.angles.copy_(other.angles)
+        self.packed.cu_seqlens_q_padded.copy_(other.packed.cu_seqlens_q_padded)
+
+
+Layers = Callable[[LayerInput], Tensor]  # -> [t(/tp), 1, h]
+
+
+class ForwardPass:
+    """The layers of a frozen model, without autograd.
+
+    All passes of one pool and shape share `hidden`, the hidden state before and after the layers.
+    """
+
+    def __init__(
+        self, layers: Layers, example: LayerInput, hidden: Tensor, pool: Any, stream: torch.cuda.Stream
+    ):
+        self._input = example.fixed(hidden)
+        with graph_safe_random_states() as generators, captured(pool, stream, generators) as self._graph:
+            hidden.copy_(layers(self._input))
+
+    def run(self, given: LayerInput) -> Tensor:
+        """Return the hidden state, [t(/tp), 1, h], in a new tensor."""
+        self._input.take(given)
+        self._graph.replay()
+        return self._input.hidden.clone()
+
+
+class Slot:
+    """Memory of one micro-batch between its forward and its backward, and the graphs that use it.
+
+    The graphs are those of packs with different bounds. They share the activations' memory, because only one
+    of them is between forward and backward.
+    """
+
+    def __init__(self, example: Tensor):  # [t(/tp), 1, h]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.in_use = False
+        self.passes: dict[Any, TrainingPass] = {}  # by bounds
+        self.hidden, self.output, self.output_gradient, self.hidden_gradient = (
+            torch.empty_like(example, requires_grad=False) for _ in range(4)
+        )
+        assert example.requires_grad, "the embedding is trained, so that backward reaches it"
+        self.hidden.requires_grad_()
+
+
+class TrainingPass:
+    """Forward and backward of the layers of a model that is trained.
+
+    Gradients of parameters are added to their `main_grad` inside the graph. The parameters' hooks do not run:
+    the layers compute with stand-ins, which are over the same memory. (A gradient node belongs to the stream
+    on which it was made; those of the parameters do not belong to the stream that captures.)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Layers,  # calls `module`
+        parameters: Mapping[str, nn.Parameter],  # those of `module` that are trained
+        example: LayerInput,
+        slot: Slot,
+        stream: torch.cuda.Stream,
+        after_backward: Callable[[], None] | None = None,
+    ):
+        self._slot, self._addresses, self._after_backward = slot, addresses(parameters), after_backward
+        self._input = example.fixed(slot.hidden)
+        stand_ins = {name: _stand_in(parameter) for name, parameter in parameters.items()}
+        with graph_safe_random_states() as generators, _replaced(module, stand_ins):
+            with captured(slot.pool, stream, generators) as self._forward:
+                output = layers(self._input)
+                slot.output.copy_(output.detach())
+            with captured(slot.pool, stream, generators) as self._backward:
+                output.backward(slot.output_gradient)
+                _add_to_main(stand_ins.values())
+                slot.hidden_gradient.copy_(slot.hidden.grad)
+        # What was made inside goes now: other graphs of the slot may use its memory.
+        slot.hidden.grad = None
+
+    def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Return True if the parameters and their gradients are still where the graphs expect them."""
+        return self._addresses == addresses(parameters)
+
+    def run(self, given: LayerInput) -> Tensor:
+        """Return the hidden state, [t(/tp), 1, h]. Its backward ends with a call of `after_backward`."""
+        assert not self._slot.in_use, "a slot holds one micro-batch"
+        return _Replay.apply(given.hidden, given, self)
+
+    def replay_forward(self, given: LayerInput) -> Tensor:
+        """Return the hidden state in the slot's memory."""
+        self._slot.in_use = True
+        self._input.take(given)
+        self._forward.replay()
+        return self._slot.output.detach()
+
+    def replay_backward(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the hidden state in front of the layers, in a new tensor."""
+        self._slot.output_gradient.copy_(gradient)
+        self._backward.replay()
+        self._slot.in_use = False
+        if self._after_backward is not None:
+            self._after_backward()
+        return self._slot.hidden_gradient.clone()
+
+
+class _Replay(Function):
+    """[t(/tp), 1, h] -> [t(/tp), 1, h]: the layers of a `TrainingPass`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, given: LayerInput, layers: TrainingPass) -> Tensor:
+        ctx.layers = layers
+        return layers.replay_forward(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.layers.replay_backward(gradient), None, None
+
+
+def addresses(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
+    """Return where parameters and their main gradients are."""
+    return [(one.data_ptr(), one.main_grad.data_ptr()) for one in parameters.values()]
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a leaf over the memory of `parameter`, with its attributes, such as `main_grad`."""
+    stand_in = nn.Parameter(parameter.detach())
+    vars(stand_in).update(vars(parameter))
+    stand_in.grad_added_to_main_grad = False
+    return stand_in
+
+
+@contextmanager
+def _replaced(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let `module` compute with `stand_ins`, by name of the parameter, inside the block."""
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
+    before = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), stand_in in zip(places, stand_ins.values(), strict=True):
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for (owner, name), parameter in zip(places, before, strict=True):
+            setattr(owner, name, parameter)
+
+
+def _add_to_main(parameters: Any) -> None:
+    """Add the gradients that products have not already added to `main_grad`, and drop them."""
+    for parameter in parameters:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None

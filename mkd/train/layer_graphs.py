@@ -1,0 +1,57 @@
+"""Let the decoder layers of all models run as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+from mkd.models.graphs.graphed_decoder import GraphedDecoder
+from mkd.models.language_model import LanguageModel
+from mkd.models.stage import DistillationStage
+
+
+@dataclass(frozen=True)
+class DDPSync:
+    """Does for layers in graphs what Megatron's DDP does in the hooks of modules and parameters."""
+
+    wrapped: DistributedDataParallel
+    parameters: tuple[nn.Parameter, ...]  # of the layers, those that are trained
+
+    def before_forward(self) -> None:
+        """Wait for parameters that are still being gathered."""
+        if self.wrapped.ddp_config.overlap_param_gather:
+            groups = self.wrapped.param_to_bucket_group
+            for group in dict.fromkeys(groups[one] for one in self.parameters):
+                group.finish_param_sync()
+
+    def after_backward(self) -> None:
+        """Let the reduction of gradients start, after the last micro-batch."""
+        if self.wrapped.ddp_config.overlap_grad_reduce:
+            for one in self.parameters:
+                self.wrapped.param_to_bucket_group[one].register_grad_ready(one)
+
+
+def graph_layers(
+    stages: Sequence[DistributedDataParallel],
+    student: bool,
+    teachers: Sequence[bool],  # for each teacher that runs
+) -> None:
+    """Let layers run as graphs: those of the student, and those of the teachers that are marked.
+
+    Each of `stages` wraps a `DistillationStage`. Nothing is captured yet.
+    """
+    for wrapped in stages:
+        stage: DistillationStage = wrapped.module
+        if student:
+            parameters = tuple(one for one in stage.student.decoder.parameters() if one.requires_grad)
+            _graph(stage.student, "the student", DDPSync(wrapped, parameters))
+        for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
+            if marked:
+                _graph(teacher, f"teacher {index}" if len(teachers) > 1 else "the teacher")
+
+
+def _graph(model: LanguageModel, name: str, sync: DDPSync | None = None) -> None:
+    model.graphs = GraphedDecoder(model.decoder, name, model.rotary_pos_emb, sync)

@@ -1,0 +1,190 @@
+"""Train some steps on a GPU with and without CUDA graphs, on packs of ever other documents."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+STEPS, PACKS, SEQ_LENGTH = 12, 4, 1024
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    vocab_size=1000,
+    tie_word_embeddings=True,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+)
+WIDER = LLAMA | dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, tie_word_embeddings=False)
+GEMMA3 = LLAMA | dict(
+    model_type="gemma3_text",
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=128,
+    query_pre_attn_scalar=64,
+    hidden_activation="gelu_pytorch_tanh",
+)
+LATENT = dict(
+    model_type="deepseek_v3",
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    intermediate_size=512,
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=4,
+    vocab_size=1000,
+    tie_word_embeddings=False,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+)
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """One kind of run."""
+
+    name: str
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    student: str = "llama"
+    teachers: tuple[str, ...] = ("wider",)
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    cp: int = 1
+    graphed: tuple[str, ...] = ("student", "teacher")
+
+
+CONFIGS = {"llama": LLAMA, "wider": WIDER, "gemma3": GEMMA3, "latent": LATENT}
+
+
+def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
+    """Return losses, norms, a digest of the weights, and what was graphed, of this rank.
+
+    `graphs` False: the same run with `--cuda-graphs off`.
+    """
+    import numpy as np
+    import torch
+
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect, make_deterministic
+    from mkd.train.step import train_step
+    from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
+
+    if deterministic:
+        make_deterministic()
+    sizes = dict(tensor_parallel=row.tp, pipeline_parallel=row.pp, context_parallel=row.cp)
+    context = ParallelContext.create(detect(), **sizes, virtual_stages=row.vp, seed=7)
+    engine = engine_of(row, graphs, deterministic, context)
+    random = np.random.default_rng(context.dp_rank)
+    lengths = ChatLengths(median=150, longest=700)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        packs = [full_pack(SEQ_LENGTH, 1000, lengths, random) for _ in range(PACKS)]
+        packs = [padded(pack, 2 * row.cp) for pack in packs] if row.cp > 1 else packs
+        batches = [pack.context_parallel_shard(context.cp_rank, row.cp).to(context.device) for pack in packs]
+        result = train_step(engine, for_teachers(batches, len(row.teachers)))
+        losses.append(float(result.sums.token_sums()["loss"]))
+        norms.append(result.grad_norm)
+    with engine.parameters_gathered():
+        digest = [float(one.double().sum()) for stage in engine.stages for one in stage.parameters()]
+    stages = [stage.module for stage in engine.stages]
+    models = [("student", stage.student) for stage in stages]
+    models += [("teacher", teacher) for stage in stages for teacher in stage.teachers]
+    graphed = {name: 0 if model.graphs is None else len(model.graphs.bounds) for name, model in models}
+    memory = torch.cuda.max_memory_allocated() / 2**20
+    context.close()
+    return dict(losses=losses, norms=norms, weights=digest, graphed=graphed, memory=memory)
+
+
+def padded(pack, multiple: int):
+    """Return the pack with documents of lengths that context parallelism can cut."""
+    import numpy as np
+
+    from mkd.data.batch import collate
+    from tools.benchmarks.synthetic_documents import lay_out, random_documents
+
+    lengths = (pack.cu_seqlens.diff().numpy() // multiple) * multiple
+    lengths = lengths[lengths > 0]
+    lengths[-1] += SEQ_LENGTH - lengths.sum()
+    random = np.random.default_rng(int(pack.tokens.sum()))
+    return collate([lay_out(random_documents(lengths - 1, 1000, random), lengths.tolist())])
+
+
+def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
+    """Build the engine of a run with random weights."""
+    from mkd.config.load import load_config
+    from mkd.kinds.known_kinds import KINDS
+    from mkd.plan.facts import RunFacts
+    from mkd.plan.models.model_shape import ModelShape
+    from mkd.run.build_engine import build_engine
+    from mkd.run.resolve.model_source import ModelSource
+    from mkd.run.resolve.run_plan import Plan
+    from tools.benchmarks.random_engine import RandomCheckpoint
+
+    def source(name: str) -> ModelSource:
+        shape = ModelShape.from_hf_config(CONFIGS[name])
+        return ModelSource(shape, Path(name), RandomCheckpoint(shape, context.device), None)
+
+    values = {
+        "--student-hf": row.student,
+        "--kd-ratio": 0.5,
+        "--train-iters": STEPS,
+        "--lr": 1e-3,
+        "--seq-length": SEQ_LENGTH,
+        "--global-batch-size": PACKS * context.dp_size,
+        "--tensor-model-parallel-size": row.tp,
+        "--pipeline-model-parallel-size": row.pp,
+        "--context-parallel-size": row.cp,
+        "--cuda-graphs": "auto" if graphs else "off",
+    }
+    argv = [str(word) for pair in values.items() for word in pair]
+    argv += [word for name in row.teachers for word in ("--teacher-hf", name)]
+    argv += ["--deterministic-mode"] if deterministic else []
+    argv += ["--sequence-parallel"] if row.tp > 1 else []
+    argv += ["--num-virtual-stages-per-pipeline-rank", str(row.vp)] if row.vp > 1 else []
+    config = load_config([*argv, "--bf16", *row.flags]).config
+    student, teachers = source(row.student), tuple(map(source, row.teachers))
+    shapes = tuple(teacher.shape for teacher in teachers)
+    facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
+    return build_engine(Plan(facts, student, teachers), context)[0]
+
+
+def main() -> None:
+    """Print every row of this machine, without pytest: under torchrun, those with as many ranks."""
+    import sys
+    import traceback
+
+    from tests.train.test_graphs_gpu import ROWS, away
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for row in ROWS:
+        if row.ranks != world or (len(sys.argv) > 1 and sys.argv[1] not in row.name):
+            continue
+        try:
+            eager, graphed = (train(row, graphs) for graphs in (False, True))
+            mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} MiB"
+            text = f"{away(eager, graphed)} bounds {graphed['graphed']}, {mib}"
+        except Exception as error:
+            traceback.print_exc()
+            text = f"FAILED {type(error).__name__}: {error}"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"ROW {row.name}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
