@@ -37,6 +37,8 @@ class ParallelContext:
     is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
     timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
     # Groups besides the axes, by purpose and sizes.
+    # Called before groups are torn down: NCCL waits for CUDA graphs that hold its work.
+    before_close: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
     _more_groups: dict[tuple[str | int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -266,6 +268,8 @@ class ParallelContext:
 
     def close(self) -> None:
         """Tear down the groups, so that this process can create another layout."""
+        while self.before_close:
+            self.before_close.pop()()
         while self._more_groups:
             dist.destroy_process_group(self._more_groups.popitem()[1])
         if self.is_second:

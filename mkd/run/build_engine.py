@@ -84,7 +84,7 @@ def build_engine(
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda:
-        graph_layers(stages, *graphed_models(plan.facts))
+        graph_layers(stages, context, *graphed_models(plan.facts))
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
-from mkd.models.language_model import LanguageModel
+from mkd.models.graphs.passes import Slot
 from mkd.models.stage import DistillationStage
+from mkd.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,27 @@ class DDPSync:
 
 def graph_layers(
     stages: Sequence[DistributedDataParallel],
+    context: ParallelContext,
     student: bool,
     teachers: Sequence[bool],  # for each teacher that runs
 ) -> None:
     """Let layers run as graphs: those of the student, and those of the teachers that are marked.
 
-    Each of `stages` wraps a `DistillationStage`. Nothing is captured yet.
+    Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
+    slots: list[Slot] = []
+    stream = torch.cuda.Stream()
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
         if student:
-            parameters = tuple(one for one in stage.student.decoder.parameters() if one.requires_grad)
-            _graph(stage.student, "the student", DDPSync(wrapped, parameters))
+            model = stage.student
+            sync = DDPSync(wrapped, tuple(one for one in model.decoder.parameters() if one.requires_grad))
+            model.graphs = GraphedDecoder(
+                model.decoder, "the student", model.rotary_pos_emb, stream, sync, slots
+            )
+            context.before_close.append(model.graphs.release)
         for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
             if marked:
-                _graph(teacher, f"teacher {index}" if len(teachers) > 1 else "the teacher")
-
-
-def _graph(model: LanguageModel, name: str, sync: DDPSync | None = None) -> None:
-    model.graphs = GraphedDecoder(model.decoder, name, model.rotary_pos_emb, sync)
+                name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
+                teacher.graphs = GraphedDecoder(teacher.decoder, name, teacher.rotary_pos_emb, stream)
+                context.before_close.append(teacher.graphs.release)

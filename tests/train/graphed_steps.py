@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 STEPS, PACKS, SEQ_LENGTH = 12, 4, 1024
@@ -20,7 +21,7 @@ LLAMA = dict(
     max_position_embeddings=2048,
     rms_norm_eps=1e-5,
 )
-WIDER = LLAMA | dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, tie_word_embeddings=False)
+WIDER = LLAMA | dict(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, tie_word_embeddings=False)
 GEMMA3 = LLAMA | dict(
     model_type="gemma3_text",
     layer_types=["sliding_attention", "full_attention"] * 2,
@@ -77,27 +78,39 @@ def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
 
     `graphs` False: the same run with `--cuda-graphs off`.
     """
-    import numpy as np
-    import torch
-
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect, make_deterministic
-    from mkd.train.step import train_step
-    from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
 
     if deterministic:
         make_deterministic()
     sizes = dict(tensor_parallel=row.tp, pipeline_parallel=row.pp, context_parallel=row.cp)
     context = ParallelContext.create(detect(), **sizes, virtual_stages=row.vp, seed=7)
+    try:
+        return _trained(row, graphs, deterministic, context)
+    finally:
+        context.close()
+
+
+def _trained(row: GraphRow, graphs: bool, deterministic: bool, context) -> dict:
+    import numpy as np
+    import torch
+
+    from mkd.evaluation.evaluate import evaluate
+    from mkd.train.step import train_step
+    from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
+
     engine = engine_of(row, graphs, deterministic, context)
     random = np.random.default_rng(context.dp_rank)
     lengths = ChatLengths(median=150, longest=700)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         packs = [full_pack(SEQ_LENGTH, 1000, lengths, random) for _ in range(PACKS)]
         packs = [padded(pack, 2 * row.cp) for pack in packs] if row.cp > 1 else packs
-        batches = [pack.context_parallel_shard(context.cp_rank, row.cp).to(context.device) for pack in packs]
-        result = train_step(engine, for_teachers(batches, len(row.teachers)))
+        batches = [pack.shard(context.row_shard).to(context.device) for pack in packs]
+        batches = for_teachers(batches, len(row.teachers))
+        if step == STEPS // 2:  # between two steps
+            losses.append(float(evaluate(engine, [batches]).token_sums()["loss"]))
+        result = train_step(engine, batches)
         losses.append(float(result.sums.token_sums()["loss"]))
         norms.append(result.grad_norm)
     with engine.parameters_gathered():
@@ -106,8 +119,7 @@ def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
     models = [("student", stage.student) for stage in stages]
     models += [("teacher", teacher) for stage in stages for teacher in stage.teachers]
     graphed = {name: 0 if model.graphs is None else len(model.graphs.bounds) for name, model in models}
-    memory = torch.cuda.max_memory_allocated() / 2**20
-    context.close()
+    memory = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_available() else 0
     return dict(losses=losses, norms=norms, weights=digest, graphed=graphed, memory=memory)
 
 
@@ -131,9 +143,9 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     from mkd.kinds.known_kinds import KINDS
     from mkd.plan.facts import RunFacts
     from mkd.plan.models.model_shape import ModelShape
+    from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.run_plan import Plan
     from mkd.run.build_engine import build_engine
-    from mkd.run.resolve.model_source import ModelSource
-    from mkd.run.resolve.run_plan import Plan
     from tools.benchmarks.random_engine import RandomCheckpoint
 
     def source(name: str) -> ModelSource:
@@ -153,11 +165,13 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
         "--cuda-graphs": "auto" if graphs else "off",
     }
     argv = [str(word) for pair in values.items() for word in pair]
-    argv += [word for name in row.teachers for word in ("--teacher-hf", name)]
+    argv += ["--teacher-hf", row.teachers[0]]
     argv += ["--deterministic-mode"] if deterministic else []
     argv += ["--sequence-parallel"] if row.tp > 1 else []
     argv += ["--num-virtual-stages-per-pipeline-rank", str(row.vp)] if row.vp > 1 else []
     config = load_config([*argv, "--bf16", *row.flags]).config
+    settings = [replace(config.teachers[0], hf=name) for name in row.teachers]
+    config = replace(config, teachers=tuple(settings))
     student, teachers = source(row.student), tuple(map(source, row.teachers))
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
@@ -169,12 +183,16 @@ def main() -> None:
     import sys
     import traceback
 
+    import torch
+
     from tests.train.test_graphs_gpu import ROWS, away
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for row in ROWS:
         if row.ranks != world or (len(sys.argv) > 1 and sys.argv[1] not in row.name):
             continue
+        gc.collect()
+        torch.cuda.empty_cache()
         try:
             eager, graphed = (train(row, graphs) for graphs in (False, True))
             mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} MiB"

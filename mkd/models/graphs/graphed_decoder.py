@@ -43,16 +43,16 @@ class GraphedDecoder:
     decoder: TransformerBlock
     name: str  # of the model, in messages
     angles: Callable[[PackedDocuments], Tensor]  # rotary embedding
-    sync: ParameterSync | None = None  # None: the model is frozen, or DDP has no hooks
+    stream: torch.cuda.Stream  # that captures; all parts share it, and with it the libraries' work spaces
+    sync: ParameterSync | None = None  # None: the model is frozen
+    slots: list[Slot] = field(default_factory=list)  # one for each micro-batch in flight; parts share them
     is_on: bool = True
     _seen: Counter[Bounds] = field(default_factory=Counter)
     _frozen: dict[Bounds, ForwardPass] = field(default_factory=dict)
-    _slots: list[Slot] = field(default_factory=list)  # as many as micro-batches are in flight
     _shared: dict[int, Tensor] = field(default_factory=dict)  # tokens -> hidden state of frozen passes
     _pool: Any = None
 
     def __post_init__(self) -> None:
-        self._stream = torch.cuda.Stream()
         self._trained = {
             name: parameter for name, parameter in self.decoder.named_parameters() if parameter.requires_grad
         }
@@ -60,7 +60,8 @@ class GraphedDecoder:
     @property
     def bounds(self) -> list[Bounds]:
         """Bounds that have graphs."""
-        return sorted({*self._frozen, *(bounds for slot in self._slots for bounds in slot.passes)}, key=str)
+        trained = {bounds for slot in self.slots for part, bounds in slot.passes if part is self.decoder}
+        return sorted({*self._frozen, *trained}, key=str)
 
     def __call__(self, hidden: Tensor | None, tokens: int, packed: PackedDocuments) -> Tensor:
         """Run the layers on one pack of `tokens` tokens: [t(/tp), 1, h] -> the same shape.
@@ -80,6 +81,12 @@ class GraphedDecoder:
             if graphs is not None:
                 return graphs.run(given)
         return self._eager(hidden, given.angles, packed)
+
+    def release(self) -> None:
+        """Drop all graphs, and make no more."""
+        self.is_on = False
+        self._frozen.clear()
+        self.slots.clear()
 
     def _takes(self, packed: PackedDocuments, bounds: Bounds) -> bool:
         trains = bool(self._trained)
@@ -106,7 +113,7 @@ class GraphedDecoder:
             if bounds.tokens not in self._shared:
                 self._shared[bounds.tokens] = torch.empty_like(given.hidden)
             hidden = self._shared[bounds.tokens]
-            self._frozen[bounds] = ForwardPass(self._layers, given, hidden, self._pool, self._stream)
+            self._frozen[bounds] = ForwardPass(self._layers, given, hidden, self._pool, self.stream)
             LOG.debug("%s: CUDA graph for %s", self.name, bounds)
         return self._frozen[bounds]
 
@@ -114,16 +121,16 @@ class GraphedDecoder:
         if self.sync is not None:
             self.sync.before_forward()
         shape = given.hidden.shape
-        slot = next((one for one in self._slots if not one.in_use and one.hidden.shape == shape), None)
+        slot = next((one for one in self.slots if not one.in_use and one.hidden.shape == shape), None)
         if slot is None:
-            self._slots.append(slot := Slot(given.hidden))
-        graphs = slot.passes.get(bounds)
+            self.slots.append(slot := Slot(given.hidden))
+        graphs = slot.passes.get((self.decoder, bounds))
         if graphs is None or not graphs.fits(self._trained):
             after = self.sync.after_backward if self.sync else None
             layers = self.decoder, self._layers
-            graphs = TrainingPass(*layers, self._trained, given, slot, self._stream, after)
-            slot.passes[bounds] = graphs
-            LOG.debug("%s: CUDA graphs for %s, slot %d", self.name, bounds, self._slots.index(slot))
+            graphs = TrainingPass(*layers, self._trained, given, slot, self.stream, after)
+            slot.passes[self.decoder, bounds] = graphs
+            LOG.debug("%s: CUDA graphs for %s, slot %d", self.name, bounds, self.slots.index(slot))
         return graphs
 
     def _layers(self, given: LayerInput) -> Tensor:

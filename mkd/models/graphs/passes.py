@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from mkd.models.graphs.bounds import with_borders
+from mkd.models.graphs.bounds import Bounds, with_borders
 from mkd.models.graphs.capture import captured, graph_safe_random_states
 from mkd.models.packed import PackedDocuments
 
@@ -63,14 +63,14 @@ class ForwardPass:
 class Slot:
     """Memory of one micro-batch between its forward and its backward, and the graphs that use it.
 
-    The graphs are those of packs with different bounds. They share the activations' memory, because only one
-    of them is between forward and backward.
+    The graphs are those of different model parts, and of packs with different bounds. They share the memory
+    of activations, because only one of them is between its forward and its backward.
     """
 
     def __init__(self, example: Tensor):  # [t(/tp), 1, h]
         self.pool = torch.cuda.graph_pool_handle()
         self.in_use = False
-        self.passes: dict[Any, TrainingPass] = {}  # by bounds
+        self.passes: dict[tuple[nn.Module, Bounds], TrainingPass] = {}  # by part
         self.hidden, self.output, self.output_gradient, self.hidden_gradient = (
             torch.empty_like(example, requires_grad=False) for _ in range(4)
         )
