@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
-from mkd.models.graphs.passes import Slot
+from mkd.models.graphs.passes import GraphMemory
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 
@@ -46,19 +45,16 @@ def graph_layers(
 
     Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
-    slots: list[Slot] = []
-    stream = torch.cuda.Stream()
+    memory = GraphMemory()
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
         if student:
             model = stage.student
             sync = DDPSync(wrapped, tuple(one for one in model.decoder.parameters() if one.requires_grad))
-            model.graphs = GraphedDecoder(
-                model.decoder, "the student", model.rotary_pos_emb, stream, sync, slots
-            )
+            model.graphs = GraphedDecoder(model.decoder, "the student", model.rotary_pos_emb, memory, sync)
             context.before_close.append(model.graphs.release)
         for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
             if marked:
                 name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
-                teacher.graphs = GraphedDecoder(teacher.decoder, name, teacher.rotary_pos_emb, stream)
+                teacher.graphs = GraphedDecoder(teacher.decoder, name, teacher.rotary_pos_emb, memory)
                 context.before_close.append(teacher.graphs.release)

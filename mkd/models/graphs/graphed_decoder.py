@@ -6,14 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mkd.models.graphs.bounds import Bounds, filled
-from mkd.models.graphs.passes import ForwardPass, LayerInput, Slot, TrainingPass
+from mkd.models.graphs.passes import ForwardPass, GraphMemory, LayerInput, TrainingPass
 from mkd.models.packed import PackedDocuments
 
 LOG = logging.getLogger("mkd")
@@ -43,14 +43,11 @@ class GraphedDecoder:
     decoder: TransformerBlock
     name: str  # of the model, in messages
     angles: Callable[[PackedDocuments], Tensor]  # rotary embedding
-    stream: torch.cuda.Stream  # that captures; all parts share it, and with it the libraries' work spaces
+    memory: GraphMemory  # all parts of a process share it
     sync: ParameterSync | None = None  # None: the model is frozen
-    slots: list[Slot] = field(default_factory=list)  # one for each micro-batch in flight; parts share them
     is_on: bool = True
     _seen: Counter[Bounds] = field(default_factory=Counter)
     _frozen: dict[Bounds, ForwardPass] = field(default_factory=dict)
-    _shared: dict[int, Tensor] = field(default_factory=dict)  # tokens -> hidden state of frozen passes
-    _pool: Any = None
 
     def __post_init__(self) -> None:
         self._trained = {
@@ -60,7 +57,9 @@ class GraphedDecoder:
     @property
     def bounds(self) -> list[Bounds]:
         """Bounds that have graphs."""
-        trained = {bounds for slot in self.slots for part, bounds in slot.passes if part is self.decoder}
+        trained = {
+            bounds for slot in self.memory.slots for part, bounds in slot.passes if part is self.decoder
+        }
         return sorted({*self._frozen, *trained}, key=str)
 
     def __call__(self, hidden: Tensor | None, tokens: int, packed: PackedDocuments) -> Tensor:
@@ -86,7 +85,7 @@ class GraphedDecoder:
         """Drop all graphs, and make no more."""
         self.is_on = False
         self._frozen.clear()
-        self.slots.clear()
+        self.memory.release()
 
     def _takes(self, packed: PackedDocuments, bounds: Bounds) -> bool:
         trains = bool(self._trained)
@@ -109,28 +108,20 @@ class GraphedDecoder:
 
     def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:
         if bounds not in self._frozen:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            if bounds.tokens not in self._shared:
-                self._shared[bounds.tokens] = torch.empty_like(given.hidden)
-            hidden = self._shared[bounds.tokens]
-            self._frozen[bounds] = ForwardPass(self._layers, given, hidden, self._pool, self.stream)
+            self._frozen[bounds] = ForwardPass(self._layers, given, self.memory)
             LOG.debug("%s: CUDA graph for %s", self.name, bounds)
         return self._frozen[bounds]
 
     def _training_pass(self, bounds: Bounds, given: LayerInput) -> TrainingPass:
         if self.sync is not None:
             self.sync.before_forward()
-        shape = given.hidden.shape
-        slot = next((one for one in self.slots if not one.in_use and one.hidden.shape == shape), None)
-        if slot is None:
-            self.slots.append(slot := Slot(given.hidden))
-        graphs = slot.passes.get((self.decoder, bounds))
+        slot, key = self.memory.free_slot(given.hidden), (self.decoder, bounds)
+        graphs = slot.passes.get(key)
         if graphs is None or not graphs.fits(self._trained):
             after = self.sync.after_backward if self.sync else None
-            layers = self.decoder, self._layers
-            graphs = TrainingPass(*layers, self._trained, given, slot, self.stream, after)
-            slot.passes[self.decoder, bounds] = graphs
-            LOG.debug("%s: CUDA graphs for %s, slot %d", self.name, bounds, self.slots.index(slot))
+            layers = self.decoder, self._layers, self._trained
+            graphs = slot.passes[key] = TrainingPass(*layers, given, slot, self.memory, after)
+            LOG.debug("%s: CUDA graphs for %s", self.name, bounds)
         return graphs
 
     def _layers(self, given: LayerInput) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,17 +40,46 @@ class LayerInput:
 Layers = Callable[[LayerInput], Tensor]  # -> [t(/tp), 1, h]
 
 
-class ForwardPass:
-    """The layers of a frozen model, without autograd.
+@dataclass(eq=False)
+class GraphMemory:
+    """Memory that the graphs of a process share. They run one after another, all on one stream.
 
-    All passes of one pool and shape share `hidden`, the hidden state before and after the layers.
+    `scratch` holds what lives within one graph. What lives from the forward to the backward of a micro-batch
+    is in a slot.
     """
 
-    def __init__(
-        self, layers: Layers, example: LayerInput, hidden: Tensor, pool: Any, stream: torch.cuda.Stream
-    ):
-        self._input = example.fixed(hidden)
-        with graph_safe_random_states() as generators, captured(pool, stream, generators) as self._graph:
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)  # captures, and never runs a graph
+    scratch: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    slots: list[Slot] = field(default_factory=list)
+    hidden: dict[torch.Size, Tensor] = field(default_factory=dict)  # before and after frozen layers, by shape
+
+    def free_slot(self, example: Tensor) -> Slot:
+        """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
+        fitting = (one for one in self.slots if not one.in_use and one.hidden.shape == example.shape)
+        slot = next(fitting, None)
+        if slot is None:
+            self.slots.append(slot := Slot(example))
+        return slot
+
+    def hidden_like(self, example: Tensor) -> Tensor:
+        """Return the tensor [t(/tp), 1, h] for hidden states like `example` of frozen layers."""
+        if example.shape not in self.hidden:
+            self.hidden[example.shape] = torch.empty_like(example)
+        return self.hidden[example.shape]
+
+    def release(self) -> None:
+        """Drop the slots and their graphs."""
+        self.slots.clear()
+        self.hidden.clear()
+
+
+class ForwardPass:
+    """The layers of a frozen model, without autograd."""
+
+    def __init__(self, layers: Layers, example: LayerInput, memory: GraphMemory):
+        hidden = memory.hidden_like(example.hidden)
+        self._input, place = example.fixed(hidden), (memory.scratch, memory.stream)
+        with graph_safe_random_states() as generators, captured(*place, generators) as self._graph:
             hidden.copy_(layers(self._input))
 
     def run(self, given: LayerInput) -> Tensor:
@@ -63,8 +92,8 @@ class ForwardPass:
 class Slot:
     """Memory of one micro-batch between its forward and its backward, and the graphs that use it.
 
-    The graphs are those of different model parts, and of packs with different bounds. They share the memory
-    of activations, because only one of them is between its forward and its backward.
+    The graphs are those of different model parts, and of packs with different bounds. Only one of them is
+    between its forward and its backward.
     """
 
     def __init__(self, example: Tensor):  # [t(/tp), 1, h]
@@ -93,17 +122,17 @@ class TrainingPass:
         parameters: Mapping[str, nn.Parameter],  # those of `module` that are trained
         example: LayerInput,
         slot: Slot,
-        stream: torch.cuda.Stream,
+        memory: GraphMemory,
         after_backward: Callable[[], None] | None = None,
     ):
         self._slot, self._addresses, self._after_backward = slot, addresses(parameters), after_backward
         self._input = example.fixed(slot.hidden)
         stand_ins = {name: _stand_in(parameter) for name, parameter in parameters.items()}
         with graph_safe_random_states() as generators, _replaced(module, stand_ins):
-            with captured(slot.pool, stream, generators) as self._forward:
+            with captured(slot.pool, memory.stream, generators) as self._forward:
                 output = layers(self._input)
                 slot.output.copy_(output.detach())
-            with captured(slot.pool, stream, generators) as self._backward:
+            with captured(memory.scratch, memory.stream, generators) as self._backward:
                 output.backward(slot.output_gradient)
                 _add_to_main(stand_ins.values())
                 slot.hidden_gradient.copy_(slot.hidden.grad)
