@@ -27,7 +27,7 @@ from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
 from mkd.parallel.state_links import StateLinks
-from mkd.plan.advice.cuda_graphs import graphed_models
+from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.resolve.model_source import ModelSource
@@ -84,7 +84,8 @@ def build_engine(
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda:
-        graph_layers(stages, context, *graphed_models(plan.facts))
+        graphs = planned_graphs(plan.forecast)
+        graph_layers(stages, context, graphs.student, graphs.teachers)
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)

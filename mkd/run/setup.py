@@ -45,6 +45,7 @@ from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_s
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
 from mkd.run.read_texts import describe_texts, read_texts
+from mkd.train.layer_graphs import graph_bytes
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
@@ -250,4 +251,5 @@ def build_reporter(
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
+        graph_bytes=partial(graph_bytes, engine.stages),
     )

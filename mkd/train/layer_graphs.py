@@ -58,3 +58,9 @@ def graph_layers(
                 name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
                 teacher.graphs = GraphedDecoder(teacher.decoder, name, teacher.rotary_pos_emb, memory)
                 context.before_close.append(teacher.graphs.release)
+
+
+def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:
+    """Return the bytes that graphs of this process keep; see `graph_layers` for `stages`."""
+    models = [model for wrapped in stages for model in (wrapped.module.student, *wrapped.module.teachers)]
+    return max((one.graphs.memory.kept_bytes for one in models if one.graphs is not None), default=0)

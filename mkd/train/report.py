@@ -50,6 +50,7 @@ class Reporter:
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
+    graph_bytes: Callable[[], int] = lambda: 0  # see mkd.train.layer_graphs
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
@@ -175,11 +176,13 @@ class Reporter:
     def _peak_memory(self) -> dict[str, float]:
         """Return the peak memory of the fullest GPU, by one all-reduce MAX of one number.
 
-        Return nothing on CPUs, where torch does not count memory.
+        Torch does not count what CUDA graphs keep, so that is added. Return nothing on CPUs, where torch does
+        not count memory.
         """
         if not self.context.platform.is_cuda:
             return {}
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)
+        taken = torch.cuda.max_memory_allocated() + self.graph_bytes()
+        peak = torch.tensor(taken / 2**30, device=self.context.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return {"peak_memory_gib": peak.item()}
 

@@ -22,7 +22,7 @@ WARM_UPS = 1  # packs that run without graphs first: libraries choose kernels an
 
 
 class ParameterSync(Protocol):
-    """What DDP does for parameters whose modules and hooks do not run."""
+    """The work of DDP for parameters whose modules and hooks do not run."""
 
     def before_forward(self) -> None:
         """Wait until the parameters have their values."""
@@ -89,7 +89,8 @@ class GraphedDecoder:
 
     def _takes(self, packed: PackedDocuments, bounds: Bounds) -> bool:
         trains = bool(self._trained)
-        is_pack = packed.token_positions is None and packed.cu_seqlens_q is packed.cu_seqlens_q_padded
+        by_row = (packed.token_positions, packed.positions, packed.query_factors, packed.documents_of_tokens)
+        is_pack = packed.cu_seqlens_q is packed.cu_seqlens_q_padded and all(one is None for one in by_row)
         fits_mode = (
             torch.is_grad_enabled() and self.decoder.training if trains else not torch.is_grad_enabled()
         )
@@ -100,16 +101,16 @@ class GraphedDecoder:
         """Return the graphs for a pack. If there are none, make them; None if they cannot be made."""
         try:
             return self._training_pass(bounds, given) if self._trained else self._forward_pass(bounds, given)
-        except RuntimeError as error:
-            cause, with_traceback = str(error).splitlines()[0], LOG.isEnabledFor(logging.DEBUG)
-            LOG.warning("%s goes on without CUDA graphs: %s", self.name, cause, exc_info=with_traceback)
+        except Exception as error:  # of torch, NCCL or Transformer Engine: a run goes on without graphs
+            cause, in_full = (str(error) or repr(error)).splitlines()[0], LOG.isEnabledFor(logging.DEBUG)
+            LOG.warning("%s goes on without CUDA graphs: %s", self.name, cause, exc_info=in_full)
             self.is_on = False
             return None
 
     def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:
         if bounds not in self._frozen:
             self._frozen[bounds] = ForwardPass(self._layers, given, self.memory)
-            LOG.debug("%s: CUDA graph for %s", self.name, bounds)
+            LOG.info("CUDA graph of %s: packs of %s", self.name, bounds)
         return self._frozen[bounds]
 
     def _training_pass(self, bounds: Bounds, given: LayerInput) -> TrainingPass:
@@ -121,7 +122,7 @@ class GraphedDecoder:
             after = self.sync.after_backward if self.sync else None
             layers = self.decoder, self._layers, self._trained
             graphs = slot.passes[key] = TrainingPass(*layers, given, slot, self.memory, after)
-            LOG.debug("%s: CUDA graphs for %s", self.name, bounds)
+            LOG.info("CUDA graphs of %s: packs of %s", self.name, bounds)
         return graphs
 
     def _layers(self, given: LayerInput) -> Tensor:

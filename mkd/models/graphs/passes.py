@@ -18,22 +18,23 @@ from mkd.models.packed import PackedDocuments
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What the layers of a part read: one pack's hidden state, rotary angles and borders."""
+    """Input of the layers of a part: one pack's hidden state, rotary angles and borders."""
 
     hidden: Tensor  # [t(/tp), 1, h]
-    angles: Tensor  # see rope.py
+    angles: Tensor | None  # see rope.py
     packed: PackedDocuments  # within bounds; see `bounds.filled`
 
     def fixed(self, hidden: Tensor) -> LayerInput:
         """Return a copy that graphs read, with `hidden` in the place of the hidden state."""
         borders = self.packed.cu_seqlens_q_padded.clone()
         packed = with_borders(self.packed, borders, self.packed.max_seqlen_q)
-        return LayerInput(hidden, self.angles.clone(), packed)
+        return LayerInput(hidden, None if self.angles is None else self.angles.clone(), packed)
 
     def take(self, other: LayerInput) -> None:
         """Copy the values of another pack with the same bounds."""
         self.hidden.detach().copy_(other.hidden.detach())
-        self.angles.copy_(other.angles)
+        if self.angles is not None:
+            self.angles.copy_(other.angles)
         self.packed.cu_seqlens_q_padded.copy_(other.packed.cu_seqlens_q_padded)
 
 
@@ -52,6 +53,7 @@ class GraphMemory:
     scratch: Any = field(default_factory=torch.cuda.graph_pool_handle)
     slots: list[Slot] = field(default_factory=list)
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)  # before and after frozen layers, by shape
+    kept_bytes: int = 0  # that torch has taken for graphs
 
     def free_slot(self, example: Tensor) -> Slot:
         """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
@@ -67,6 +69,15 @@ class GraphMemory:
             self.hidden[example.shape] = torch.empty_like(example)
         return self.hidden[example.shape]
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the memory that captures in the block take."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        yield
+        torch.cuda.empty_cache()
+        self.kept_bytes += torch.cuda.memory_reserved() - before
+
     def release(self) -> None:
         """Drop the slots and their graphs."""
         self.slots.clear()
@@ -79,7 +90,11 @@ class ForwardPass:
     def __init__(self, layers: Layers, example: LayerInput, memory: GraphMemory):
         hidden = memory.hidden_like(example.hidden)
         self._input, place = example.fixed(hidden), (memory.scratch, memory.stream)
-        with graph_safe_random_states() as generators, captured(*place, generators) as self._graph:
+        with (
+            memory.counted(),
+            graph_safe_random_states() as generators,
+            captured(*place, generators) as self._graph,
+        ):
             hidden.copy_(layers(self._input))
 
     def run(self, given: LayerInput) -> Tensor:
@@ -128,7 +143,7 @@ class TrainingPass:
         self._slot, self._addresses, self._after_backward = slot, addresses(parameters), after_backward
         self._input = example.fixed(slot.hidden)
         stand_ins = {name: _stand_in(parameter) for name, parameter in parameters.items()}
-        with graph_safe_random_states() as generators, _replaced(module, stand_ins):
+        with memory.counted(), graph_safe_random_states() as generators, _replaced(module, stand_ins):
             with captured(slot.pool, memory.stream, generators) as self._forward:
                 output = layers(self._input)
                 slot.output.copy_(output.detach())

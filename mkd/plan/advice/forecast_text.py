@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mkd.human import counted, duration, floating_point, gpu_hours, milliseconds, number, size
+from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.forecast import MOST_PLANNED, Forecast
 from mkd.plan.models.model_shape import ModelShape
@@ -16,7 +17,7 @@ def describe_forecast(forecast: Forecast) -> str:
     """Return batch, layouts, times and memory as a few lines."""
     lines = [forecast.batch.equation(), *_layouts(forecast), *_features(forecast), *parameters(forecast)]
     lines += [*_padded_attention(forecast), *_times(forecast)]
-    return "\n".join([*lines, forecast.memory().describe()])
+    return "\n".join([*lines, forecast.memory().describe(), planned_graphs(forecast).describe()])
 
 
 def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
@@ -35,6 +36,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
             f"predicted on H200: {milliseconds(step_ms)} a step, {duration(steps * step_ms / 1000)} for "
             f"{counted(steps, 'step')}; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"
         )
+        lines.append(planned_graphs(forecast).describe())
     return lines
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
 from mkd.human import milliseconds, number
+from mkd.plan.advice.cuda_graphs import PlannedGraphs, planned_graphs
 from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
@@ -43,7 +44,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         ahead = f"{FLAG} {forecast.states_ahead}"
         times = f"a step takes {milliseconds(pipeline_ms)} instead of {milliseconds(behind_ms)}"
         yield f"note: {ahead} is slower than {FLAG} 0 here: {times}"
-    fast_ms, slow_ms = kernel_start_ms(forecast.facts)
+    fast_ms, slow_ms = kernel_start_ms(forecast.facts, planned_graphs(forecast))
     if forecast.config.training.bf16 and slow_ms > pipeline_ms:
         fast_ms, slow_ms = fast_ms * forecast.updates, slow_ms * forecast.updates
         is_divided = forecast.config.parallel.tensor_model_parallel_size > 1
@@ -55,11 +56,11 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         )
 
 
-def kernel_start_ms(facts: RunFacts) -> tuple[float, float]:
+def kernel_start_ms(facts: RunFacts, graphs: PlannedGraphs) -> tuple[float, float]:
     """Return how many ms the busiest rank's CPU starts an update's kernels, (fastest, slowest).
 
-    Predicted times of steps leave it out: it varies by the machine, and shows only where it is longer than
-    the kernels run.
+    Those of layers that run as CUDA graphs do not count. Predicted times of steps leave it out: it varies by
+    the machine, and shows only where it is longer than the kernels run.
     """
     config, (student, teachers) = facts.config, facts.layouts
     is_divided = config.parallel.tensor_model_parallel_size > 1
@@ -67,8 +68,9 @@ def kernel_start_ms(facts: RunFacts) -> tuple[float, float]:
 
     def rank_ms(rank: int, speed: int) -> float:
         forward, training = FORWARD_MS[is_divided][speed], TRAINING_MS[is_divided][speed]
-        of_teachers = sum(sum(one.layers[rank :: one.pipeline_parallel]) for one in teachers)
-        of_student = sum(student.layers[rank :: student.pipeline_parallel])
+        eager = [one for one, graphed in zip(teachers, graphs.teachers, strict=True) if not graphed]
+        of_teachers = sum(sum(one.layers[rank :: one.pipeline_parallel]) for one in eager)
+        of_student = 0 if graphs.student else sum(student.layers[rank :: student.pipeline_parallel])
         return of_student * (training + again * forward) + of_teachers * forward
 
     ranks = range(student.pipeline_parallel)

@@ -7,9 +7,10 @@ Not counted: fragmentation of torch's allocator (a few percent of what it reserv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import accumulate
 
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
@@ -88,6 +89,17 @@ def predict_memory(
     residency = optimizer_residency or facts.config.training.optimizer_residency
     models, ranks = _Models(facts, ahead, residency), range(facts.layouts.student.pipeline_parallel)
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in ranks))
+
+
+def predict_graphs(facts: RunFacts, student: bool, teachers: Sequence[bool]) -> float:
+    """Return the GiB that CUDA graphs keep on the fullest process, beside everything else.
+
+    `student` and `teachers` (each one that runs): does the model run as graphs? The rest of the memory stays
+    as `predict_memory` has it, because packs without graphs run in between.
+    """
+    models = _Models(facts, 0, "device")
+    ranks = range(facts.layouts.student.pipeline_parallel)
+    return max(models.graphs_bytes(rank, student, teachers) for rank in ranks) / GIB
 
 
 def state_bytes(bf16: bool) -> int:
@@ -275,6 +287,23 @@ class _Models:
                 yield alive, layer + (table if stage == last else 0)
                 alive -= kept_by(stage)
                 yield alive, table if stage == 0 else 0
+
+    def graphs_bytes(self, rank: int, student: bool, graphed_teachers: Sequence[bool]) -> int:
+        """Return the bytes that graphs keep: a slot for each micro-batch in flight, and one scratch pool."""
+        layout, own = self.facts.layouts.student, self._student_activations
+        pairs = zip(self.teachers, graphed_teachers, strict=True)
+        graphed = [self._activations(teacher) for teacher, is_on in pairs if is_on]
+        scratch = [one.forward_bytes() + one.hidden_bytes for one in graphed]
+        if not student:
+            return max(scratch, default=0)
+        pipeline, last = layout.pipeline_parallel, len(layout.layers) - 1
+        stages = range(rank, len(layout.layers), pipeline)
+        kept = max(own.part_bytes(_stage_layers(self.student, layout, one), one == last) for one in stages)
+        microbatches = min(self.facts.batch.num_microbatches, 4 * pipeline)
+        tasks = rank_order(rank, pipeline, layout.virtual_stages, microbatches)
+        in_flight = max(accumulate(1 if task.is_forward else -1 for task in tasks))
+        fixed = 4 * own.hidden_bytes  # hidden states around the layers, and their gradients
+        return in_flight * (kept + fixed) + max([own.backward_bytes(), *scratch])
 
     def _bytes_ahead(self) -> int:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""

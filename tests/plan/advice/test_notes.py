@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.human import milliseconds
+from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.advice.notes import kernel_start_ms, plan_notes
 from mkd.plan.forecast import Forecast
 from tests.plan.shapes import STUDENT, TEACHER, config
@@ -71,14 +72,14 @@ def test_a_cpu_that_needs_longer_than_the_gpus_is_named():
     pair = [shape_of(name) for name in ("qwen3-1.7b", "qwen3-8b")]
 
     def estimated(tokens, *more):
-        argv = config(*BASE, "--teacher-hf", "t", "--seq-length", tokens, *more)
+        argv = config(*BASE, "--teacher-hf", "t", "--seq-length", tokens, "--cuda-graphs", "off", *more)
         found = forecast_of(argv, 2, pair[0], pair[1:])
         notes = [*plan_notes(found)]
         if not notes:
             return None
         (text,) = notes
         assert ("tensor parallelism" in text) == ("--tensor-model-parallel-size" in more)
-        fast_ms, slow_ms = kernel_start_ms(found.facts)
+        fast_ms, slow_ms = kernel_start_ms(found.facts, planned_graphs(found))
         assert text.startswith("note: the CPU may be the limit: ")
         assert f" needs {milliseconds(fast_ms)} to {milliseconds(slow_ms)}, estimated" in text
         return fast_ms, slow_ms

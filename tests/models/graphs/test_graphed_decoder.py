@@ -1,0 +1,94 @@
+"""Check which packs a graphed decoder takes, and that a run goes on if no graph can be made."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from mkd.models.graphs import graphed_decoder
+from mkd.models.graphs.graphed_decoder import MOST_BOUNDS, GraphedDecoder
+from mkd.models.graphs.passes import GraphMemory
+from mkd.models.packed import packed_documents
+
+
+class Layers(torch.nn.Module):
+    """In place of a decoder: notes the borders that it is given."""
+
+    pre_process = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.borders = []
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params):
+        self.borders.append(packed_seq_params.cu_seqlens_q.tolist())
+        return hidden_states * self.weight
+
+
+class Replayed:
+    """In place of a pass: a device without graphs cannot make one."""
+
+    def run(self, given):
+        return 10 * given.hidden
+
+
+@pytest.fixture
+def decoder():
+    memory = GraphMemory(stream=None, scratch=None)
+    return GraphedDecoder(Layers(), "the student", lambda packed: None, memory)
+
+
+def pack(*lengths):
+    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return packed_documents(borders, borders, max(lengths), padding_joins_document=True)
+
+
+def run(decoder, *lengths, packed=None):
+    return decoder(torch.ones(sum(lengths), 1, 1), sum(lengths), packed or pack(*lengths))
+
+
+def test_a_pack_runs_within_bounds_first_and_as_graphs_when_its_bounds_come_again(decoder, monkeypatch):
+    made = []
+    monkeypatch.setattr(decoder, "_made", lambda bounds, given: made.append(bounds) or Replayed())
+    assert run(decoder, 300, 212).mean() == 1 and decoder.decoder.borders == [[0, 300, 512, 512, 512]]
+    assert run(decoder, 212, 300).mean() == 10 and len(made) == 1
+    assert len(decoder.decoder.borders) == 1
+
+
+def test_packs_beyond_the_most_bounds_run_with_their_own_borders(decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "_made", lambda bounds, given: Replayed())
+    for number in range(MOST_BOUNDS + 1):
+        for _ in range(3):
+            last = run(decoder, *[2] * 2 ** (2 + number))
+    assert last.mean() == 1 and len(decoder.decoder.borders[-1]) == 2 ** (2 + MOST_BOUNDS) + 1
+    assert run(decoder, *[2] * 4).mean() == 10  # known bounds stay graphs
+
+
+def test_rows_with_values_of_their_own_and_evaluation_run_without_graphs(decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "_made", lambda bounds, given: Replayed())
+    factors = pack(300, 212)
+    factors.query_factors = torch.ones(512, 1, 1, 1)
+    for _ in range(3):
+        assert run(decoder, 300, 212, packed=factors).mean() == 1
+        with torch.no_grad():
+            assert run(decoder, 300, 212).mean() == 1
+    decoder.decoder.eval()
+    for _ in range(3):
+        assert run(decoder, 300, 212).mean() == 1
+
+
+def test_if_no_graph_can_be_made_one_warning_names_the_cause(decoder, monkeypatch, caplog):
+    def fails(bounds, given):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoder, "_training_pass", fails)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            assert run(decoder, 300, 212).mean() == 1
+    (record,) = caplog.records
+    cause = "operation not permitted when stream is capturing"
+    assert record.getMessage() == f"the student goes on without CUDA graphs: {cause}"
+    assert graphed_decoder.WARM_UPS == 1 and not decoder.is_on

@@ -1,0 +1,55 @@
+"""Check which models a plan runs as CUDA graphs, and the memory that it says they keep."""
+
+from __future__ import annotations
+
+from mkd.plan.advice.cuda_graphs import planned_graphs
+from mkd.plan.forecast import Forecast
+from tests.plan.shapes import config
+from tests.run_facts import forecast_of
+from tools.benchmarks.shapes import shape_of
+
+BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--teacher-hf", "t", "--bf16")
+
+
+def graphs(student: str, teacher: str, *argv: str | int, gib: float | None = None):
+    found = forecast_of(config(*BASE, *argv), 4, shape_of(student), [shape_of(teacher)])
+    return planned_graphs(Forecast(found.facts, gib))
+
+
+def test_dense_models_run_as_graphs():
+    found = graphs("qwen3-1.7b", "qwen3-8b", "--seq-length", 2048)
+    assert found.student and found.teachers == (True,)
+    assert (
+        found.describe()
+        == f"layers as CUDA graphs: student, teacher, which keeps {found.kept_gib:.2f} GiB more"
+    )
+
+
+def test_models_whose_layers_cannot_be_graphs_are_named():
+    experts = graphs("qwen3-1.7b", "qwen3-30b-a3b:4")
+    assert experts.student and experts.teachers == (False,)
+    assert experts.describe().endswith("; not teacher: experts wait for the numbers of their tokens")
+    moved = graphs("qwen3-1.7b", "qwen3-8b", "--teacher-residency", "host")
+    assert moved.reasons == (None, "layers that move run one by one")
+    off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
+    assert off.describe() == "layers as CUDA graphs: not student, teacher: --cuda-graphs off"
+    assert off.kept_gib == 0
+
+
+def test_the_student_keeps_the_activations_of_every_micro_batch_in_flight():
+    """The first of 4 pipeline ranks has as many in flight as there are ranks."""
+    layout = ("--pipeline-model-parallel-size", 4, "--global-batch-size")
+    one, eight = (graphs("qwen3-1.7b", "qwen3-8b", *layout, number) for number in (1, 8))
+    assert eight.student and 4 * one.kept_gib > eight.kept_gib > 2.5 * one.kept_gib
+
+
+def test_without_room_the_student_goes_first_and_then_the_teacher():
+    pair = "qwen3-1.7b", "qwen3-8b", "--seq-length", 8192
+    need = forecast_of(config(*BASE, "--seq-length", 8192), 4, *((shape_of(pair[0])), [shape_of(pair[1])]))
+    gib = need.need_gib(0) / 0.95
+    kept = graphs(*pair).kept_gib
+    assert graphs(*pair, gib=gib + 1.1 * kept).student
+    tight = graphs(*pair, gib=gib + 0.3 * kept)
+    assert not tight.student and tight.teachers == (True,) and tight.kept_gib < 0.3 * kept
+    assert tight.describe().endswith("; not student: the memory of the GPU is needed otherwise")
+    assert graphs(*pair, gib=gib).teachers == (False,)
