@@ -9,6 +9,7 @@ from mkd.kinds.loss_card import loss_card
 from mkd.operations.disk import disk_notes
 from mkd.operations.run_folders import describe_saves, save_notes
 from mkd.plan.advice.forecast_text import summarise_forecast
+from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.advice.notes import plan_notes, precision_note
 from mkd.plan.advice.verdict import describe, verdict
 from mkd.resolve.run_plan import Plan
@@ -40,7 +41,9 @@ def brief(plan: Plan, predicts: bool) -> str:
 
 def figures(plan: Plan) -> dict[str, Any]:
     """Return the forecast as JSON values by the metric that each predicts, and as `text`."""
-    return {**plan.forecast.figures(), "text": plan_text(plan)}
+    found = plan.forecast.figures()
+    found["peak_memory_gib"] += planned_graphs(plan.forecast).kept_gib
+    return {**found, "text": plan_text(plan)}
 
 
 def objective(plan: Plan) -> str:

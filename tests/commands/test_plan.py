@@ -44,9 +44,9 @@ def test_plan_without_torch(models):
     assert modules == "[]" and note.startswith("note: this run computes in fp32. ")
     assert re.fullmatch(r"1,000 steps: .*, .* GPU-hours, .* tokens; on disk a checkpoint .*", totals)
     assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batch x 2 data-parallel")
-    assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith(
-        "memory of pipeline rank 1: "
-    )
+    assert plan[1].startswith("student layers by stage: (")
+    assert plan[-2].startswith("memory of pipeline rank 1: ")
+    assert plan[-1].startswith("layers as CUDA graphs: student, teacher, which keeps ")
 
 
 def test_plan_in_less_than_a_second(models):

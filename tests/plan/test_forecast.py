@@ -71,9 +71,8 @@ def test_description():
     assert re.fullmatch(r"with \d+\.\d+ ms of the optimizer's update: \d+ ms", lines[7])
     assert re.match(r"1\.71 PFLOP a step on 4 GPUs: predicted MFU 0\.", lines[8]), lines[8]
     assert lines[9] == "share of the teachers in these FLOPs: 0.591"
-    assert [line.split(":")[0] for line in lines[10:]] == [
-        f"memory of pipeline rank {rank}" for rank in range(4)
-    ]
+    ranks = [f"memory of pipeline rank {rank}" for rank in range(4)]
+    assert [line.split(":")[0] for line in lines[10:]] == [*ranks, "layers as CUDA graphs"]
     alone = describe_forecast(forecast(teachers=()))
     assert "teacher layers" not in alone and "share of the teachers" not in alone
     assert " on 1 GPU: predicted MFU 0." in alone

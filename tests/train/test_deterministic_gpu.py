@@ -75,6 +75,16 @@ def test_same_bits(folder, exported):
     assert train(folder, "again", *MORE) == exported
 
 
+def test_same_bits_without_cuda_graphs(folder, exported):
+    assert train(folder, "eager", *MORE, "--cuda-graphs", "off") == exported
+
+
+def test_same_bits_after_a_resume_with_graphs_of_a_run_without(folder, exported):
+    in_parts = (*MORE, "--save", folder / "saved parts")
+    train(folder, "parts", *in_parts, "--exit-interval", STEPS // 2, "--cuda-graphs", "off")
+    assert train(folder, "parts", *in_parts, "--load", folder / "saved parts") == exported
+
+
 def test_same_bits_after_a_resume(folder, exported):
     in_halves = (*MORE, "--async-save", "--save", folder / "saved halves")
     train(folder, "halves", *in_halves, "--exit-interval", STEPS // 2)
