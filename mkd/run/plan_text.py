@@ -8,8 +8,8 @@ from mkd.kinds.known_kinds import KINDS
 from mkd.kinds.loss_card import loss_card
 from mkd.operations.disk import disk_notes
 from mkd.operations.run_folders import describe_saves, save_notes
-from mkd.plan.advice.forecast_text import summarise_forecast
 from mkd.plan.advice.cuda_graphs import planned_graphs
+from mkd.plan.advice.forecast_text import summarise_forecast
 from mkd.plan.advice.notes import plan_notes, precision_note
 from mkd.plan.advice.verdict import describe, verdict
 from mkd.resolve.run_plan import Plan
