@@ -89,6 +89,19 @@ def grid_groups(sizes: Mapping[str, int], span: Iterable[str]) -> list[list[int]
     return list(groups.values())
 
 
+def peer_ranks(world_size: int, shards: int, peers: int) -> list[list[int]]:
+    """Return the ranks of each group of `peers` processes that hold the same weights.
+
+    They are the nearest ones. `shards` x `peers` divides the processes of a pipeline stage.
+    """
+    block = shards * peers
+    return [
+        list(range(first + shard, first + block, shards))
+        for first in range(0, world_size, block)
+        for shard in range(shards)
+    ]
+
+
 def build_groups(sizes: Sizes, timeout: timedelta) -> ProcessGroupCollection:
     """Create the groups of a grid over all processes. Collective.
 

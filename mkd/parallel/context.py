@@ -14,10 +14,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
-from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
+from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups, peer_ranks
 from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.parallel.zigzag import RowShard
-from mkd.plan.models.peer_groups import peer_ranks, weight_shards
 from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
 from mkd.platform import Platform
 
@@ -240,7 +239,7 @@ class ParallelContext:
         The weights are those of a model of this context. The group is separate from all others, and the same
         at every call with the same ranks. The first call is collective.
         """
-        shards = weight_shards(self.tp.size, self.ep.size if has_experts else 1)
+        shards = (self.sizes if has_experts else replace(self.sizes, expert=1)).weight_shards
         key = "teacher_peers", shards, size
         return self._group(key, peer_ranks(self.world_size, shards, size))
 

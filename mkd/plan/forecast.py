@@ -152,10 +152,8 @@ class Forecast:
     def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
         """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
         element, layers = 2 if self.config.training.bf16 else 4, teacher.shape.layers
-        tensor = self.config.parallel.tensor_model_parallel_size
         copies_ms = {
-            layer: teacher.place.transfer_ms(teacher.layer_bytes(layer, tensor, element))
-            for layer in set(layers)
+            layer: teacher.place.transfer_ms(teacher.layer_bytes(layer, element)) for layer in set(layers)
         }
         return tuple(
             replace(time, forward_ms=max(time.forward_ms, copies_ms[layer]))

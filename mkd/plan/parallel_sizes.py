@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from mkd.config.schema import Config, ParallelConfig
 from mkd.errors import UsageError
 from mkd.human import counted
+from mkd.plan.models.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class Sizes:
         return self.stage // self.expert
 
     @property
+    def weight_shards(self) -> int:
+        """Consecutive processes that hold different weights of a model.
+
+        Processes with the same tensor-parallel and the same expert-parallel rank hold the same weights. Both
+        ranks count from the first process of a pipeline stage: Megatron counts ranks along tensor, context,
+        data, then pipeline parallelism, and for experts along expert parallelism first.
+        """
+        return math.lcm(self.tensor, self.expert)
+
+    @property
     def document_multiple(self) -> int:
         """Tokens that the length of documents and packs is a multiple of: two parts a process of a row."""
         return 2 * self.context if self.context > 1 else 1
@@ -85,3 +97,14 @@ def sizes_of(config: Config, world_size: int) -> Sizes:
             code="world-not-divisible",
         )
     return replace(sizes, data=data)
+
+
+def model_sizes(config: Config, model: ModelShape | None, teacher: int | None = None) -> Sizes:
+    """Return the sizes in the settings for the student, or for the teacher of that number.
+
+    `expert` is 1 for a dense model, and for one whose shape is unknown. A teacher without a setting of its
+    own has the student's.
+    """
+    sizes = Sizes.of(config.parallel)
+    own = None if teacher is None else config.teachers[teacher].expert_model_parallel_size
+    return replace(sizes, expert=(own or sizes.expert) if model and model.moe else 1)

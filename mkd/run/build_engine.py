@@ -103,7 +103,7 @@ def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContex
     """
     contexts = {context.ep.size: context}
     teachers, minutes = plan.facts.planned_teachers, plan.config.parallel.distributed_timeout_minutes
-    sizes = [context.ep.size if one.shape.moe is None else one.expert_parallel for one in teachers]
+    sizes = [context.ep.size if one.shape.moe is None else one.sizes.expert for one in teachers]
     for size in sorted(set(sizes) - contexts.keys()):  # all ranks must make groups in the same order
         contexts[size] = context.with_expert_parallel(size, minutes)
     return [contexts[size] for size in sizes]

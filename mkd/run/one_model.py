@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mkd.config.schema import Config, ParallelConfig, TeacherConfig
+from mkd.config.schema import Config, TeacherConfig
 from mkd.data.images.conversation import image_reader
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
@@ -46,7 +46,7 @@ class ModelPlan:
 
     def join(self, platform: Platform) -> ParallelContext:
         """Join the process group in the model's layout. Collective."""
-        return join(self.config.parallel, self.model.virtual_stages, platform, self.model.expert_parallel)
+        return join(self.config, self.model.sizes, self.model.virtual_stages, platform)
 
     def build(self, context: ParallelContext) -> list[LanguageModel]:
         """Build this rank's parts of the model, with their weights."""
@@ -81,16 +81,14 @@ def plan_model(
     return ModelPlan(model, source)
 
 
-def join(
-    parallel: ParallelConfig, stages: int, platform: Platform, expert_parallel: int = 1
-) -> ParallelContext:
+def join(config: Config, sizes: Sizes, stages: int, platform: Platform) -> ParallelContext:
     """Join the process group with `stages` virtual stages on each pipeline rank. Collective."""
     return ParallelContext.create(
         platform,
-        replace(Sizes.of(parallel), expert=expert_parallel),
+        sizes,
         virtual_stages=stages,
         # Wait longer than the watchdog, whose report says more.
-        timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,
+        timeout_minutes=config.parallel.distributed_timeout_minutes + MARGIN_S / 60,
     )
 
 

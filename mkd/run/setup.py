@@ -61,7 +61,7 @@ def build_run(
 ) -> Run:
     """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
-    context = join(config.parallel, plan.facts.virtual_stages, platform, plan.facts.pair.expert_parallel)
+    context = join(config, plan.facts.pair.sizes, plan.facts.virtual_stages, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     watchdog.meet_peers()  # as early as ranks can talk: from here on a killed rank is noticed
     phases = Phases(watchdog)

@@ -80,8 +80,7 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
 
     config = load_config(argv).config
     plan = plan_run(config, dist.get_world_size())
-    expert_parallel = config.parallel.expert_model_parallel_size
-    context = join(config.parallel, plan.facts.virtual_stages, detect(), expert_parallel)
+    context = join(config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     data, _ = build_data(plan, context)
     engine, _ = build_engine(plan, context)
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(folder / "student"))

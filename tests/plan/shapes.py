@@ -10,6 +10,7 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.activations import Activations
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.cost import DOCUMENT_LENGTH, PairCost, pair_cost
 from mkd.plan.times.layer_time import Rates, WorkTime
 from tests.run_facts import facts_of
@@ -135,7 +136,8 @@ def equal_layers(num_layers: int, teachers: tuple[tuple[int, float], ...], head_
 
 
 def student_activations(*flags) -> Activations:
-    return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)
+    settings = config(*flags)
+    return Activations(settings, STUDENT, 2, SEQ_LENGTH, Sizes.of(settings.parallel))
 
 
 def cost_of(

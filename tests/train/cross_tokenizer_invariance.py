@@ -101,8 +101,7 @@ def build(layout: Layout, files: Path, loss: str):
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
-    parallel = plan.config.parallel
-    context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
     packs, _ = open_datasets(

@@ -216,8 +216,7 @@ def build_layout(layout: Layout, argv: list[str]):
     from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(argv).config, layout.ranks)
-    parallel = plan.config.parallel
-    context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     engine, state = build_engine(plan, context)
     batches = microbatches(layout, context, len(engine.teachers))
     return engine, state, [batch.to(context.device) for batch in batches]

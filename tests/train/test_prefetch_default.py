@@ -206,7 +206,7 @@ def has_prefetch(arguments: list[str], small: int) -> bool:
     from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(arguments).config, torch.distributed.get_world_size())
-    context = join(plan.config.parallel, plan.facts.virtual_stages, detect(), 1)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     engine, _ = build_engine(replace(plan, gpu_gib=1e-3 if context.rank == small else 1e3), context)
     return engine.schedule.prefetch is not None
 

@@ -86,8 +86,7 @@ def train_whole_and_split(layout: Layout, student, teacher, peers: int) -> None:
     loaded = ("--teacher-load", str(teacher / "megatron")) if "Megatron" in layout.name else ()
     for more in (loaded, (*loaded, *PEERS[peers])):
         plan = plan_run(load_config(layout.with_flags(more).argv(student, teacher)).config, layout.ranks)
-        parallel = plan.config.parallel
-        context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
+        context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
         engine, state = build_engine(plan, context)
         at_rest.append(bytes_at_rest(engine))
         results.append(trained(engine, state, microbatches(layout, context)))

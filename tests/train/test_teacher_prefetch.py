@@ -40,7 +40,7 @@ def build(layout: Layout, argv: list[str]):
     from mkd.run.plan_run import plan_run
 
     plan = plan_run(load_config(argv).config, layout.ranks)
-    context = join(plan.config.parallel, plan.facts.virtual_stages, detect(), 1)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     engine, state = build_engine(plan, context)
     return engine, state.models, microbatches(layout, context, len(engine.teachers))
 

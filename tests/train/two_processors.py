@@ -136,7 +136,7 @@ def build(layout: Layout, student: Path, teacher: Path):
     config = load_config([*argv, "--data-cache-path", str(student / "cache")]).config
     plan = plan_run(config, layout.ranks)
     parallel = plan.config.parallel
-    context = join(parallel, plan.facts.virtual_stages, detect(), parallel.expert_model_parallel_size)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
     packs, _ = open_datasets(
         data_path=[str(student / "chats.jsonl")],

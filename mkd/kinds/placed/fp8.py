@@ -60,12 +60,10 @@ class Fp8(Precision):
     def product_time(self) -> float:
         return PRODUCT_TIME[self.fp8_recipe]
 
-    def layer_bytes(
-        self, shape: ModelShape, layer: LayerShape, tensor_parallel: int, expert_parallel: int, element: int
-    ) -> int:
-        fp8 = product_parameters(shape, layer, tensor_parallel)
+    def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
+        fp8 = product_parameters(shape, layer, sizes)
         scales = 4 * fp8 // BLOCK**2 if self.fp8_recipe == "blockwise" else 0
-        whole = super().layer_bytes(shape, layer, tensor_parallel, expert_parallel, element)
+        whole = super().layer_bytes(shape, layer, sizes, element)
         return fp8 + scales + whole - fp8 * element
 
     def label(self, bf16: bool) -> str:

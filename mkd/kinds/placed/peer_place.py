@@ -10,8 +10,7 @@ from mkd.errors import UsageError, collect_error
 from mkd.kinds.placed.choice import flag_of
 from mkd.kinds.placed.place import Place
 from mkd.plan.facts import RunFacts
-from mkd.plan.models.expert_parallel import expert_parallel_size
-from mkd.plan.models.peer_groups import weight_shards
+from mkd.plan.parallel_sizes import model_sizes
 from mkd.plan.times.hardware import GATHER_BYTES_PER_MS
 
 if TYPE_CHECKING:  # they load torch
@@ -100,10 +99,10 @@ def _shards(facts: RunFacts, index: int) -> tuple[int, str]:
     A teacher whose shape is unknown counts as dense.
     """
     shape = next((model.shape for model in facts.models if model.teacher == index), None)
-    tensor = facts.config.parallel.tensor_model_parallel_size
-    experts = 1 if shape is None else expert_parallel_size(facts.config, shape, index)
-    divided_by = f"tensor parallel {tensor}" + (f" and expert parallel {experts}" * (experts > 1))
-    return weight_shards(tensor, experts), divided_by
+    sizes = model_sizes(facts.config, shape, index)
+    divided_by = f"tensor parallel {sizes.tensor}"
+    divided_by += f" and expert parallel {sizes.expert}" * (sizes.expert > 1)
+    return sizes.weight_shards, divided_by
 
 
 def _fitting(flag: str, processes: int) -> str:

@@ -11,6 +11,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.kinds.placed.choice import Choice
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import layer_parameters
+from mkd.plan.parallel_sizes import Sizes
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.fp8_weights import Fp8Weights
@@ -34,11 +35,9 @@ class Precision(Choice):
         """Time of a product over the time in the run's precision."""
         return 1.0
 
-    def layer_bytes(
-        self, shape: ModelShape, layer: LayerShape, tensor_parallel: int, expert_parallel: int, element: int
-    ) -> int:
+    def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""
-        return layer_parameters(shape, layer, tensor_parallel, expert_parallel).total * element
+        return layer_parameters(shape, layer, sizes).total * element
 
     def label(self, bf16: bool) -> str:
         """Return the precision as the description of stored predictions has it."""

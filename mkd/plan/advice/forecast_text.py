@@ -55,9 +55,9 @@ def _features(forecast: Forecast) -> Iterator[str]:
 
 def models(forecast: Forecast) -> Iterator[tuple[str, ModelShape, int]]:
     """Yield the role, the shape and the expert parallelism of each model."""
-    yield "student", forecast.student, forecast.facts.pair.expert_parallel
+    yield "student", forecast.student, forecast.facts.pair.sizes.expert
     for teacher in forecast.teachers:
-        yield teacher.role, teacher.shape, teacher.expert_parallel
+        yield teacher.role, teacher.shape, teacher.sizes.expert
 
 
 def parameters(forecast: Forecast) -> Iterator[str]:

@@ -9,9 +9,9 @@ from mkd.errors import UsageError
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.plan.layout import STUDENT_FLAG
-from mkd.plan.models.expert_parallel import expert_parallel_size
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import PlannedModel
+from mkd.plan.parallel_sizes import model_sizes
 
 STUDENT = "--expert-model-parallel-size"
 RECOMPUTED = ("core_attn", "moe", "mixer")  # parts that selective recomputation knows
@@ -81,7 +81,7 @@ def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
 def _spread(facts: RunFacts, model: PlannedModel, num_experts: int) -> Iterator[UsageError]:
     config, parallel = facts.config, facts.config.parallel
     student_has_experts = facts.student is not None and facts.student.moe is not None
-    size = expert_parallel_size(config, model.shape, model.teacher)
+    size = model_sizes(config, model.shape, model.teacher).expert
     of_stage, rest = divmod(facts.world_size, parallel.pipeline_model_parallel_size)
     fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and of_stage % n == 0]
     inherits = model.teacher is not None and not config.teachers[model.teacher].expert_model_parallel_size

@@ -13,9 +13,9 @@ from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges,
 from mkd.plan.checks.vision_limits import first_part_problems
 from mkd.plan.facts import RunFacts, RunKind
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.models.expert_parallel import expert_parallel_size
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import PlannedModel, one_layout
+from mkd.plan.parallel_sizes import Sizes, model_sizes
 
 READ_BY_A_MODEL = (
     *SHARDS,
@@ -87,9 +87,9 @@ class ModelAlone:
         return planned
 
     @property
-    def expert_parallel(self) -> int:
-        """Processes that share its experts. Its shape must be known."""
-        return expert_parallel_size(self.config, self.planned.shape, self.teacher)
+    def sizes(self) -> Sizes:
+        """Processes along each axis. Its shape must be known."""
+        return model_sizes(self.config, self.planned.shape, self.teacher)
 
     @property
     def virtual_stages(self) -> int:

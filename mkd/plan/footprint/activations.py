@@ -53,18 +53,13 @@ class Activations:
     shape: ModelShape
     element: int  # bytes of an activation
     seq_length: int  # tokens of a pack
-    expert_parallel: int = 1  # processes that share the experts
+    sizes: Sizes  # processes along each axis
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on this context-parallel process."""
         tokens = self.config.training.micro_batch_size * self.seq_length
         return tokens // self.sizes.context
-
-    @property
-    def sizes(self) -> Sizes:
-        """Processes along each axis."""
-        return Sizes.of(self.config.parallel)
 
     @property
     def is_sharded(self) -> bool:
@@ -144,7 +139,7 @@ class Activations:
         rows = self._expert_rows(moe)
         kept = rows * (self.shape.hidden_size + 3 * moe.ffn_hidden_size) * self.element + rows * ROW_BYTES
         kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
-        kept += moe.biases * rows * moe.num_experts // self.expert_parallel * self.element
+        kept += moe.biases * rows * moe.num_experts // self.sizes.expert * self.element
         return kept + 3 * self._ffn_bytes(moe.shared_ffn_hidden_size)
 
     def _expert_rows(self, moe: MoEShape) -> int:
@@ -235,5 +230,5 @@ class Activations:
             weight = 2 * hidden * layer.ffn_hidden_size // tensor * self.element
             return 2 * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
-        weights = moe.num_experts // self.expert_parallel * 2 * hidden * ffn * self.element
+        weights = moe.num_experts // self.sizes.expert * 2 * hidden * ffn * self.element
         return max(rows * 3 * hidden, rows * max(hidden + 2 * ffn, 3 * ffn) + weights)

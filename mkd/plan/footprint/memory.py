@@ -22,7 +22,6 @@ from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import Parameters, stage_parameters
-from mkd.plan.models.peer_groups import weight_shards
 from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
 from mkd.plan.parallel_sizes import Sizes
@@ -152,27 +151,27 @@ class _Models:
     @property
     def vocab_rows(self) -> int:
         """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
-        tensor = self.config.parallel.tensor_model_parallel_size
+        tensor = self.sizes.tensor
         return max(shape.padded_vocab_size(tensor) for shape in self.facts.pair.same_tokens) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
         """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
-        tensor = self.config.parallel.tensor_model_parallel_size
+        tensor = self.sizes.tensor
         own = -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
         return max(self.vocab_rows, own)
 
     def _activations(self, teacher: Teacher) -> Activations:
-        sizes = self.element, teacher.seq_length, teacher.expert_parallel
-        return Activations(self.config, teacher.shape, *sizes)
+        return Activations(self.config, teacher.shape, self.element, teacher.seq_length, teacher.sizes)
 
     @property
     def _student_activations(self) -> Activations:
-        sizes = self.element, self.config.training.seq_length, self.facts.pair.expert_parallel
-        return Activations(self.config, self.student, *sizes)
+        seq_length = self.config.training.seq_length
+        return Activations(self.config, self.student, self.element, seq_length, self.sizes)
 
     def rank_memory(self, rank: int) -> RankMemory:
-        sizes = self.vocab_rows, self.facts.pair.expert_parallel
-        learned = self._parameters(self.student, self.facts.layouts.student, rank, *sizes)
+        layout = self.facts.layouts.student
+        layers, ends = _rank_layers(self.student, layout, rank), _ends(layout, rank)
+        learned = stage_parameters(self.student, layers, self.sizes, self.vocab_rows, *ends)
         teachers = zip(self.teachers, self.facts.layouts.teachers, strict=True)
         frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
         own_frozen = 0
@@ -200,7 +199,7 @@ class _Models:
     @property
     def sizes(self) -> Sizes:
         """Processes along each axis, for the student's experts."""
-        return replace(self.facts.sizes, expert=self.facts.pair.expert_parallel)
+        return replace(self.facts.pair.sizes, data=self.facts.sizes.data)
 
     def _optimizer_bytes(self, learned: Parameters) -> float:
         """Return the bytes of the optimizer state of a process that learns these parameters.
@@ -216,37 +215,28 @@ class _Models:
 
     def _group_sizes(self) -> list[int]:
         """Return the sizes of the groups that communicate, those of experts and peers included."""
-        tensor = self.sizes.tensor
-        sizes = [tensor, self.sizes.pipeline, self.sizes.copies]
+        sizes = [self.sizes.tensor, self.sizes.pipeline, self.sizes.copies]
         if self.student.moe:
             sizes.append(self.sizes.expert_copies)
-        sizes += sorted({self.facts.pair.expert_parallel, *(one.expert_parallel for one in self.teachers)})
-        groups = {(weight_shards(tensor, one.expert_parallel), one.place.processes) for one in self.teachers}
+        sizes += sorted({self.sizes.expert, *(one.sizes.expert for one in self.teachers)})
+        groups = {(one.sizes.weight_shards, one.place.processes) for one in self.teachers}
         return sizes + [processes for _, processes in groups]
-
-    def _parameters(
-        self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, expert_parallel: int
-    ) -> Parameters:
-        """Count the parameters of one process."""
-        tensor, ends = self.config.parallel.tensor_model_parallel_size, _ends(layout, rank)
-        layers = _rank_layers(shape, layout, rank)
-        return stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
 
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the bytes of a teacher's weights on the device of one process.
 
         Embedding and head always stay there.
         """
-        tensor, shape = self.config.parallel.tensor_model_parallel_size, teacher.shape
+        tensor, shape = teacher.sizes.tensor, teacher.shape
         rows, beside = self.vocab_rows, 0
         if teacher.is_cross_tokenizer:
             rows = shape.padded_vocab_size(tensor) // tensor
             shape = replace(shape, tie_word_embeddings=False)  # its embedding has its own padding
             has_head = rank == layout.pipeline_parallel - 1
             beside = has_head * (self._head_rows(teacher) - rows) * shape.hidden_size
-        ends = stage_parameters(shape, (), tensor, rows, *_ends(layout, rank)).total + beside
+        ends = stage_parameters(shape, (), teacher.sizes, rows, *_ends(layout, rank)).total + beside
         layers = _rank_layers(shape, layout, rank)
-        sizes = [teacher.layer_bytes(layer, tensor, self.element) for layer in layers]
+        sizes = [teacher.layer_bytes(layer, self.element) for layer in layers]
         return ends * self.element + teacher.place.device_bytes(sizes)
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:

@@ -4,8 +4,7 @@ model_shape.py       the shape of a model, from its config.json
 parameters.py        parameters of models and processes
 flops.py             floating-point operations of models
 towers.py            vision towers: parameters, time and memory
-expert_parallel.py   expert parallelism of each model
-peer_groups.py       which processes split a teacher
+placement.py         the decoder layers of a teacher: their place and precision
 planned_models.py    student and teachers with their layouts
 planned_teachers.py  the teachers of a run with their settings, and the student beside them
 """

@@ -14,6 +14,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.flops import expert_parameters, projection_parameters
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.towers import tower_parameters
+from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
 
 ADAM_BYTES = 8  # two fp32 moments of a parameter
 MASTER_BYTES = 4  # the fp32 copy of a bf16 one
@@ -40,7 +41,7 @@ def model_parameters(shape: ModelShape) -> Parameters:
 
     A head that is tied to the embedding counts once.
     """
-    text = stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
+    text = stage_parameters(shape, shape.layers, ONE_PROCESS, shape.vocab_size, True, True)
     return text + Parameters(tower_parameters(shape).total)
 
 
@@ -67,51 +68,44 @@ def active_parameters(shape: ModelShape) -> int:
 
 
 def stage_parameters(
-    shape: ModelShape,
-    layers: Sequence[LayerShape],
-    tensor_parallel: int,
-    vocab_rows: int,
-    *ends: bool,
-    expert_parallel: int = 1,
+    shape: ModelShape, layers: Sequence[LayerShape], sizes: Sizes, vocab_rows: int, *ends: bool
 ) -> Parameters:
     """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
 
-    Vision towers do not count. Attention groups are padded to a multiple of `tensor_parallel`. Each embedding
-    or head holds `vocab_rows` rows.
+    Vision towers do not count. Attention groups are padded to a multiple of `sizes.tensor`. Each embedding or
+    head holds `vocab_rows` rows.
     """
     is_first, is_last = ends
     tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
     of_ends = Parameters((tables * vocab_rows + is_last) * shape.hidden_size)
-    of_layers = (layer_parameters(shape, layer, tensor_parallel, expert_parallel) for layer in layers)
+    of_layers = (layer_parameters(shape, layer, sizes) for layer in layers)
     return sum(of_layers, start=of_ends)
 
 
-def layer_parameters(
-    shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1, expert_parallel: int = 1
-) -> Parameters:
+def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Parameters:
     """Count the parameters of one decoder layer on one process."""
-    hidden, groups = shape.hidden_size, shape.padded_query_groups(tensor_parallel) // tensor_parallel
+    hidden, groups = shape.hidden_size, shape.padded_query_groups(sizes.tensor) // sizes.tensor
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    dense = projection_parameters(shape, layer, tensor_parallel) + hidden * (2 + 2 * layer.post_norms)
+    dense = projection_parameters(shape, layer, sizes.tensor) + hidden * (2 + 2 * layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
     dense += 2 * shape.head_dim * layer.qk_norm + groups * shape.heads_per_group * layer.attention_sinks
     if layer.mla is not None:
         dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     if layer.mixer is not None:
         of_blocks = layer.mixer.kernel_size * layer.mixer.convolved_width + 2 * layer.mixer.value_heads
-        dense += of_blocks // tensor_parallel + layer.mixer.value_dim
+        dense += of_blocks // sizes.tensor + layer.mixer.value_dim
     moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
     if moe is not None:
         width = moe.shared_ffn_hidden_size
         dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
         dense += moe.shared_gate * hidden
-        experts = moe.num_experts // expert_parallel * expert_parameters(shape, moe)
-    ffn = width // tensor_parallel
+        experts = moe.num_experts // sizes.expert * expert_parameters(shape, moe)
+    ffn = width // sizes.tensor
     dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
     return Parameters(dense, experts)
 
 
-def product_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
+def product_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> int:
     """Count the weights of the linear layers of a dense decoder layer on one process."""
-    mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // tensor_parallel
-    return projection_parameters(shape, layer, tensor_parallel) + mlp
+    mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // sizes.tensor
+    return projection_parameters(shape, layer, sizes.tensor) + mlp

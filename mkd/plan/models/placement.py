@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from mkd.config.schema import Config, TeacherConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import Sizes
 
 
 class TeacherPlace(Protocol):
@@ -43,9 +44,7 @@ class TeacherPrecision(Protocol):
     def product_time(self) -> float:
         """Time of a product over the time in the run's precision."""
 
-    def layer_bytes(
-        self, shape: ModelShape, layer: LayerShape, tensor_parallel: int, expert_parallel: int, element: int
-    ) -> int:
+    def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""
 
 

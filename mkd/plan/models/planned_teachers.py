@@ -8,9 +8,9 @@ from functools import cached_property
 
 from mkd.config.schema import Config, TeacherConfig
 from mkd.families.layer_shape import LayerShape
-from mkd.plan.models.expert_parallel import expert_parallel_size
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.placement import TeacherPlace, TeacherPrecision
+from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes, model_sizes
 from mkd.plan.work import Work
 
 
@@ -24,11 +24,11 @@ class Teacher:
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
     place: TeacherPlace  # of its decoder layers
     precision: TeacherPrecision  # of their products
-    expert_parallel: int = 1  # processes that share its experts
+    sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
 
-    def layer_bytes(self, layer: LayerShape, tensor_parallel: int, element: int) -> int:
+    def layer_bytes(self, layer: LayerShape, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""
-        return self.precision.layer_bytes(self.shape, layer, tensor_parallel, self.expert_parallel, element)
+        return self.precision.layer_bytes(self.shape, layer, self.sizes, element)
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Pair:
     work: Work  # what features add
 
     @cached_property
-    def expert_parallel(self) -> int:
-        """Processes that share the student's experts."""
-        return expert_parallel_size(self.config, self.student)
+    def sizes(self) -> Sizes:
+        """Processes along each axis for the student, replicas aside."""
+        return model_sizes(self.config, self.student)
 
     @cached_property
     def same_tokens(self) -> tuple[ModelShape, ...]:
@@ -74,7 +74,7 @@ def plan_teachers(
             is_cross_tokenizer=teacher.xtoken is not None,
             place=place(teacher),
             precision=precision(teacher),
-            expert_parallel=expert_parallel_size(config, shape, index),
+            sizes=model_sizes(config, shape, index),
         )
         for index, (shape, role, teacher) in enumerate(zip(shapes, roles, config.teachers, strict=False))
     )

@@ -78,19 +78,17 @@ def pair_cost(
     rates = rates or Rates.of_precision(training.bf16)
 
     def timer(
-        shape: ModelShape, seq_length: int, expert_parallel: int, matmul: float, product_time: float = 1.0
+        shape: ModelShape, seq_length: int, sizes: Sizes, matmul: float, product_time: float = 1.0
     ) -> ModelTimer:
-        return ModelTimer(
-            config, shape, seq_length, expert_parallel, pair.document_length, rates, matmul, product_time
-        )
+        return ModelTimer(config, shape, seq_length, sizes, pair.document_length, rates, matmul, product_time)
 
-    learning = timer(pair.student, training.seq_length, pair.expert_parallel, rates.student_matmul)
+    learning = timer(pair.student, training.seq_length, pair.sizes, rates.student_matmul)
     matmul = rates.teacher_matmul
     frozen = [
-        timer(one.shape, one.seq_length, one.expert_parallel, matmul, one.precision.product_time)
+        timer(one.shape, one.seq_length, one.sizes, matmul, one.precision.product_time)
         for one in pair.teachers
     ]
-    head_flops = training.micro_batch_size * _head_flops(pair) / Sizes.of(config.parallel).row
+    head_flops = training.micro_batch_size * _head_flops(pair) / pair.sizes.row
     loss_share = 1.0 if pair.student.vision is None else 1 - IMAGE_SHARE
     return PairCost(
         learning.student(num_stages),

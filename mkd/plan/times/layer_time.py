@@ -102,7 +102,7 @@ class ModelTimer:
     config: Config
     shape: ModelShape
     seq_length: int  # tokens of its packs
-    expert_parallel: int  # processes that share its experts
+    sizes: Sizes  # processes along each axis
     document_length: int  # student tokens of a typical document
     rates: Rates
     matmul: float  # TFLOP/s of its products in the run's precision
@@ -167,9 +167,8 @@ class ModelTimer:
     @property
     def collectives(self) -> ModelCollectives:
         """The collectives of the model."""
-        sizes = Sizes.of(self.config.parallel)
-        channel_bytes = self._tokens / sizes.context * self._element
-        return ModelCollectives(sizes, self.config.parallel.sequence_parallel, self.shape, channel_bytes)
+        channel_bytes = self._tokens / self.sizes.context * self._element
+        return ModelCollectives(self.sizes, self.config.parallel.sequence_parallel, self.shape, channel_bytes)
 
     def _forward_ms(self, layer: LayerShape) -> float:
         """Time of forward without collectives."""
@@ -187,12 +186,12 @@ class ModelTimer:
         """Time to add the gradients of the experts of this process to their buffers."""
         if layer.moe is None:
             return 0.0
-        experts = layer.moe.num_experts // self.expert_parallel * expert_parameters(self.shape, layer.moe)
+        experts = layer.moe.num_experts // self.sizes.expert * expert_parameters(self.shape, layer.moe)
         return milliseconds(experts * (self._element + ADDED_BYTES), self.rates.copy)
 
     def _exchange_ms(self, layer: LayerShape) -> float:
         """Time of the two exchanges of a forward."""
-        sizes = self.shape.hidden_size, self._element, self.expert_parallel
+        sizes = self.shape.hidden_size, self._element, self.sizes.expert
         return 2 * exchange_ms(self._rows(layer), *sizes)
 
     def _mixing_ms(self, layer: LayerShape) -> float:
@@ -216,7 +215,7 @@ class ModelTimer:
     @property
     def _ranks(self) -> int:
         """Processes that share the tokens and the work of a layer."""
-        return Sizes.of(self.config.parallel).row
+        return self.sizes.row
 
     @property
     def _element(self) -> int:

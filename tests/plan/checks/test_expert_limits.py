@@ -7,8 +7,8 @@ import pytest
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts, require_expert_layers
-from mkd.plan.models.expert_parallel import expert_parallel_size
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.parallel_sizes import model_sizes
 from tests.plan.shapes import STUDENT as DENSE
 from tests.reported import Reported, reports
 from tests.run_facts import facts_of
@@ -105,9 +105,9 @@ def test_a_dense_teacher():
 
 def test_a_teacher_has_the_students_size_unless_it_has_its_own():
     config = load_config(["--teacher-hf", "t", EP, "4"]).config
-    assert expert_parallel_size(config, moe(), 0) == 4 and expert_parallel_size(config, DENSE, 0) == 1
+    assert model_sizes(config, moe(), 0).expert == 4 and model_sizes(config, DENSE, 0).expert == 1
     config = load_config(["--teacher-hf", "t", EP, "4", TEACHER_EP, "2"]).config
-    assert (expert_parallel_size(config, moe(), 0), expert_parallel_size(config, moe())) == (2, 4)
+    assert (model_sizes(config, moe(), 0).expert, model_sizes(config, moe()).expert) == (2, 4)
 
 
 @pytest.mark.parametrize(

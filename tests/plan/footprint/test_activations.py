@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mkd.plan.footprint.activations import Activations
+from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, config, student_activations
 
 TP4 = ("--tensor-model-parallel-size", 4)
@@ -37,7 +38,7 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
 
 def moe_activations(*flags) -> Activations:
     settings = config("--expert-model-parallel-size", 8, *flags)
-    return Activations(settings, MOE_STUDENT, 2, SEQ_LENGTH, expert_parallel=8)
+    return Activations(settings, MOE_STUDENT, 2, SEQ_LENGTH, Sizes.of(settings.parallel))
 
 
 def test_a_layer_with_experts_by_hand():
@@ -62,12 +63,12 @@ def test_a_layer_with_experts_by_hand():
 
 def test_a_teacher_with_experts_holds_four_copies_of_its_rows():
     """Hidden size 4096 exceeds three times the width 1536 less its half: the exchange is the peak."""
-    teacher = Activations(config(), MOE_TEACHER, 2, SEQ_LENGTH)
+    teacher = Activations(config(), MOE_TEACHER, 2, SEQ_LENGTH, ONE_PROCESS)
     hidden = SEQ_LENGTH * 4096 * 2
     assert teacher.forward_bytes() == 3 * hidden + 8 * 4 * hidden
     wide = replace(MOE_TEACHER.layers[0].moe, ffn_hidden_size=4096)
     layers = (replace(MOE_TEACHER.layers[0], moe=wide),)
-    widest = Activations(config(), replace(MOE_TEACHER, layers=layers), 2, SEQ_LENGTH)
+    widest = Activations(config(), replace(MOE_TEACHER, layers=layers), 2, SEQ_LENGTH, ONE_PROCESS)
     assert widest.forward_bytes() == 3 * hidden + 8 * 5 * hidden
 
 

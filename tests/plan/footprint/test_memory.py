@@ -11,6 +11,7 @@ from mkd.config.schema import XTokenConfig
 from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.head import head_block_rows
 from mkd.plan.footprint.memory import GIB, NCCL_GIB, WORKSPACE_GIB, predict_memory
+from mkd.plan.parallel_sizes import ONE_PROCESS
 from mkd.plan.times.bubble import rank_order
 from tests.plan.held_bytes import held_bytes
 from tests.plan.kept_tensors import kept_bytes
@@ -269,7 +270,7 @@ def test_a_teacher_in_fp8_has_one_byte_a_weight_and_scales():
     layer = matrices + 2 * (2 * 4096 + 2 * 128)
     assert tensor.teacher_gib - host.teacher_gib == pytest.approx(34 * layer / GIB)
     assert peers.teacher_gib - host.teacher_gib == pytest.approx(36 / 4 * layer / GIB)
-    teacher = Activations(config(), TEACHER, 2, SEQ_LENGTH)
+    teacher = Activations(config(), TEACHER, 2, SEQ_LENGTH, ONE_PROCESS)
     assert teacher.forward_bytes(input_bytes=1) - teacher.forward_bytes() == SEQ_LENGTH * 12288
 
 

@@ -8,6 +8,7 @@ import torch
 from mkd.families.layer_shape import DeltaShape
 from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.mixer_bytes import mixer_bytes
+from mkd.plan.parallel_sizes import ONE_PROCESS
 from tests.plan.shapes import QWEN3_5_9B, SEQ_LENGTH, config
 
 TOKENS = 640
@@ -46,7 +47,7 @@ def test_recomputation_keeps_the_first_product():
     """Count the bytes of a Qwen3.5-9B layer in bf16; both ways keep the input of the last product."""
     mixer = QWEN3_5_9B.layers[0].mixer
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "mixer")
-    kept, again = (Activations(config(*more), QWEN3_5_9B, 2, SEQ_LENGTH) for more in ((), flags))
+    kept, again = (Activations(config(*more), QWEN3_5_9B, 2, SEQ_LENGTH, ONE_PROCESS) for more in ((), flags))
     of_layers = [one.layer_bytes(QWEN3_5_9B.layers[0]) for one in (kept, again)]
     assert of_layers[0] - of_layers[1] == SEQ_LENGTH * (mixer_bytes(mixer, 2) - 2 * mixer.projected_width)
     assert kept.layer_bytes(QWEN3_5_9B.layers[3]) == again.layer_bytes(QWEN3_5_9B.layers[3])

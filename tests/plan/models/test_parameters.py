@@ -9,6 +9,7 @@ import pytest
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters, stage_parameters
+from mkd.plan.parallel_sizes import ONE_PROCESS
 from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT, gpt_oss
 from tests.tiny_models import FAMILIES, make_model
 
@@ -18,8 +19,8 @@ def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
     """Sum over the layers of two stages, embedding and head each on their stage."""
     shape = ModelShape.from_hf_dir(make_model(tmp_path, family))
     on_disk = {name: math.prod(full) for name, full in hf_tensor_shapes(shape).items()}
-    counted = stage_parameters(shape, shape.layers[:1], 1, shape.vocab_size, True, False)
-    counted += stage_parameters(shape, shape.layers[1:], 1, shape.vocab_size, False, True)
+    counted = stage_parameters(shape, shape.layers[:1], ONE_PROCESS, shape.vocab_size, True, False)
+    counted += stage_parameters(shape, shape.layers[1:], ONE_PROCESS, shape.vocab_size, False, True)
     tied = shape.tie_word_embeddings * shape.vocab_size * shape.hidden_size
     assert counted.total == sum(on_disk.values()) + tied
     assert counted.experts == sum(n for name, n in on_disk.items() if ".experts." in name)
@@ -58,8 +59,7 @@ def built(folder, tensor_parallel, expert_parallel):
     for name, parameter in model.named_parameters():
         held[".experts." in name] += parameter.numel()
     rows = shape.padded_vocab_size(tensor_parallel) // tensor_parallel
-    sizes = shape.layers, tensor_parallel, rows, True, True
-    counted = stage_parameters(shape, *sizes, expert_parallel=expert_parallel)
+    counted = stage_parameters(shape, shape.layers, context.sizes, rows, True, True)
     return (held[True], held[False]), (counted.experts, counted.dense)
 
 

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from mkd.plan.models.peer_groups import peer_ranks, weight_shards
+from mkd.parallel.axes import peer_ranks
+from mkd.plan.parallel_sizes import Sizes
 
 
 @pytest.mark.parametrize(
@@ -14,8 +15,8 @@ from mkd.plan.models.peer_groups import peer_ranks, weight_shards
 )
 def test_peers_hold_the_same_weights(tensor, experts, stages, copies):
     """Every process has peers, and as many of them as fit into its pipeline stage."""
-    of_stage = weight_shards(tensor, experts) * copies
-    groups = peer_ranks(of_stage * stages, weight_shards(tensor, experts), copies)
+    of_stage = Sizes(tensor=tensor, expert=experts).weight_shards * copies
+    groups = peer_ranks(of_stage * stages, Sizes(tensor=tensor, expert=experts).weight_shards, copies)
     assert sorted(rank for group in groups for rank in group) == [*range(of_stage * stages)]
     for group in groups:
         places = {(rank // of_stage, rank % tensor, rank % of_stage % experts) for rank in group}
@@ -24,4 +25,4 @@ def test_peers_hold_the_same_weights(tensor, experts, stages, copies):
 
 def test_peers_are_the_nearest_processes():
     assert peer_ranks(8, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert peer_ranks(8, weight_shards(2, 4), 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert peer_ranks(8, Sizes(tensor=2, expert=4).weight_shards, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
