@@ -350,6 +350,11 @@ class Config:
         return self.kd.kd_ratio > 0 or (self.pair_loss is not None and self.pair_loss.needs_reference)
 
     @property
+    def why_no_models(self) -> str:
+        """The cause of `needs_models` being False."""
+        return "--kd-ratio is 0" if self.pair_loss is None else f"{self.pair_loss.title} has no reference"
+
+    @property
     def pair_losses(self) -> tuple[PairLoss, ...]:
         """Losses of preference pairs that are on: one in a run without problems, or none."""
         sections = (getattr(self, one.name) for one in fields(self))

@@ -35,8 +35,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     unread = list(_unread_teachers(forecast.config))
     if unread:
         names = ", ".join(unread)
-        loss = forecast.config.pair_loss
-        why = "--kd-ratio is 0" if loss is None else f"{loss.title} has no reference"
+        why = forecast.config.why_no_models
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
     behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
