@@ -10,11 +10,12 @@ import pytest
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.kinds.known_kinds import METRICS
 from mkd.log.progress import MegatronLines
+from mkd.plan.parallel_sizes import Sizes
 from mkd.train.report import Reporter
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums, TermSums
 
-CPU = SimpleNamespace(rank=1, world_size=1, dp_size=1, platform=SimpleNamespace(is_cuda=False))
+CPU = SimpleNamespace(rank=1, world_size=1, sizes=Sizes(), platform=SimpleNamespace(is_cuda=False))
 OLD = {  # the state of one step of 10 loss tokens, as mkd 0.1.0.dev0 wrote it
     "steps": 1,
     "sums": {
