@@ -8,11 +8,15 @@ _GROWING = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_posit
 _GROWING |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
 _FACTORS = dict(embedding_multiplier=3.0, attention_multiplier=0.2)
 _FACTORS |= dict(residual_multiplier=0.3, logits_scaling=0.7)
+_THREE_OF_FOUR = 3 * ["sliding_attention"] + ["full_attention"]
+_YARN = dict(rope_type="yarn", rope_theta=1e3, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0)
+_OLMO_ROPES = dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))
 _ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)
 _ROUTED |= dict(routed_scaling_factor=1.5, n_group=1, topk_group=1)
 _LATENTS = dict(num_attention_heads=3, num_key_value_heads=3, q_lora_rank=20, kv_lora_rank=12)
 _LATENTS |= dict(qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6)
-# `pad_token_id=None`: transformers drops the gradient of this token's embedding, mkd does not.
+# A small `rope_theta` turns all channels: softmax does not see the bias of keys where none turns, so that its
+# gradient would be rounding. `pad_token_id=None`: transformers drops the gradient of this token's embedding, mkd does not.
 
 FURTHER = {  # name: (prefix of transformers' classes, options)
     "glm4_moe": (  # GLM-4.6
@@ -44,6 +48,38 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         "GraniteMoeHybrid",
         dict(**_GROUPS, **_FACTORS, num_local_experts=0, layer_types=4 * ["full_attention"])
         | dict(mamba_n_heads=4, shared_intermediate_size=96, tie_word_embeddings=True),
+    ),
+    "olmo3": (
+        "Olmo3",
+        dict(num_attention_heads=6, num_key_value_heads=2, sliding_window=12, rope_parameters=_OLMO_ROPES)
+        | dict(pad_token_id=None, layer_types=_THREE_OF_FOUR),
+    ),
+    "olmo3-padded": (  # the norms over all heads must not count the groups of padding
+        "Olmo3",
+        dict(**_GROUPS, pad_token_id=None, layer_types=4 * ["full_attention"], rope_parameters=_OLMO_ROPES),
+    ),
+    "exaone4": (
+        "Exaone4",
+        dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=12, layer_types=_THREE_OF_FOUR),
+    ),
+    "exaone4-full": (  # EXAONE-4.0-1.2B
+        "Exaone4",
+        dict(**_GROUPS, sliding_window=None, layer_types=4 * ["full_attention"], tie_word_embeddings=True),
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        dict(**_HEADS, pad_token_id=None, attention_bias=True)
+        | dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10.0, alpha=5.0, factor=1.0)),
+    ),
+    "ernie4_5": (
+        "Ernie4_5",
+        dict(**_HEADS, pad_token_id=None, use_bias=True)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        dict(**_HEADS, num_local_experts=8, num_experts_per_tok=2, intermediate_size=24)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
     ),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }

@@ -47,8 +47,8 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a whole number above 0", lambda v: type(v) is int and v > 0),
         "num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size num_key_value_heads "
         "head_dim max_position_embeddings original_max_position_embeddings sliding_window "
-        "sliding_window_pattern num_experts num_experts_per_tok moe_intermediate_size "
-        "shared_intermediate_size no_rope_layer_interval decoder_sparse_step "
+        "num_experts rotary_dim num_experts_per_tok moe_intermediate_size "
+        "no_rope_layer_interval decoder_sparse_step "
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "n_routed_experts n_group topk_group shared_expert_intermediate_size full_attention_interval "
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
@@ -61,18 +61,23 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "rms_norm_eps initializer_range rope_theta rope_local_base_freq partial_rotary_factor "
         "routed_scaling_factor query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor "
         "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow swiglu_alpha swiglu_limit "
-        "attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
+        "alpha attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
     ),
     (
         Kind("true or false", lambda v: isinstance(v, bool)),
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window is_causal "
-        "use_bidirectional_attention norm_topk_prob rope_interleave truncate attention_out_bias use_qk_norm",
+        "use_bidirectional_attention norm_topk_prob rope_interleave truncate use_bias "
+        "attention_out_bias use_qk_norm",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (
         Kind("a text", _is_text),
         "model_type hidden_act hidden_activation rope_type type scoring_func topk_method "
         "position_embedding_type",
+    ),
+    (
+        Kind("a whole number of 0 or more, or a text", lambda v: _is_text(v) or _is_count(v)),
+        "sliding_window_pattern",
     ),
     (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join((*ROPE_OBJECTS, *PART_OBJECTS))),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types mlp_layer_types"),
@@ -87,7 +92,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     (
         Kind("a whole number of 0 or more", _is_count),
         "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts "
-        "num_local_experts image_token_id",
+        "num_local_experts shared_intermediate_size image_token_id",
     ),
 )
 KINDS = {name: kind for kind, names in _KINDS for name in names.split()}

@@ -68,6 +68,23 @@ def layer_kinds(config: HFConfig, num_layers: int, kinds: Sequence[str] | None) 
     return named
 
 
+def kinds_by_pattern(config: HFConfig) -> list[str]:
+    """Return `layer_types`, or by `sliding_window_pattern` n: every n-th layer has full attention.
+
+    Raises `CheckpointError` for another pattern without `layer_types`, which transformers cannot read.
+    """
+    given, every = config.get("layer_types"), config.get("sliding_window_pattern")
+    if given:
+        return list(given)
+    if not isinstance(every, int) or every == 0:
+        what = f"sliding_window_pattern is {every!r}, and layer_types is missing"
+        do = "download config.json again, or write layer_types"
+        raise CheckpointError(
+            what, "each layer must have its kind of attention", do, code="model-config-not-valid"
+        )
+    return [FULL if (index + 1) % every == 0 else SLIDING for index in range(config["num_hidden_layers"])]
+
+
 def with_windows(
     layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
 ) -> tuple[LayerShape, ...]:

@@ -27,6 +27,7 @@ class RopeShape:
     truncate: bool = True  # YaRN rounds its bounds outwards to whole channel pairs
     sections: tuple[int, ...] = ()  # channel pairs that turn by time, height and width; (): one position
     interleaved_sections: bool = False  # they alternate from the first pair on
+    interleaved: bool = False  # the two channels of a pair are neighbours, not half a head apart
     # Queries at position p are multiplied by 1 + query_growth ln(1 + floor(p / original positions)).
     query_growth: float = 0.0
 
@@ -123,7 +124,7 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer: norm, attention or a mixer, norm, gated MLP; two residual connections."""
+    """A decoder layer: attention or a mixer, and a gated MLP, with norms; two residual connections."""
 
     ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
     # None: attention does not see positions. Not read in a layer with a mixer.
@@ -135,6 +136,10 @@ class LayerShape:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head before the rotation
+    qk_norm_turned: bool = False  # the same behind the rotation
+    # RMSNorm of a token's queries, and of its keys, over all heads before the rotation: their channels.
+    joint_qk_norm: tuple[int, int] | None = None
+    pre_norms: bool = True  # RMSNorm in front of attention and MLP
     post_norms: bool = False  # RMSNorm of the output of attention and MLP before the residual addition
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax

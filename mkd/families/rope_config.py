@@ -45,6 +45,21 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
     raise UsageError(f"rope type {kind!r} is not supported", why, do, code="model-feature-not-supported")
 
 
+def read_layer_rope(config: Mapping[str, Any], head_dim: int, kind: str, theta: float) -> RopeShape:
+    """Read the rope of one kind of layers (`full_attention`, `sliding_attention`).
+
+    It is in `rope_parameters` by kind (transformers 5), or in keys of the configuration; `theta` is the base
+    if the former has none. `rope_scaling` belongs to the full layers; transformers merges it into
+    `rope_parameters`.
+    """
+    parameters = dict((config.get("rope_parameters") or {}).get(kind) or {})
+    if kind == "full_attention":
+        parameters |= config.get("rope_scaling") or {}
+    parameters.setdefault("rope_theta", theta)
+    limit = {name: config[name] for name in ("max_position_embeddings",) if name in config}
+    return read_rope({"rope_parameters": parameters} | limit, head_dim)
+
+
 def original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
     """Return the context length before scaling. As in transformers, the model's key comes first."""
     name = "original_max_position_embeddings"

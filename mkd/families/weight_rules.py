@@ -104,6 +104,12 @@ SINKS = Rule(
     lambda m, layer, ranks: (m.heads_per_group,),
     other_dims=lambda model, layer: (),
 )
+QUERIES = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
+    other_dims=lambda model, layer: (),
+)
+KEYS = replace(QUERIES, parts=lambda m, layer, ranks: (m.head_dim,))
 GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
 FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
 QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
@@ -165,6 +171,10 @@ def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Ent
         "self_attention.linear_qkv.bias": Entry(QKV_BIAS, tensors(qkv, "bias"), "qkv_bias"),
         "self_attention.q_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
         "self_attention.k_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
+        "self_attention.joint_query_norm.weight": Entry(
+            QUERIES, (f"{_ATTENTION}q_norm.weight",), "joint_qk_norm"
+        ),
+        "self_attention.joint_key_norm.weight": Entry(KEYS, (f"{_ATTENTION}k_norm.weight",), "joint_qk_norm"),
         "self_attention.core_attention.softmax_offset": Entry(
             SINKS, (f"{_ATTENTION}sinks",), "attention_sinks"
         ),
@@ -184,6 +194,19 @@ SEPARATE = MappingProxyType(
     layer_table(tuple(f"{_ATTENTION}{part}_proj" for part in "qkv"), (f"{_MLP}gate_proj", f"{_MLP}up_proj"))
 )
 FUSED = MappingProxyType(layer_table((f"{_ATTENTION}qkv_proj",) * 3, (f"{_MLP}gate_up_proj",) * 2))
+
+
+def with_post_norms(table: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return `table` with norms of the outputs of attention and MLP, and without those in front of them."""
+    found = {}
+    for name, entry in table.items():
+        if name not in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
+            found[name] = entry
+        if name == "self_attention.linear_proj.bias":
+            post = Entry(HIDDEN, (f"{LAYER}post_attention_layernorm.weight",))
+            found["self_attention.linear_proj.post_layernorm.weight"] = post
+    post = Entry(HIDDEN, (f"{LAYER}post_feedforward_layernorm.weight",))
+    return found | {"mlp.linear_fc2.post_layernorm.weight": post}
 
 
 def with_experts(

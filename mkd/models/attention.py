@@ -39,21 +39,52 @@ class UnrotatedAttention(SelfAttention):
 
 
 class LayerRopeAttention(SelfAttention):
-    """Megatron's self-attention that takes the rotary embedding of its layer.
+    """Megatron's self-attention that turns queries and keys by the rotary embedding of its layer.
 
-    For models whose layers differ in their embeddings. `rotary_pos_emb` holds all of them, [embeddings, n, 1,
-    1, d], because Megatron hands one tensor to all layers.
+    For models whose layers differ in their embeddings: `rotary_pos_emb` then holds all of them, [embeddings,
+    n, 1, 1, d], because Megatron hands one tensor, and one attention factor, to all layers. `rope_index` is
+    None if the model has one embedding.
     """
 
-    def __init__(self, *args: Any, rope_index: int, **options: Any):
+    def __init__(self, *args: Any, rope_index: int | None, attention_factor: float, **options: Any):
         super().__init__(*args, **options)
-        self.rope_index = rope_index
+        self.rope_index, self.attention_factor = rope_index, attention_factor
+        self._place: tuple[Tensor, Tensor] | None = None  # angles and borders of documents during `forward`
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedDocuments,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        rope = rotary_pos_emb[self.rope_index]
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rope, **options)
+        angles = rotary_pos_emb if self.rope_index is None else rotary_pos_emb[self.rope_index]
+        self._place = angles, packed_seq_params.cu_seqlens_q_padded
+        options |= dict(rotary_pos_emb=None, packed_seq_params=packed_seq_params)
+        try:
+            return super().forward(hidden_states, attention_mask, **options)
+        finally:
+            self._place = None
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Return Megatron's tensors with queries and keys [t, 1, heads, d] turned."""
+        query, key, *others = super().get_query_key_value_tensors(*args, **options)
+        assert self._place is not None, "attention calls this in its forward"
+        angles, borders = self._place
+        turned = (
+            apply_rotary_pos_emb(
+                one.squeeze(1),
+                angles,
+                self.config,
+                cu_seqlens=borders,
+                mscale=self.attention_factor,
+                cp_group=self.pg_collection.cp,
+            ).unsqueeze(1)
+            for one in (query, key)
+        )
+        return (*turned, *others)
 
 
 class RowRopeAttention(SelfAttention):

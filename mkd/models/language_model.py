@@ -32,6 +32,7 @@ from mkd.plan.models.model_shape import ModelShape
 PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
     *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
     *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
+    *(".joint_query_norm.weight", ".joint_key_norm.weight"),
 )
 
 
@@ -72,9 +73,8 @@ class LanguageModel(LanguageModule):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        factors = {rope.attention_factor for rope in shape.ropes} or {1.0}
-        (attention_factor,) = factors  # Megatron has one per model
-        _set_attention_factor(config, attention_factor)
+        if len(shape.ropes) == 1:  # else layers have their own; Megatron has one factor per model
+            _set_attention_factor(config, shape.ropes[0].attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine supports context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32

@@ -97,10 +97,10 @@ class RotaryEmbedding(nn.Module):
             angles.append(self._angles(torch.arange(span, device=self.short.device), frequencies))
         return torch.cat(angles)
 
-    @staticmethod
-    def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    def _angles(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         half = torch.outer(positions.float(), frequencies)
-        return torch.cat((half, half), dim=-1)[:, None, None, :]
+        both = half.repeat_interleave(2, dim=-1) if self.rope.interleaved else torch.cat((half, half), dim=-1)
+        return both[:, None, None, :]
 
 
 class SectionedRotaryEmbedding(RotaryEmbedding):

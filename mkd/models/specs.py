@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from megatron.core.extensions.transformer_engine import (
@@ -38,6 +38,7 @@ from mkd.models.attention import (
     RowRopeAttention,
     UnrotatedAttention,
 )
+from mkd.models.head_norms import JointNormAttention, TurnedNormAttention
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
 from mkd.models.mixers.delta_net import DeltaNet, DeltaNetParts
@@ -121,19 +122,22 @@ def layer_spec(
         attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
         norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if layer.moe is None:
-        linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+        column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
+        linears = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
         params = {} if parts.mlp is MLP else {"groups": groups}
         mlp = ModuleSpec(module=parts.mlp, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
         mlp = moe_spec(layer.moe, parts.experts, groups)
+    attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
+    mlp_norm = parts.first_norm if layer.is_dense else parts.norm
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.first_norm if "input_layernorm." in norms else parts.norm,
+            input_layernorm=attention_norm if layer.pre_norms else IdentityOp,
             self_attention=attention,
             self_attn_bda=residual_add(layer.residual_scale),
-            pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
+            pre_mlp_layernorm=mlp_norm if layer.pre_norms else IdentityOp,
             mlp=mlp,
             mlp_bda=residual_add(layer.residual_scale),
             sharded_state_dict_keys_map=norms,
@@ -146,31 +150,46 @@ def _grouped_query_attention(
 ) -> ModuleSpec:
     head_norm = parts.norm if layer.qk_norm else IdentityOp
     core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
-    module: type[SelfAttention] = SelfAttention
-    params: dict[str, object] = {}
-    if layer.output_gate:
-        assert rope_index is None and layer.rope and not layer.rope.sections, "gated attention has one rope"
-        module = GatedAttention
-    elif layer.rope is None:
-        module = UnrotatedAttention
-    elif layer.rope.query_growth:
-        assert rope_index is None and not layer.rope.sections, "no family has both"
-        module = GrowingQueryAttention
-    elif layer.rope.sections:
-        module, params = RowRopeAttention, {"attention_factor": layer.rope.attention_factor}
-    elif rope_index is not None:
-        module, params = LayerRopeAttention, {"rope_index": rope_index}
+    module, params = _attention_module(layer, rope_index)
     return ModuleSpec(
         module=module,
         params={"attn_mask_type": AttnMaskType.causal} | params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column_linear,
+            linear_qkv=parts.column_linear if layer.pre_norms else parts.plain_column_linear,
             core_attention=core_attention,
             linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
+
+
+def _attention_module(layer: LayerShape, rope_index: int | None) -> tuple[type, dict[str, object]]:
+    """Return the class of grouped-query attention with the layer's positions and norms; its parameters."""
+    rope, bases, params = layer.rope, list[type](), dict[str, object]()
+    if layer.output_gate:
+        assert rope_index is None and rope and not rope.sections, "gated attention has one rope"
+        bases.append(GatedAttention)
+    elif rope is None:
+        bases.append(UnrotatedAttention)
+    elif rope.query_growth:
+        assert rope_index is None and not rope.sections, "no family has both"
+        bases.append(GrowingQueryAttention)
+    elif rope.sections:
+        bases.append(RowRopeAttention)
+        params["attention_factor"] = rope.attention_factor
+    elif rope_index is not None or layer.qk_norm_turned:
+        bases.append(TurnedNormAttention if layer.qk_norm_turned else LayerRopeAttention)
+        params |= dict(rope_index=rope_index, attention_factor=rope.attention_factor)
+    if layer.joint_qk_norm is not None:  # before the rotation, so behind its class
+        bases.append(JointNormAttention)
+        params["norm_channels"] = layer.joint_qk_norm
+    return _one_class(tuple(bases or [SelfAttention])), params
+
+
+@cache
+def _one_class(bases: tuple[type, ...]) -> type:
+    return bases[0] if len(bases) == 1 else type("".join(base.__name__ for base in bases), bases, {})
 
 
 def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:

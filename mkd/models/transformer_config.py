@@ -85,6 +85,7 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
+        rotary_interleaved=any(rope.interleaved for rope in shape.ropes),
         apply_rope_fusion=context.platform.transformer_engine and _can_fuse_rope(shape),
         masked_softmax_fusion=False,
         deterministic_mode=options.deterministic and context.platform.is_cuda,
@@ -101,7 +102,11 @@ def transformer_config(
 def _can_fuse_rope(shape: ModelShape) -> bool:
     """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
     return all(
-        rope.kind != "longrope" and not rope.sections and rope.attention_factor == 1.0 for rope in shape.ropes
+        rope.kind != "longrope"
+        and not rope.sections
+        and not rope.interleaved
+        and rope.attention_factor == 1.0
+        for rope in shape.ropes
     )
 
 

@@ -123,12 +123,18 @@ class Sizes:
     def _not_expressible(self, teacher: ModelShape) -> list[MkdError]:
         """List cuts whose result the family's configuration cannot describe."""
         narrows_hidden = self.hidden_size is not None and self.hidden_size != teacher.hidden_size
-        if not (narrows_hidden and teacher.zero_centered_norms):
+        if not narrows_hidden:
+            return []
+        if not teacher.common("pre_norms"):
+            why = "its norms stand behind attention and MLP, and would have to scale with the hidden size"
+        elif teacher.zero_centered_norms:
+            why = "its embeddings are scaled by the hidden size, and its norms do not scale freely"
+        else:
             return []
         return [
             UsageError(
                 f"--hidden-size cannot cut a {teacher.family} model",
-                "its embeddings are scaled by the hidden size, and its norms do not scale freely",
+                why,
                 "cut layers, FFN channels or attention groups instead",
                 code="cut-not-supported",
             )

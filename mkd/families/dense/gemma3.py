@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.families.family import FULL, SLIDING, Family, HFConfig, layer_kinds, with_windows
+from mkd.families.family import FULL, SLIDING, Family, HFConfig, kinds_by_pattern, layer_kinds, with_windows
 from mkd.families.layer_shape import LayerShape, RopeShape
-from mkd.families.rope_config import read_rope
-from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry
+from mkd.families.rope_config import read_layer_rope
+from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry, with_post_norms
 
 GLOBAL, LOCAL = FULL, SLIDING
 THETA = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
@@ -39,28 +39,17 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
         what = f"hidden_activation {config['hidden_activation']!r} is not supported"
         why = "Gemma 3 has a gated MLP with the tanh form of GELU (gelu_pytorch_tanh)"
         raise UsageError(what, why, "use a model with it", code="model-feature-not-supported")
-    every = config["sliding_window_pattern"]
-    layers = range(1, config["num_hidden_layers"] + 1)
-    kinds = config.get("layer_types") or [LOCAL if layer % every else GLOBAL for layer in layers]
+    kinds = layer_kinds(config, config["num_hidden_layers"], kinds_by_pattern(config))
     global_rope, local_rope = _rope(config, head_dim, GLOBAL), _rope(config, head_dim, LOCAL)
     width = config["intermediate_size"]
     common = LayerShape(width, global_rope, "gelu_tanh", qk_norm=True, post_norms=True)
-    named = layer_kinds(config, len(layers), kinds)
-    ropes = [local_rope if kind == LOCAL else global_rope for kind in named]
-    return with_windows([replace(common, rope=rope) for rope in ropes], config, named)
+    ropes = [local_rope if kind == LOCAL else global_rope for kind in kinds]
+    return with_windows([replace(common, rope=rope) for rope in ropes], config, kinds)
 
 
 def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
-    """Read the rope of one kind of layers.
-
-    It is in `rope_parameters` by kind (transformers 5), or in keys of the configuration. `rope_scaling`
-    belongs to the global layers; transformers merges it into `rope_parameters`.
-    """
-    parameters = dict((config.get("rope_parameters") or {}).get(kind) or {})
-    if kind == GLOBAL:
-        parameters |= config.get("rope_scaling") or {}
-    parameters.setdefault("rope_theta", config.get(THETA_KEY[kind], THETA[kind]))
-    rope = read_rope({"rope_parameters": parameters}, head_dim)
+    """Read the rope of one kind of layers."""
+    rope = read_layer_rope(config, head_dim, kind, config.get(THETA_KEY[kind], THETA[kind]))
     if rope.kind not in ("default", "linear"):
         what = f"rope type {rope.kind!r} is not supported"
         why = "Gemma 3 has default and linear position embeddings"
@@ -81,15 +70,9 @@ def _tensors() -> Mapping[str, Entry]:
 
     The norm before the MLP is the one that llama calls post-attention norm.
     """
-    table = {}
-    for name, entry in SEPARATE.items():
-        table[name] = entry
-        if name == "self_attention.linear_proj.bias":
-            post = Entry(HIDDEN, (f"{LAYER}post_attention_layernorm.weight",))
-            table["self_attention.linear_proj.post_layernorm.weight"] = post
-    table["pre_mlp_layernorm.weight"] = Entry(HIDDEN, (f"{LAYER}pre_feedforward_layernorm.weight",))
-    post = Entry(HIDDEN, (f"{LAYER}post_feedforward_layernorm.weight",))
-    return MappingProxyType(table | {"mlp.linear_fc2.post_layernorm.weight": post})
+    before = {"input_layernorm.weight": SEPARATE["input_layernorm.weight"]}
+    pre = Entry(HIDDEN, (f"{LAYER}pre_feedforward_layernorm.weight",))
+    return MappingProxyType(before | with_post_norms(SEPARATE) | {"pre_mlp_layernorm.weight": pre})
 
 
 GEMMA3 = Family(

@@ -12,11 +12,16 @@ from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import SEPARATE, with_experts
 
 
-def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
+def refuse_jitter(config: HFConfig) -> None:
+    """Raise `UsageError` if the router adds noise in training."""
     if config.get("router_jitter_noise"):
         what = f"router_jitter_noise {config['router_jitter_noise']} is not supported"
         why = "noise in the router would make every step depend on the layout"
         raise UsageError(what, why, "set it to 0 in config.json", code="model-feature-not-supported")
+
+
+def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
+    refuse_jitter(config)
     layers = with_windows(swiglu_layers(config, read_rope(config, head_dim)), config, None)
     width = config["intermediate_size"]
     experts = softmax_experts(config["num_local_experts"], config["num_experts_per_tok"], width)

@@ -7,6 +7,7 @@ with sequence parallelism. Backward needs, in elements:
 
     attention norm   input t h, output t h (LayerNormLinear saves both; the residual is the same input)
     q and k norm     inputs t (q + k) (Qwen3; before them the joint projection is freed)
+    no pre-norm      the inputs of attention and MLP, t h each, instead of the norms' inputs and outputs
     attention        q, k, v after RoPE t (q + 2 k), output t q (also the projection's input),
                      softmax statistics t heads fp32
     MLP norm         input t h, output t h
@@ -113,11 +114,13 @@ class Activations:
         if self._recomputes("core_attn") and layer.has_attention:
             # v keeps the joint projection alive
             attention += query + key_value - statistics if layer.mla is None else -statistics
-        norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
+        norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens if layer.pre_norms else 2 * self.hidden_bytes
         if layer.post_norms:
             norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
-        if layer.qk_norm:
+        if layer.qk_norm or layer.qk_norm_turned:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
+        if layer.joint_qk_norm is not None:
+            norms += query + key_value + 4 * self.tokens * 2
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output
         return attention + norms + self._mlp_bytes(layer)

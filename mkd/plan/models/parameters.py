@@ -86,9 +86,12 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
     """Count the parameters of one decoder layer on one process."""
     hidden, groups = shape.hidden_size, shape.padded_query_groups(sizes.tensor) // sizes.tensor
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    dense = projection_parameters(shape, layer, sizes.tensor) + hidden * (2 + 2 * layer.post_norms)
+    dense = projection_parameters(shape, layer, sizes.tensor)
+    dense += 2 * hidden * (layer.pre_norms + layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
-    dense += 2 * shape.head_dim * layer.qk_norm + groups * shape.heads_per_group * layer.attention_sinks
+    dense += 2 * shape.head_dim * (layer.qk_norm or layer.qk_norm_turned)
+    dense += (query + key_value) * (layer.joint_qk_norm is not None)
+    dense += groups * shape.heads_per_group * layer.attention_sinks
     if layer.mla is not None:
         dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     if layer.mixer is not None:
