@@ -15,8 +15,8 @@ _ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=
 _ROUTED |= dict(routed_scaling_factor=1.5, n_group=1, topk_group=1)
 _LATENTS = dict(num_attention_heads=3, num_key_value_heads=3, q_lora_rank=20, kv_lora_rank=12)
 _LATENTS |= dict(qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6)
-# A small `rope_theta` turns all channels: softmax does not see the bias of keys where none turns, so that its
-# gradient would be rounding. `pad_token_id=None`: transformers drops the gradient of this token's embedding, mkd does not.
+# `pad_token_id=None`: transformers drops the gradient of this token's embedding, mkd does not. A small
+# `rope_theta` turns all channels: where none turns, softmax does not see the bias of keys.
 
 FURTHER = {  # name: (prefix of transformers' classes, options)
     "glm4_moe": (  # GLM-4.6
