@@ -4,6 +4,7 @@ transformer_config.py            ModelShape -> Megatron's configuration
 layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
+head_norms.py                    norms over all heads, and behind the rotation
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
 mixers/                          what a layer has in place of attention: gated delta nets

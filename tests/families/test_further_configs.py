@@ -9,6 +9,10 @@ from tests.reported import refused
 
 SIZES = dict(num_hidden_layers=4, hidden_size=320, intermediate_size=96, vocab_size=300)
 SIZES |= dict(num_attention_heads=40)
+LETTERS, DYNAMIC = (
+    dict(sliding_window_pattern="LLLG", num_key_value_heads=8),
+    dict(type="dynamic", factor=2.0),
+)
 
 
 TWO_LAYERS = {"mlp_layer_types": ["dense", "sparse"]}
@@ -37,6 +41,12 @@ def read(model_type, **more):
         ),
         ("model-feature-not-supported: kind mamba", "granitemoehybrid", {}),
         ("model-feature-not-supported: 8 experts", "granitemoehybrid", {"layer_types": ["attention"] * 4}),
+        ("model-feature-not-supported: attention_bias", "olmo3", {"attention_bias": True}),
+        ("model-config-not-valid: sliding_window_pattern is 'LLLG'", "exaone4", LETTERS),
+        ("model-feature-not-supported: 'dynamic'", "hunyuan_v1_dense", {"rope_scaling": DYNAMIC}),
+        ("model-feature-not-supported: router_jitter_noise", "minimax_m2", {"router_jitter_noise": 0.1}),
+        ("model-feature-not-supported: shared_intermediate", "minimax_m2", {"shared_intermediate_size": 64}),
+        ("model-feature-not-supported: scoring_func", "minimax_m2", {"scoring_func": "softmax"}),
         ("model-config-not-valid: residual_multiplier is", "granite", {"residual_multiplier": 0}),
     ],
 )
@@ -66,10 +76,13 @@ def test_local_layers_keep_their_rope_without_a_window():
     assert shape.sliding_windows == () and len(shape.ropes) == 2
 
 
-# Sizes alone; granitemoehybrid would have Mamba.
-@pytest.mark.parametrize(
-    "model_type", ["glm4_moe", "glm4_moe_lite", "seed_oss", "smollm3", "ministral3", "granite"]
+# Not an alias, which transformers does not know; granitemoehybrid would have Mamba, exaone4's heads differ.
+TYPES = (
+    "glm4_moe glm4_moe_lite minimax_m2 seed_oss smollm3 ministral3 granite olmo3 hunyuan_v1_dense ernie4_5"
 )
+
+
+@pytest.mark.parametrize("model_type", TYPES.split())
 def test_missing_keys_are_those_of_transformers(model_type):
     from transformers import AutoConfig
 

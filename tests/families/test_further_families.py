@@ -24,6 +24,12 @@ from tests.train.moe_invariance import EP2
 from tests.train.test_moe_gradients import gradients as gradients_of_step
 
 NOISE = 1.5  # of transformers' own error in fp32
+# Models for the layouts of daily tests: their layers have parts that tensor, or context parallelism cuts.
+BY_HEADS, BY_TOKENS = (
+    ("glm4_moe", "olmo3", "hunyuan_v1_dense", "minimax_m2"),
+    ("smollm3", "ministral3", "granite"),
+)
+NIGHTLY = ("glm4_moe-air", "kimi_k2", "granitemoehybrid-nope", "olmo3-padded", "exaone4-full")
 LAYOUTS = (Layout("TP2 SP", 2, tp=2, flags=SP), Layout("PP2 VPP2 CP2", 4, pp=2, vp=2, cp=2))
 
 
@@ -47,7 +53,12 @@ def make(folder: Path, name: str, seed: int = 0) -> Model:
     return Model(name, ours, theirs, ModelShape.from_hf_dir(ours).moe is not None)
 
 
-@pytest.fixture(scope="module", params=FURTHER)
+def marked(name: str, is_slow: bool = False, *others):
+    """Return a parameter that only the nightly tests have if `is_slow`, or if the model is a variant."""
+    return pytest.param(name, *others, marks=[pytest.mark.slow] if is_slow or name in NIGHTLY else [])
+
+
+@pytest.fixture(scope="module", params=[marked(name) for name in FURTHER])
 def model(request, tmp_path_factory):
     return make(tmp_path_factory.mktemp("families"), request.param)
 
@@ -129,7 +140,16 @@ def step(model, tmp_path_factory):
     return teacher, folder / "reference", loss
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        marked(name, name not in tested, layout)
+        for layout, tested in zip(LAYOUTS, (BY_HEADS, BY_TOKENS), strict=True)
+        for name in FURTHER
+    ],
+    indirect=["model"],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_step_has_the_gradients_of_transformers(layout, model, step, ranks, tmp_path):
     """The real engine trains on packs of documents; transformers sees one document at a time."""
     teacher, reference, loss = step

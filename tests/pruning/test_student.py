@@ -44,6 +44,8 @@ CUTS = [
     ("phi4-long", DEPTH),
     ("smollm3", DEPTH),
     ("granite", EVERYTHING),
+    ("exaone4", NARROW_LAYERS),
+    ("olmo3", DEPTH),
 ]
 
 

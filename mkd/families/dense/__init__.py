@@ -9,5 +9,9 @@ gemma3.py      norms around every block, two kinds of layers
 smollm3.py     layers that do not see positions
 ministral3.py  queries that grow far behind the start of a document
 granite.py     four factors; Granite 4 without Mamba
+olmo3.py       norms behind the blocks alone, one norm of all heads
+exaone4.py     norms behind the blocks alone; layers that do not see positions
+hunyuan_v1_dense.py   norms of heads behind the rotation
+ernie4_5.py    rotation of neighbouring channels
 seed_oss.py    biases on queries, keys and values
 """
