@@ -43,6 +43,12 @@ def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[Lay
     return (layer,) * config["num_hidden_layers"]
 
 
+def joint_norm_channels(config: HFConfig, head_dim: int) -> tuple[int, int]:
+    """Return the channels of all query heads, and of all key heads, for `LayerShape.joint_qk_norm`."""
+    heads = config["num_attention_heads"]
+    return heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+
+
 def layer_kinds(config: HFConfig, num_layers: int, kinds: Sequence[str] | None) -> list[str]:
     """Return the kind of attention of every layer; `sliding_attention` for all if `kinds` is None or empty.
 

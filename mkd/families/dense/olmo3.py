@@ -10,6 +10,7 @@ from mkd.families.family import (
     SLIDING,
     Family,
     HFConfig,
+    joint_norm_channels,
     kinds_by_pattern,
     layer_kinds,
     swiglu_layers,
@@ -29,8 +30,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
         raise UsageError(what, why, "use a model without it", code="model-feature-not-supported")
     full = read_layer_rope(config, head_dim, "full_attention", config.get("rope_theta", THETA))
     sliding = read_layer_rope(config, head_dim, SLIDING, THETA)  # as transformers, whatever rope_theta is
-    heads = config["num_attention_heads"]
-    channels = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    channels = joint_norm_channels(config, head_dim)
     layers = swiglu_layers(config, full, pre_norms=False, post_norms=True, joint_qk_norm=channels)
     kinds = layer_kinds(config, len(layers), kinds_by_pattern(config))
     layers = tuple(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from mkd.errors import UsageError
 from mkd.families.experts.expert_shapes import sigmoid_experts
 from mkd.families.experts.mixtral import MIXTRAL, refuse_jitter
-from mkd.families.family import Family, HFConfig, swiglu_layers
+from mkd.families.family import Family, HFConfig, joint_norm_channels, swiglu_layers
 from mkd.families.layer_shape import LayerShape
 from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import LAYER, ROUTER_BIAS, Entry
@@ -28,8 +28,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     experts = sigmoid_experts({**config, **sizes, **plain})
     part = {"partial_rotary_factor": config["rotary_dim"] / head_dim} if "rotary_dim" in config else {}
     rope = read_rope({**config, **part}, head_dim, is_partial=True)
-    channels = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layers = swiglu_layers(config, rope, joint_qk_norm=channels)
+    layers = swiglu_layers(config, rope, joint_qk_norm=joint_norm_channels(config, head_dim))
     return tuple(replace(layer, moe=experts) for layer in layers)
 
 
