@@ -14,11 +14,11 @@ import torch
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import model_parameters
 from tests.checkpoint.hf.test_hf_experts import BIAS, round_trip, tensors
-from tests.exact64 import exact_model
+from tests.models.exact64 import in_float64
 from tests.models.test_hf_parity import documents, gradients, packed_logits, reference_logits, weighted_sum
 from tests.tiny_families import FURTHER, RENAMED
 from tests.tiny_models import make_model
-from tests.train.hf_gradients import reference_gradients
+from tests.train.hf_gradients import load, reference_gradients
 from tests.train.invariance import SP, TOLERANCE, Layout, add_text
 from tests.train.moe_invariance import EP2
 from tests.train.test_moe_gradients import gradients as gradients_of_step
@@ -100,7 +100,7 @@ def errors(found, exact):
 def test_gradients_are_as_exact_as_those_of_transformers(model, ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    with exact_model(model.theirs) as in_fp64:
+    with in_float64(load(model.theirs)) as in_fp64:
         exact = backward(in_fp64, tmp_path / "64")
     noise: dict[str, float] = {}  # of the worse of two attentions
     for attention in ("eager", "sdpa"):
