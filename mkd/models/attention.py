@@ -13,8 +13,13 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkd.models.packed import PackedDocuments
@@ -291,3 +296,22 @@ def _causal_mask(n: int, m: int, window: int, device: torch.device) -> Tensor:
     position = torch.arange(m, device=device)
     distance = position[m - n :, None] - position[None, :]
     return (distance >= 0) & (distance < window)
+
+
+def sharded_by_heads(
+    module: nn.Module,
+    parameter: str,  # name of the module's vector
+    tp_group: ProcessGroup | None,
+    prefix: str,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return Megatron's sharded state of a module whose one parameter tensor parallelism cuts by heads."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {parameter: 0},
+        sharded_offsets,
+        tp_group=tp_group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )

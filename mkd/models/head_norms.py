@@ -9,15 +9,11 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, all_reduce
 
-from mkd.models.attention import LayerRopeAttention
+from mkd.models.attention import LayerRopeAttention, sharded_by_heads
 
 
 class _Normalised(Function):
@@ -84,14 +80,7 @@ class JointNorm(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return Megatron's sharded state: the weight is cut over tensor parallel by heads."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_by_heads(self, "weight", self.group, prefix, sharded_offsets, metadata)
 
 
 class JointNormAttention(SelfAttention):

@@ -16,14 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from mkd.models.attention import PackedAttention, _causal_mask
+from mkd.models.attention import PackedAttention, _causal_mask, sharded_by_heads
 from mkd.models.packed import PackedDocuments
 
 
@@ -122,14 +118,7 @@ class SinkAttention(PackedAttention):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return Megatron's sharded state: sinks are cut over tensor parallel by heads."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_by_heads(self, "softmax_offset", self.tp_group, prefix, sharded_offsets, metadata)
 
 
 def block_mask(packed: PackedDocuments, tokens: int, window: int | None, device: torch.device) -> BlockMask:

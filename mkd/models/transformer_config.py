@@ -85,8 +85,7 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        rotary_interleaved=any(rope.interleaved for rope in shape.ropes),
-        apply_rope_fusion=context.platform.transformer_engine and _can_fuse_rope(shape),
+        **_rope_switches(shape, context.platform.transformer_engine),
         masked_softmax_fusion=False,
         deterministic_mode=options.deterministic and context.platform.is_cuda,
         **_recomputation(options),
@@ -97,6 +96,12 @@ def transformer_config(
     )
     config.recompute_modules = list(options.recompute_modules)  # Megatron does not know mkd's mixers
     return config
+
+
+def _rope_switches(shape: ModelShape, has_fused: bool) -> dict[str, bool]:
+    """Return the arguments of `TransformerConfig` for the rotation."""
+    is_interleaved = any(rope.interleaved for rope in shape.ropes)
+    return dict(rotary_interleaved=is_interleaved, apply_rope_fusion=has_fused and _can_fuse_rope(shape))
 
 
 def _can_fuse_rope(shape: ModelShape) -> bool:
