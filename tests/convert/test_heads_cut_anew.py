@@ -1,4 +1,4 @@
-"""Save models with latent attention as Megatron checkpoints at one layout, and export them at another."""
+"""Save models as Megatron checkpoints at one layout, and export them at another: heads are cut anew."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ def export(checkpoint, folder, out, tp):
 
 
 @pytest.mark.parametrize(
-    ("family", "there", "back"), [("deepseek", 2, 1), ("moonlight", 1, 2), ("deepseek-experts", 2, 1)]
+    ("family", "there", "back"),
+    [
+        *(("deepseek", 2, 1), ("moonlight", 1, 2), ("deepseek-experts", 2, 1)),
+        *(("olmo3-padded", 2, 1), ("olmo3-padded", 1, 2), ("hunyuan_v1_dense", 2, 1)),
+    ],
 )
 def test_heads_are_cut_anew(family, there, back, tmp_path, ranks):
-    """3 heads are padded to 4 at TP 2 and not padded at TP 1."""
+    """3 heads or groups are padded to 4 at TP 2 and not padded at TP 1, norms of all heads with them."""
     folder = make_model(tmp_path / "model", family)
     ranks.run(save, 2, folder, tmp_path / "save", there)
     ranks.run(export, 2, tmp_path / "save", folder, tmp_path / "out", back)
