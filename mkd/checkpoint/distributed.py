@@ -250,7 +250,7 @@ def _read_sharded(
     """Return the tensors of `folder` that a sharded state names. Collective. Raises CheckpointError."""
     try:
         reader = get_default_load_sharded_strategy(str(folder))
-        strategy = FullyParallelLoadStrategyWrapper(reader, context.dp_cp_group)
+        strategy = FullyParallelLoadStrategyWrapper(reader, context.copies_group)
         return dist_checkpointing.load(wanted, str(folder), strategy, **options)
     except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
         raise CheckpointError(
@@ -303,7 +303,7 @@ def _content_metadata(context: ParallelContext) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": context.dp_cp_group,
+        "dp_cp_group": context.copies_group,
     }
 
 

@@ -88,7 +88,7 @@ class Save:
         on_rank_0(self._make_room, self._explain)
         tensors, common = save_preprocess(sharded)
         self.common = copy.deepcopy(common) if copied else common
-        self.shards = plan_shards(tensors, self.context.dp_cp_group, copied)
+        self.shards = plan_shards(tensors, self.context.copies_group, copied)
         return self
 
     def write(self) -> Save:

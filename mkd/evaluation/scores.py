@@ -123,7 +123,7 @@ def log_likelihoods(
         model.train(was_training)
     if calls.stop:
         return None
-    dist.all_reduce(scorer.scores, group=context.dp_cp_group)
+    dist.all_reduce(scorer.scores, group=context.copies_group)
     dist.all_reduce(scorer.scores, group=context.pp_group)
     scores = scorer.scores.cpu().numpy()
     not_finite = np.count_nonzero(~np.isfinite(scores))

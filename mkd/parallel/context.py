@@ -94,7 +94,12 @@ class ParallelContext:
     pp_rank = property(lambda self: self.pp.rank)
     pp_size = property(lambda self: self.pp.size)
     pp_group = property(lambda self: self.pp.group)
-    dp_cp_group = property(lambda self: self.groups.dp_cp)
+
+    @property
+    def copies_group(self) -> dist.ProcessGroup:
+        """The ranks of this stage that hold the same weights, experts aside: `sizes.copies` of them."""
+        assert self.groups is not None, "several processes have groups"
+        return self.groups.dp_cp
 
     def is_first_stage(self, virtual_stage: int) -> bool:
         """Return True if (this pipeline rank, `virtual_stage`) embeds the tokens."""

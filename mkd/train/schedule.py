@@ -80,7 +80,7 @@ class PipelineSchedule:
         for report in reports:
             total += report
         if objective.num_sums:
-            torch.distributed.all_reduce(total, group=self.context.dp_cp_group)
+            torch.distributed.all_reduce(total, group=self.context.copies_group)
             torch.distributed.all_reduce(total, group=self.context.pp_group)
         return total
 

@@ -26,7 +26,7 @@ def test_megatron_grid_order(ranks):
 
 def context_grid():
     context = ParallelContext.create(detect(), Sizes(tensor=2, context=2))
-    groups = (context.groups.cp, context.dp_group, context.dp_cp_group)
+    groups = (context.groups.cp, context.dp_group, context.copies_group)
     return (
         context.tp_rank,
         context.cp_rank,

@@ -280,7 +280,7 @@ class gradients_as_parameters:
     def __enter__(self):
         for chunk in self.engine.stages:
             if chunk.ddp_config.use_distributed_optimizer:
-                groups = (self.context.dp_cp_group, self.context.edp.group)
+                groups = (self.context.copies_group, self.context.edp.group)
                 for buffers, group in zip(
                     (chunk.buffers, chunk.expert_parallel_buffers), groups, strict=True
                 ):

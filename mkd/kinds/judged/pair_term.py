@@ -55,7 +55,7 @@ class PairTerm:
         pair, is_chosen = number.abs() - 1, number > 0
         coefficients = -torch.where(is_chosen, slopes[0][pair], slopes[1][pair])
         loss = coefficient_loss(given, coefficients, scale)
-        if given.context.cp_rank > 0:  # every rank of a row knows its pairs, and one of them reports
+        if given.context.row_shard.rank > 0:  # every rank of a row knows its pairs, and one of them reports
             return loss, TermSums(measures=dict.fromkeys(self.measures, 0.0))
         parts = self.pair_loss.parts(chosen, rejected)
         of_parts = (parts[name].detach().sum() for name in self.pair_loss.part_help)

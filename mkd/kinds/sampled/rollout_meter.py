@@ -84,7 +84,7 @@ class RolloutMeter:
         Communication: all-reduce SUM over data, context and pipeline parallelism.
         """
         assert self._sums is not None
-        dist.all_reduce(self._sums, group=self.context.dp_cp_group)
+        dist.all_reduce(self._sums, group=self.context.copies_group)
         dist.all_reduce(self._sums, group=self.context.pp_group)
         *values, gap, count = self._sums.tolist()
         of_teachers: dict[str, list[tuple[float, float]]] = {}  # (share of the teacher, its mean)
