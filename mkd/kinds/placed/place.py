@@ -23,7 +23,7 @@ STREAMED_LAYERS = 2
 class Place(Choice):
     """A place from which layers come to the device one after another, each before it computes."""
 
-    streams: ClassVar[bool] = True
+    streams: ClassVar[bool] = True  # False: layers are on the device all the time
 
     @property
     def processes(self) -> int:

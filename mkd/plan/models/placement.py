@@ -19,6 +19,10 @@ class TeacherPlace(Protocol):
     """Where a teacher's decoder layers are while they do not compute."""
 
     @property
+    def streams(self) -> bool:
+        """True if layers come to the device one after another."""
+
+    @property
     def processes(self) -> int:
         """Number of processes that share every layer through a communicator; 1 if none do."""
 
