@@ -158,7 +158,19 @@ def test_gradients_of_latent_attention(q_lora_rank, tmp_path, gpu_ranks):
         assert error <= BF16_TOLERANCE, f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek"}))
+FURTHER = (
+    "smollm3",
+    "ministral3",
+    "granite",
+    "olmo3",
+    "exaone4",
+    "hunyuan_v1_dense",
+    "ernie4_5",
+    "minimax_m2",
+)
+
+
+@pytest.mark.parametrize("family", [*sorted(set(FAMILIES) - {"deepseek"}), *FURTHER])
 def test_families(family, tmp_path, gpu_ranks):
     """Heads have 64 channels, which every attention kernel accepts."""
     sizes = dict(hidden_size=256, num_attention_heads=4, head_dim=64)
