@@ -67,4 +67,6 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
 def _of_shape(shape: ModelShape) -> str | None:
     if shape.moe is not None:
         return "experts wait for the numbers of their tokens"
+    if any(layer.mixer is not None for layer in shape.layers):
+        return "the kernels of mixers have not been tried in graphs"
     return "rows with images differ in shape" if shape.vision is not None else None
