@@ -79,12 +79,13 @@ def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
     `graphs` False: the same run with `--cuda-graphs off`.
     """
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect, make_deterministic
 
     if deterministic:
         make_deterministic()
-    sizes = dict(tensor_parallel=row.tp, pipeline_parallel=row.pp, context_parallel=row.cp)
-    context = ParallelContext.create(detect(), **sizes, virtual_stages=row.vp, seed=7)
+    sizes = Sizes(tensor=row.tp, pipeline=row.pp, context=row.cp)
+    context = ParallelContext.create(detect(), sizes, virtual_stages=row.vp, seed=7)
     try:
         return _trained(row, graphs, deterministic, context)
     finally:
@@ -140,7 +141,7 @@ def padded(pack, multiple: int):
 def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     """Build the engine of a run with random weights."""
     from mkd.config.load import load_config
-    from mkd.kinds.known_kinds import KINDS
+    from mkd.kinds.known_kinds import KINDS, teacher_setup
     from mkd.plan.facts import RunFacts
     from mkd.plan.models.model_shape import ModelShape
     from mkd.resolve.model_source import ModelSource
@@ -175,7 +176,8 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     student, teachers = source(row.student), tuple(map(source, row.teachers))
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
-    return build_engine(Plan(facts, student, teachers), context)[0]
+    setups = tuple(teacher_setup([], facts, index, source) for index, source in enumerate(teachers))
+    return build_engine(Plan(facts, student, teachers, setups), context)[0]
 
 
 def main() -> None:

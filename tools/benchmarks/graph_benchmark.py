@@ -91,12 +91,12 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
                 + [f"{away:.1e}"]
             )
         bounds = [str(one) for graphs, _ in graphs_of(engine, True, True)[:1] for one in graphs.bounds]
+        case = f"{settings.student} <- {settings.teacher}, {packs_per_step} x {settings.seq_length}"
+        if context.world_size > 1:
+            case += f", TP {settings.tensor_parallel} PP {settings.pipeline_parallel}"
         if dist.get_rank() == 0:
-            title = f"graphs {settings.student} <- {settings.teacher}, "
-            title += f"{packs_per_step} x {settings.seq_length}, TP {settings.tensor_parallel} "
-            title += f"PP {settings.pipeline_parallel} {' '.join(settings.flags)}"
             heads = ["", "ms", "of eager", "GPU busy", "peak GiB", "reserved", "loss, norm"]
+            title = f"graphs {case} {' '.join(settings.flags)}"
             print(table(title, heads, rows), "; ".join(bounds), sep="\n", flush=True)
-        layout = f"TP {settings.tensor_parallel} PP {settings.pipeline_parallel}"
         ratio = Requirement("R25", times[BOTH] / times[EAGER], "of the step without graphs", "<=", 1.01)
-        return Report([ratio], times={f"{layout}, {packs_per_step} packs": times})
+        return Report([ratio], times={case: times})

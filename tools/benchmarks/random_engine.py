@@ -22,7 +22,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
-from mkd.platform import Platform
+from mkd.platform import Platform, gpu_gib
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
@@ -130,7 +130,7 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
     setups = tuple(teacher_setup([], facts, index, source) for index, source in enumerate(teachers))
-    return Plan(facts, student, teachers, setups)
+    return Plan(facts, student, teachers, setups, gpu_gib=gpu_gib())
 
 
 def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:

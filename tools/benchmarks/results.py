@@ -22,6 +22,7 @@ BENCHMARKS = (
     "head",
     "chunks",
     "step",
+    "graphs",
     "trainers",
     "pipeline",
     "packing",
