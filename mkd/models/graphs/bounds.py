@@ -7,12 +7,12 @@ without tokens end at once. Bounds far above the pack's own still cost time, abo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mkd.models.packed import PackedDocuments
+from mkd.models.packed import PackedDocuments, packed_documents
 
 LEAST_DOCUMENTS = 4
 LEAST_LENGTH = 256
@@ -50,25 +50,6 @@ def filled(packed: PackedDocuments, bounds: Bounds) -> PackedDocuments:
     def filled_up(borders: Tensor) -> Tensor:
         return torch.cat((borders, borders[-1:].expand(bounds.documents + 1 - borders.numel())))
 
-    real = None if packed.cu_seqlens_real is None else filled_up(packed.cu_seqlens_real)
-    return with_borders(packed, filled_up(packed.cu_seqlens_q_padded), bounds.longest, real)
-
-
-def with_borders(
-    packed: PackedDocuments,
-    borders: Tensor,  # [documents + 1] int32, with padding
-    longest: int,
-    real: Tensor | None = None,  # [documents + 1] int32, without padding
-) -> PackedDocuments:
-    """Return `packed` with other borders. Padding joins its document; see `packed_documents`."""
-    return replace(
-        packed,
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        cu_seqlens_q_padded=borders,
-        cu_seqlens_kv_padded=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        cu_seqlens_real=real,
-        block_masks={},
-    )
+    padded = filled_up(packed.cu_seqlens_q_padded)
+    real = padded if packed.cu_seqlens_real is None else filled_up(packed.cu_seqlens_real)
+    return packed_documents(real, padded, bounds.longest, padding_joins_document=True)

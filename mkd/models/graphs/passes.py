@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from mkd.models.graphs.bounds import Bounds, with_borders
+from mkd.models.graphs.bounds import Bounds
 from mkd.models.graphs.capture import captured, graph_safe_random_states
-from mkd.models.packed import PackedDocuments
+from mkd.models.packed import PackedDocuments, packed_documents
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerInput:
     def fixed(self, hidden: Tensor) -> LayerInput:
         """Return a copy that graphs read, with `hidden` in the place of the hidden state."""
         borders = self.packed.cu_seqlens_q_padded.clone()
-        packed = with_borders(self.packed, borders, self.packed.max_seqlen_q)
+        packed = packed_documents(borders, borders, self.packed.max_seqlen_q, padding_joins_document=True)
         return LayerInput(hidden, None if self.angles is None else self.angles.clone(), packed)
 
     def take(self, other: LayerInput) -> None:
