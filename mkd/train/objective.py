@@ -96,6 +96,9 @@ class Objective:
         bf16 (docs/performance.md).
         """
         fp32_logits = self.kd.kd_fp32_logits or not torch.is_grad_enabled()
-        given = LossInput(stage, output, batch, self.context, fp32_logits)
+        has_autograd_head = any(getattr(term, "has_autograd_head", False) for term in self.terms)
+        given = LossInput(
+            stage, output, batch, self.context, fp32_logits, has_autograd_head=has_autograd_head
+        )
         teachers = [term for term in self.terms if term.name not in OF_NO_TEACHER]
         return replace(given, pack_weights=pack_weights(self.kd, teachers, given))

@@ -28,6 +28,7 @@ class Stored:
     with_ce_metric: bool = False
 
     can_take_cross_entropy: ClassVar[bool] = True
+    has_autograd_head: ClassVar[bool] = True
     measures: ClassVar[tuple[str, ...]] = ()
 
     def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> Stored:

@@ -35,6 +35,15 @@ class LossInput:
     context: ParallelContext
     fp32_logits: bool
     pack_weights: Mapping[str, Tensor] = field(default_factory=dict)  # teacher -> [k] fp32, by pack
+    has_autograd_head: bool = False  # a term's gradient of the head comes from autograd
+
+    def head_gradient(self, scale: Tensor) -> Tensor | None:
+        """Return `scale` if a pass over the head may add its gradient to DDP's buffer, else None.
+
+        DDP ignores gradients of autograd for a weight that a pass has served, so that all come from autograd
+        if one does.
+        """
+        return None if self.has_autograd_head else scale
 
     @property
     def num_packs(self) -> int:
@@ -47,7 +56,11 @@ class LossInput:
 
 
 class Term(Protocol):
-    """One addend of the loss: `factor` times the mean of a loss over its rows."""
+    """One addend of the loss: `factor` times the mean of a loss over its rows.
+
+    A term whose gradient of the head comes from autograd, as after `loss_row_logits`, says so with a class
+    attribute `has_autograd_head = True`.
+    """
 
     @property
     def name(self) -> str:

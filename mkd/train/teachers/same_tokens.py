@@ -122,7 +122,7 @@ def head_pass(
         loss_rows=batch.loss_rows,
         tp_group=given.context.tp_group,
         sequence_parallel=student.config.sequence_parallel,
-        loss_gradient=scale,
+        loss_gradient=given.head_gradient(scale),
         fp32_logits=given.fp32_logits,
         teacher_shares=model_shares,
     )

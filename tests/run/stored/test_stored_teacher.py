@@ -332,3 +332,18 @@ def test_a_smaller_student_needs_an_export_for_it(files, ranks):
     assert_refused(ranks, argv, 65, "teacher-cache-differs: ids, the student has", "--student-hf")
     (result,) = run_main(ranks, offline(files, "small", "cache over 301", student_hf="small"))
     assert result.exit_code == 0, result.stderr
+
+
+def test_weighted_records_beside_a_stored_teacher_keep_the_gradient_of_the_head(files, ranks):
+    """Two terms pass over the head, one of them through autograd: DDP must take both gradients."""
+    records = ({"text": f"{i}: the quick brown fox", "score": 1 + i % 3} for i in range(60))
+    write_records(files / "scored.jsonl", *records)
+    exported(ranks, files, "scored cache", "--k", 16, *T2, data_path="scored.jsonl")
+    more = (*T2, *EVALUATED, *LINEAR, "--weight-key", "score", "--export-hf")
+
+    def run(name, *layout, world_size=1):
+        words = (*more, files / f"{name} hf", *layout)
+        argv = offline(files, name, "scored cache", *words, data_path="scored.jsonl")
+        return trained(ranks, files, argv, world_size)
+
+    assert_same_run(run("scored pp2", "--pipeline-model-parallel-size", 2, world_size=2), run("scored"))
