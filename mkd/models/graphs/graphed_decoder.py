@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +17,7 @@ from mkd.models.packed import PackedDocuments
 
 LOG = logging.getLogger("mkd")
 MOST_BOUNDS = 8  # different bounds with graphs; packs with others run without
-WARM_UPS = 1  # packs that run without graphs first: libraries choose kernels and make their work spaces
+MOST_SEEN = 256  # bounds that are remembered to notice that they come again
 
 
 class ParameterSync(Protocol):
@@ -35,9 +34,10 @@ class ParameterSync(Protocol):
 class GraphedDecoder:
     """Takes the place of a decoder: runs a pack as graphs, or hands it to the decoder itself.
 
-    A pack's bounds decide. The first packs of any bounds run without graphs, as do packs of bounds beyond the
-    first MOST_BOUNDS that come twice, rows of single tokens, and the student in evaluation. If a graph cannot
-    be made, everything goes on without, after one warning.
+    A pack's bounds decide. The first pack of any bounds runs without graphs: libraries choose kernels and
+    make their work spaces. So do packs of bounds beyond the first MOST_BOUNDS that come twice, rows of single
+    tokens, and the student in evaluation. If a graph cannot be made, everything goes on without, after one
+    warning.
     """
 
     decoder: TransformerBlock
@@ -46,7 +46,8 @@ class GraphedDecoder:
     memory: GraphMemory  # all parts of a process share it
     sync: ParameterSync | None = None  # None: the model is frozen
     is_on: bool = True
-    _seen: Counter[Bounds] = field(default_factory=Counter)
+    _seen: set[Bounds] = field(default_factory=set)  # once
+    _graphed: set[Bounds] = field(default_factory=set)  # twice
     _frozen: dict[Bounds, ForwardPass] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,14 +69,12 @@ class GraphedDecoder:
         `hidden` is None on later stages, whose decoder holds its input.
         """
         bounds = Bounds.of(packed, tokens)
-        if not self._takes(packed, bounds):
+        if not self._takes(packed) or not self._has_room(bounds):
             return self._eager(hidden, self.angles(packed), packed)
         packed = filled(packed, bounds)
-        given = LayerInput(
-            self.decoder.input_tensor if hidden is None else hidden, self.angles(packed), packed
-        )
-        self._seen[bounds] += 1
-        if self._seen[bounds] > WARM_UPS:
+        received = self.decoder.input_tensor if hidden is None else hidden
+        given = LayerInput(received, self.angles(packed), packed)
+        if bounds in self._graphed:
             graphs = self._made(bounds, given)
             if graphs is not None:
                 return graphs.run(given)
@@ -87,15 +86,25 @@ class GraphedDecoder:
         self._frozen.clear()
         self.memory.release()
 
-    def _takes(self, packed: PackedDocuments, bounds: Bounds) -> bool:
-        trains = bool(self._trained)
+    def _takes(self, packed: PackedDocuments) -> bool:
+        """Return True if the pack has a form that graphs can have, and the model runs as they do."""
+        has_gradient = torch.is_grad_enabled()
+        fits_mode = has_gradient and self.decoder.training if self._trained else not has_gradient
         by_row = (packed.token_positions, packed.positions, packed.query_factors, packed.documents_of_tokens)
         is_pack = packed.cu_seqlens_q is packed.cu_seqlens_q_padded and all(one is None for one in by_row)
-        fits_mode = (
-            torch.is_grad_enabled() and self.decoder.training if trains else not torch.is_grad_enabled()
-        )
-        often = [one for one, times in self._seen.items() if times > WARM_UPS]
-        return self.is_on and is_pack and fits_mode and (bounds in often or len(often) < MOST_BOUNDS)
+        return self.is_on and fits_mode and is_pack
+
+    def _has_room(self, bounds: Bounds) -> bool:
+        """Return True if packs of these bounds are graphed, or may be from the next one on."""
+        if bounds in self._graphed:
+            return True
+        if len(self._graphed) == MOST_BOUNDS:
+            return False
+        if bounds in self._seen:
+            self._graphed.add(bounds)
+        elif len(self._seen) < MOST_SEEN:
+            self._seen.add(bounds)
+        return True
 
     def _made(self, bounds: Bounds, given: LayerInput) -> ForwardPass | TrainingPass | None:
         """Return the graphs for a pack. If there are none, make them; None if they cannot be made."""

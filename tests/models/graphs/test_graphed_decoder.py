@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from mkd.models.graphs import graphed_decoder
-from mkd.models.graphs.graphed_decoder import MOST_BOUNDS, GraphedDecoder
+from mkd.models.graphs.graphed_decoder import MOST_BOUNDS, MOST_SEEN, GraphedDecoder
 from mkd.models.graphs.passes import GraphMemory
 from mkd.models.packed import packed_documents
 
@@ -67,6 +66,12 @@ def test_packs_beyond_the_most_bounds_run_with_their_own_borders(decoder, monkey
     assert run(decoder, *[2] * 4).mean() == 10  # known bounds stay graphs
 
 
+def test_bounds_that_never_come_again_are_not_remembered_for_ever(decoder):
+    for number in range(MOST_SEEN + 50):
+        run(decoder, 300 + number)
+    assert len(decoder._seen) == MOST_SEEN and not decoder._graphed
+
+
 def test_rows_with_values_of_their_own_and_evaluation_run_without_graphs(decoder, monkeypatch):
     monkeypatch.setattr(decoder, "_made", lambda bounds, given: Replayed())
     factors = pack(300, 212)
@@ -91,4 +96,4 @@ def test_if_no_graph_can_be_made_one_warning_names_the_cause(decoder, monkeypatc
     (record,) = caplog.records
     cause = "operation not permitted when stream is capturing"
     assert record.getMessage() == f"the student goes on without CUDA graphs: {cause}"
-    assert graphed_decoder.WARM_UPS == 1 and not decoder.is_on
+    assert not decoder.is_on
