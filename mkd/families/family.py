@@ -31,6 +31,9 @@ class Family:
     read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # further fields of `ModelShape`
     # Names, with * for any text, of tensors that mkd neither runs nor trains. An export copies them.
     carried: tuple[str, ...] = ()
+    # True if files may hold all experts of a layer in two tensors: `mlp.experts.gate_up_proj` [E, 2f, h]
+    # and `mlp.experts.down_proj` [E, h, f]. An export has tensors for each expert, as `tensors` says.
+    reads_stacked_experts: bool = False
 
 
 def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[LayerShape, ...]:

@@ -19,15 +19,13 @@ from mkd.families.vision_shape import VisionFamily, VisionShape
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "the tokens of an image attend to each other both ways, mkd's attention is causal",
-        "qwen3_5": "mkd does not have its vision tower yet",
-        "qwen3_5_moe": "mkd does not have its vision tower yet",
         "qwen3_vl_moe": "mkd's models with images are dense",
         "qwen2_vl": "mkd knows the tower of Qwen2.5-VL and Qwen3-VL",
         "llama4": "mkd's models with images are dense",
     }
 )
 
-WITH_KNOWN_TEXT = ("gemma3", "qwen3_5", "qwen3_5_moe")  # those of REFUSED whose text model mkd runs
+WITH_KNOWN_TEXT = ("gemma3",)  # those of REFUSED whose text model mkd runs
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
@@ -155,8 +153,16 @@ _ALL = (
         _QWEN_TEXT | {"rope_theta": 5e5, "max_position_embeddings": 128000},
         interleaved_sections=True,
     ),
+    *(  # positions of text are the same in all three sections: plain ones
+        VisionFamily(
+            name, f"{name}_text", "model.language_model.", {"model.visual.": "model.visual."}, (), None, {}
+        )
+        for name in ("qwen3_5", "qwen3_5_moe")
+    ),
 )
 VISION_FAMILIES = MappingProxyType({one.model_type: one for one in _ALL})
+TEXT_ALONE = tuple(one.model_type for one in _ALL if one.read_vision is None)
+WITH_IMAGES = tuple(sorted(VISION_FAMILIES.keys() - set(TEXT_ALONE)))
 
 
 def refuse_known(model_type: object, source: str) -> None:
@@ -164,7 +170,7 @@ def refuse_known(model_type: object, source: str) -> None:
     why = REFUSED.get(model_type) if isinstance(model_type, str) else None
     if why is not None:
         what = f"{source}: model_type {model_type!r} is not supported"
-        do = f"use a model of {', '.join(sorted(VISION_FAMILIES))}"
+        do = f"use a model of {', '.join(WITH_IMAGES)}"
         if model_type in WITH_KNOWN_TEXT:
             do += ", or its text model saved on its own"
         raise UsageError(what, why, do, code="model-type-not-supported")
@@ -179,7 +185,7 @@ def refuse_text_model(layers: Iterable[LayerShape], family: str, source: str) ->
         why = f"its text model may be of {', '.join(TEXT_FAMILIES)}; others treat embeddings in another way"
     if why is not None:
         what = f"{source}: a model with images whose text model is of {family} is not supported"
-        do = f"use a published model of {', '.join(sorted(VISION_FAMILIES))}"
+        do = f"use a published model of {', '.join(WITH_IMAGES)}"
         raise UsageError(what, why, do, code="model-type-not-supported")
 
 
@@ -187,14 +193,19 @@ def text_config(family: VisionFamily, config: HFConfig) -> dict[str, Any]:
     """Return the text model's configuration as that of a model of its own.
 
     `config` has no nulls. Old hub files of Qwen2.5-VL have the text model's keys beside `vision_config`.
+    Raises `CheckpointError` for another model without `text_config`.
     """
     own = config.get("text_config")
+    if own is None and not family.ties_by_text:
+        what = f"text_config is missing or null in config.json of a {family.model_type} model"
+        why, do = "the sizes of the text model are there", "download or write it again"
+        raise CheckpointError(what, why, do, code="model-config-not-valid")
     given = dict(own if own is not None else config)
     text = dict(family.text_defaults) | given
     text["model_type"] = family.text_family or text["model_type"]
     tied = config.get("tie_word_embeddings", False)
     text["tie_word_embeddings"] = tied or (family.ties_by_text and given.get("tie_word_embeddings", False))
-    if family.text_family is not None:
+    if family.text_family is not None and family.read_vision is not None:
         text["rope_parameters"] = _plain_rope(text)
         text.pop("rope_scaling", None)
         text.pop("layer_types", None)  # full attention, or Qwen's windows by their own switch

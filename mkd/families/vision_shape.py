@@ -50,7 +50,8 @@ class VisionFamily:
     text_prefix: str  # of the text model's tensors, in place of `model.`
     tower_names: Mapping[str, str]  # start of a tensor's name on disk -> start of its name in the tower
     projector: tuple[str, ...]  # starts of names in the tower that belong to the projector
-    read_vision: Callable[[Mapping[str, Any]], VisionShape]
+    # None: mkd runs the text model alone. The tower is carried, see `Family.carried`.
+    read_vision: Callable[[Mapping[str, Any]], VisionShape] | None
     text_defaults: Mapping[
         str, Any
     ]  # the values that transformers assumes for keys missing in the text model
@@ -58,9 +59,9 @@ class VisionFamily:
     ties_by_text: bool = False  # `tie_word_embeddings` counts in the text model's configuration too
 
     def tower_name(self, tensor: str) -> str | None:
-        """Return the name in the tower of a tensor on disk; None if it belongs to the text model."""
+        """Return the name in the tower of a tensor on disk; None if it belongs to no tower that mkd runs."""
         for start, own in self.tower_names.items():
-            if tensor.startswith(start):
+            if self.read_vision is not None and tensor.startswith(start):
                 return own + tensor.removeprefix(start)
         return None
 

@@ -2,6 +2,7 @@
 
 hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
 hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
+hf_stacked.py                    tensors of all experts of a layer, read expert by expert
 hf_tower.py                      names of models with images, and the parameters of their towers
 hf_check.py                      compares a folder's tensors with its config.json
 hf_causes.py                     one cause of many differences: prefixes, sizes, numbers of layers

@@ -43,7 +43,8 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     checkpoint = HFCheckpoint(folder) if has_weights else None
     found = {} if checkpoint is None else dict(_carried(shape, checkpoint))
     is_lost = not any(name.startswith(FURTHER) for name in found)
-    if is_lost and any(shape.hf_config.get(name) for name in NUM_FURTHER):
+    parts = shape.hf_config, shape.hf_config.get("text_config") or {}
+    if is_lost and any(part.get(name) for part in parts for name in NUM_FURTHER):
         what = "the export has no layers that predict further tokens, which are not in"
         LOG.warning("%s %s; name the original model with --reference-hf to copy them", what, folder)
     return found

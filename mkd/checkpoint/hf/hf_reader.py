@@ -16,6 +16,7 @@ from mkd.checkpoint.finite import is_finite, not_finite
 from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_names import Cut
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
+from mkd.checkpoint.hf.hf_stacked import split_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
@@ -54,10 +55,10 @@ class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
     Opening it reads headers only; `bytes_read` counts the data read from disk since. Quantised tensors appear
-    under the names and shapes that they have when dequantised, those of a vision tower in `tower`, and the
-    text tensors beside it under the names of a model of text alone (see `hf_tower.py`). Raises
-    `CheckpointError`s for a folder that is incomplete, damaged, not to be trusted, or quantised in a format
-    that mkd does not read.
+    under the names and shapes that they have when dequantised, and single experts in place of stacks (see
+    `hf_stacked.py`). Tensors of a vision tower are in `tower`, and the text tensors beside it have the names
+    of a model of text alone (see `hf_tower.py`). Raises `CheckpointError`s for a folder that is incomplete,
+    damaged, not to be trusted, or quantised in a format that mkd does not read.
     """
 
     def __init__(self, directory: str | Path):
@@ -67,9 +68,10 @@ class HFCheckpoint:
         self.is_sharded = weight_map is not None
         self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
         self._stored = self._read_headers(weight_map)
-        self._quantised = find_quantised(self.directory, self._stored)
+        quantised = find_quantised(self.directory, self._stored)
         self.names = DiskNames.of_folder(self.directory)
-        headers = logical_headers(self._stored, self._quantised)
+        headers, experts = split_stacks(self.directory, logical_headers(self._stored, quantised), quantised)
+        self._derived = quantised | experts
         renamed = {self.names.ours(name): header for name, header in headers.items()}
         self.headers = {name: one for name, one in renamed.items() if not name.startswith(TOWER)}
         self.tower = {name: one for name, one in renamed.items() if name.startswith(TOWER)}
@@ -81,18 +83,18 @@ class HFCheckpoint:
         is not finite.
         """
         stored = self.names.on_disk(tensor)
-        quantised = self._quantised.get(stored)
-        part = quantised.read(self._read_stored, cut) if quantised else self._read_stored(stored, cut)
+        derived = self._derived.get(stored)
+        part = derived.read(self._read_stored, cut) if derived else self._read_stored(stored, cut)
         if not is_finite(part):
-            names = quantised.stored if quantised else (stored,)
+            names = derived.stored if derived else (stored,)
             raise not_finite(str(self.directory / self._stored[names[0]].file), " with ".join(names), part)
         return part
 
     def read_whole(self, tensor: str) -> Tensor:
         """Return a whole tensor, on the CPU; unlike in `read`, its values are not checked."""
         stored = self.names.on_disk(tensor)
-        cut, quantised = (slice(None),) * len(self.headers[tensor].shape), self._quantised.get(stored)
-        return quantised.read(self._read_stored, cut) if quantised else self._read_stored(stored, cut)
+        cut, derived = (slice(None),) * len(self.headers[tensor].shape), self._derived.get(stored)
+        return derived.read(self._read_stored, cut) if derived else self._read_stored(stored, cut)
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
         part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]

@@ -29,16 +29,12 @@ class DiskNames:
     @classmethod
     def of_folder(cls, directory: Path) -> DiskNames:
         """Return the names in a folder by its config.json; a missing or broken one counts as text alone."""
-        try:
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            return cls(VISION_FAMILIES.get(config["model_type"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return cls()
+        return cls(VISION_FAMILIES.get(model_type_of(directory)))
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DiskNames:
         """Return the names of a model."""
-        return cls(None if shape.vision is None else VISION_FAMILIES[shape.vision.family])
+        return cls(VISION_FAMILIES.get(shape.hf_config.get("model_type", "")))
 
     def ours(self, tensor: str) -> str:
         """Return our name of a tensor on disk."""
@@ -50,6 +46,15 @@ class DiskNames:
     def on_disk(self, name: str) -> str:
         """Return the name on disk of one of our names."""
         return name if self.family is None else self.family.disk_name(name.removeprefix(TOWER))
+
+
+def model_type_of(directory: Path) -> str:
+    """Return `model_type` of a folder's config.json; "" if it says none or cannot be read."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def tower_of(model_part: nn.Module) -> dict[str, Tensor]:

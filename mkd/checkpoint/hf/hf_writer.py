@@ -279,12 +279,12 @@ def _config_text(folder: Path, plan: ExportPlan) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     lost = [] if any(name.startswith(FURTHER) for name in plan.carried) else NUM_FURTHER
-    config.update({name: 0 for name in lost if config.get(name)})
     name = str(plan.dtype).removeprefix("torch.")
     config["dtype" if "dtype" in config else "torch_dtype"] = name
-    for part in (config.get(part) for part in PART_OBJECTS):  # of a model with images
+    for part in (config, *(config.get(part) for part in PART_OBJECTS)):  # the latter of a model with images
         if isinstance(part, dict):
             part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
+            part.update({key: 0 for key in lost if part.get(key)})
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 

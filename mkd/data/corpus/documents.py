@@ -19,6 +19,7 @@ from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError
+from mkd.families.vision import TEXT_ALONE, WITH_IMAGES
 from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -69,9 +70,9 @@ def encode_record(
 def _no_image_reader() -> DataError:
     return DataError(
         "the conversation has images, and nothing here can read them",
-        "student or teacher has no preprocessor_config.json of a supported vision-language model, and reads "
-        "text alone",
-        "use vision-language models, or remove the records with images",
+        "student or teacher reads text alone: it has no preprocessor_config.json of a supported "
+        f"vision-language model, or it is a model of {' or '.join(TEXT_ALONE)}, whose tower mkd does not run",
+        f"use models of {', '.join(WITH_IMAGES)}, or remove the records with images",
         code="images-not-read",
     )
 

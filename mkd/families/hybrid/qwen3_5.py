@@ -1,4 +1,8 @@
-"""Text models of Qwen3.5: gated delta nets and gated attention, with dense MLPs or with experts."""
+"""Text models of Qwen3.5: gated delta nets and gated attention, with dense MLPs or with experts.
+
+Releases have them behind a vision tower (`qwen3_5`, `qwen3_5_moe`, see `mkd/families/vision.py`). Those with
+experts have all experts of a layer in one tensor; transformers writes one tensor an expert, and reads both.
+"""
 
 from __future__ import annotations
 
@@ -51,4 +55,5 @@ QWEN3_5_MOE = Family(
     },
     read_model=read_zero_centered,
     carried=CARRIED,
+    reads_stacked_experts=True,
 )

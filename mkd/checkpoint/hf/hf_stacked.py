@@ -1,0 +1,72 @@
+"""Tensors of a Hugging Face folder that hold all experts of a layer, read as tensors of single experts.
+
+A family whose files may have either form says so (`Family.reads_stacked_experts`). A family whose files
+always have stacks describes them in its table (`Stack`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from mkd.checkpoint.hf.hf_names import Cut
+from mkd.checkpoint.hf.hf_quantised import ReadStored, TensorHeader
+from mkd.checkpoint.hf.hf_tower import model_type_of
+from mkd.families.registry import FAMILIES
+from mkd.families.vision import VISION_FAMILIES
+
+STACK = re.compile(r"(model\..*layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # equal runs of rows
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """The matrix of one expert in a stack [experts, rows, columns]."""
+
+    stored: tuple[str]  # name on disk of the stack
+    header: TensorHeader  # of the matrix, [rows, columns]
+    expert: int
+    first_row: int  # in the expert's part of the stack
+
+    def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
+        """Return the part `cut`, [rows, columns] in the stack's dtype."""
+        first, last, _ = cut[0].indices(self.header.shape[0])
+        rows = slice(self.first_row + first, self.first_row + last)
+        return read_stored(self.stored[0], (slice(self.expert, self.expert + 1), rows, cut[1]))[0]
+
+
+def split_stacks(
+    directory: Path,
+    headers: Mapping[str, TensorHeader],  # names on disk
+    quantised: Container[str],  # names of tensors that are not read as they are on disk
+) -> tuple[dict[str, TensorHeader], dict[str, ExpertMatrix]]:
+    """Return the headers with a matrix for each expert in place of stacks, and these matrices by name."""
+    model_type = model_type_of(directory)
+    outer = VISION_FAMILIES.get(model_type)
+    family = FAMILIES.get((outer and outer.text_family) or model_type)
+    if family is None or not family.reads_stacked_experts:
+        return dict(headers), {}
+    found, matrices = {}, {}
+    for name, header in headers.items():
+        match = STACK.fullmatch(name)
+        if match is None or len(header.shape) != 3 or name in quantised:
+            found[name] = header
+            continue
+        own = dict(_matrices(match, header))
+        found |= {expert: matrix.header for expert, matrix in own.items()}
+        matrices |= own
+    return found, matrices
+
+
+def _matrices(match: re.Match[str], header: TensorHeader) -> Iterator[tuple[str, ExpertMatrix]]:
+    experts, rows, columns = header.shape
+    parts = PARTS[match[2]]
+    own = replace(header, shape=(rows // len(parts), columns))
+    for expert in range(experts):
+        for index, part in enumerate(parts):
+            name = f"{match[1]}{expert}.{part}.weight"
+            yield name, ExpertMatrix((match[0],), own, expert, index * own.shape[0])
