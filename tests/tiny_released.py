@@ -1,4 +1,4 @@
-"""Make tiny folders of Qwen3.5 as released: a text model, a vision tower, layers that predict further tokens."""
+"""Make tiny folders of Qwen3.5 as released, with a vision tower and layers that predict further tokens."""
 
 from __future__ import annotations
 
