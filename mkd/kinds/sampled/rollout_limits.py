@@ -55,15 +55,13 @@ def _layout(config: Config) -> Iterator[UsageError]:
 
 
 def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
-    """Check that the student's attention can sample with a cache."""
+    """Check that the student's layers can sample with a cache."""
     config, student = facts.config, facts.student
     if not config.rollout.is_on or student is None:
         return
     length, reason = config.training.seq_length, None
     if student.vision is not None:
         reason = "images"
-    elif any(layer.mixer for layer in student.layers):
-        reason = "gated delta nets"
     elif any(layer.mla for layer in student.layers):
         reason = "latent attention"
     elif any(layer.attention_sinks for layer in student.layers):

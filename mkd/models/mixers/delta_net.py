@@ -26,9 +26,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from mkd.families.layer_shape import DeltaShape
-from mkd.models.mixers.convolution import causal_convolution
 from mkd.models.mixers.pack_rows import PackRows, channels_to_rows, pack_rows, rows_to_channels
-from mkd.models.mixers.scan import gated_delta_rule
+from mkd.models.mixers.recurrence import PackedRecurrence
 from mkd.models.packed import PackedDocuments
 
 NORM_EPSILON = 1e-6  # added to the squared length of queries and keys
@@ -63,6 +62,7 @@ class DeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.mixer = mixer
+        self.recurrence = PackedRecurrence()
         self.is_recomputed = (
             config.recompute_granularity == "selective" and "mixer" in config.recompute_modules
         )
@@ -138,13 +138,13 @@ class DeltaNet(MegatronModule):
         mixed, z, b, a = projected.split(
             (sum(mixer.convolved_parts), each * mixer.value_dim, each, each), dim=-1
         )
-        mixed = F.silu(causal_convolution(mixed.flatten(1), filters, rows.positions))
+        mixed = F.silu(self.recurrence.convolve(mixed.flatten(1), filters, rows))
         q, k, v = mixed.unflatten(1, (-1, sum(mixer.convolved_parts))).split(mixer.convolved_parts, dim=-1)
         q, k = (_unit(_wide(x)).repeat_interleave(each, dim=1) for x in (q, k))
         v, z = (x.reshape(x.size(0), -1, mixer.value_dim) for x in (v, z))
         b, a = (x.reshape(x.size(0), -1) for x in (b, a))
         g = -_wide(a_log).exp() * F.softplus(_wide(a) + dt_bias)
-        output = gated_delta_rule(q * mixer.key_dim**-0.5, k, _wide(v), g, _wide(b.sigmoid()), rows.documents)
+        output = self.recurrence.delta_rule(q * mixer.key_dim**-0.5, k, _wide(v), g, _wide(b.sigmoid()), rows)
         return self._gated_norm(output.to(projected.dtype), z).flatten(1)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:  # [t, heads, dv] twice -> the same

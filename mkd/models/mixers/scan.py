@@ -18,6 +18,7 @@ leaves the chunk belongs to the document of the chunk's last token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,12 @@ def gated_delta_rule(
     g: Tensor,  # [t, heads], log of the decay, at most 0
     beta: Tensor,  # [t, heads]
     documents: Tensor,  # [t] int64, ascending
-) -> Tensor:
-    """Return the outputs [t, heads, dv]. All inputs are fp32 (or fp64), and so is the result."""
+    ends: Sequence[int] = (),  # tokens, each in a document
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [t, heads, dv], and the states behind the tokens `ends`, [ends, heads, dk, dv].
+
+    All inputs are fp32 (or fp64), and so are the results.
+    """
     tokens, heads = g.shape
     padding = -tokens % CHUNK
     if padding:  # it changes nothing: nothing follows it
@@ -57,8 +62,13 @@ def gated_delta_rule(
     decays = _decays(g, documents.view(-1, CHUNK))
     updates, reads = _updates(k, v, beta[..., None], decays)
     scores = q @ k.transpose(-1, -2) * decays.pairs
-    outputs = _over_chunks(q * decays.entering, k * decays.leaving, scores, updates, reads, decays.through)
-    return outputs.transpose(1, 2).flatten(0, 1)[:tokens]
+    ended = {end // CHUNK for end in ends}
+    outputs, kept = _over_chunks(
+        q * decays.entering, k * decays.leaving, scores, updates, reads, decays.through, ended
+    )
+    states = [_state_behind(end, k, decays, *kept[end // CHUNK]) for end in ends]
+    outputs = outputs.transpose(1, 2).flatten(0, 1)[:tokens]
+    return outputs, torch.stack(states) if states else outputs.new_empty(0, heads, k.size(-1), v.size(-1))
 
 
 def _decays(
@@ -101,12 +111,50 @@ def _over_chunks(
     updates: Tensor,  # [n, heads, C, dv]
     reads: Tensor,  # [n, heads, C, dk]
     through: Tensor,  # [n, heads, 1, 1]
-) -> Tensor:
-    """Return the outputs [n, heads, C, dv], handing the state from chunk to chunk."""
+    ended: set[int],  # chunks
+) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+    """Return the outputs [n, heads, C, dv], handing the state from chunk to chunk.
+
+    Returns also, for each chunk of `ended`, the state before it [heads, dk, dv], and what its tokens write,
+    [heads, C, dv].
+    """
     state = q.new_zeros(q.size(1), q.size(-1), updates.size(-1))
-    outputs = []
+    outputs, kept = [], {}
     for chunk in range(q.size(0)):
         written = updates[chunk] - reads[chunk] @ state
+        if chunk in ended:
+            kept[chunk] = state, written
         outputs.append(q[chunk] @ state + scores[chunk] @ written)
         state = through[chunk] * state + k[chunk].transpose(-1, -2) @ written
-    return torch.stack(outputs)
+    return torch.stack(outputs), kept
+
+
+def _state_behind(
+    token: int,
+    k: Tensor,  # [n, heads, C, dk]
+    decays: _Decays,
+    before: Tensor,  # [heads, dk, dv], the state before the token's chunk
+    written: Tensor,  # [heads, C, dv], by the tokens of the chunk
+) -> Tensor:
+    """Return the state of a token's document behind this token, [heads, dk, dv]."""
+    chunk, place = divmod(token, CHUNK)
+    keys = k[chunk] * decays.pairs[chunk, :, place, :, None]
+    return decays.entering[chunk, :, place, :, None] * before + keys.transpose(-1, -2) @ written
+
+
+def delta_rule_step(
+    q: Tensor,  # [n, heads, dk]
+    k: Tensor,  # [n, heads, dk]
+    v: Tensor,  # [n, heads, dv]
+    g: Tensor,  # [n, heads], log of the decay, at most 0
+    beta: Tensor,  # [n, heads]
+    states: Tensor,  # [n, heads, dk, dv], before the tokens
+) -> tuple[Tensor, Tensor]:
+    """Compute one token of each of n documents; return the outputs [n, heads, dv] and the states behind.
+
+    All inputs are fp32 (or fp64), and so are the results.
+    """
+    states = states * g.exp()[..., None, None]
+    written = beta[..., None, None] * (v[..., None, :] - k[..., None, :] @ states)
+    states = states + k[..., None] * written
+    return (q[..., None, :] @ states)[..., 0, :], states

@@ -43,7 +43,7 @@ class RankMemory:
     # See `state_bytes`. Kept on the host: only what an update adds to the peak.
     optimizer_gib: float
     teacher_gib: float  # weights of all teachers
-    # The student's, for all micro-batches alive at the peak, or its keys and values while it samples.
+    # The student's, for all micro-batches alive at the peak, or what its layers keep while it samples.
     activations_gib: float
     # A teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces.
     transient_gib: float
@@ -301,7 +301,7 @@ class _Models:
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
 
     def _cache_bytes(self, rank: int, slots: int) -> int:
-        """Return the bytes of the keys and values of the student's layers on a pipeline rank."""
+        """Return the bytes that the student's layers on a pipeline rank keep while it samples."""
         layers = _rank_layers(self.student, self.facts.layouts.student, rank)
         return cache_bytes(self.config, slots, self.student, layers, self.element)
 

@@ -1,11 +1,11 @@
-"""The memory of sampling: keys and values of earlier tokens, and the logits of a new one."""
+"""The memory of sampling: what layers keep of earlier tokens, and the logits of a new one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import DeltaShape, LayerShape
 from mkd.plan.models.model_shape import ModelShape
 
 LOGIT_BYTES = 16  # of a logit while a token is sampled: fp32, its exponential, products
@@ -14,14 +14,23 @@ LOGIT_BYTES = 16  # of a logit while a token is sampled: fp32, its exponential, 
 def cache_bytes(
     config: Config, slots: int, shape: ModelShape, layers: Sequence[LayerShape], element: int
 ) -> int:
-    """Return the bytes of the keys and values of `layers` on one process, all `slots` full.
+    """Return the bytes that `layers` keep on one process, all `slots` full.
 
-    `element` is the size of a number, bytes.
+    Attention keeps keys and values of every token, a mixer what `mixer_state_bytes` counts of a
+    sequence. `element` is the size of a number, bytes.
     """
     tensor = config.parallel.tensor_model_parallel_size
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     groups = shape.padded_query_groups(tensor) // tensor
-    of_token = 2 * len(layers) * groups * shape.head_dim * element
-    return slots * config.training.seq_length * of_token
+    of_token = 2 * (len(layers) - len(mixers)) * groups * shape.head_dim * element
+    states = sum(mixer_state_bytes(mixer, element) for mixer in mixers) // tensor
+    return slots * (config.training.seq_length * of_token + states)
+
+
+def mixer_state_bytes(mixer: DeltaShape, element: int) -> int:
+    """Return the bytes of a sequence's state, in fp32, and of the inputs that its convolution sees again."""
+    state = mixer.value_heads * mixer.key_dim * mixer.value_dim * 4
+    return state + mixer.convolved_width * (mixer.kernel_size - 1) * element
 
 
 def sampling_bytes(slots: int, vocab_rows: int) -> int:

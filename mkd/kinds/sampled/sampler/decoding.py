@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.kinds.sampled.sampler.cached_layers import cached_layers
 from mkd.kinds.sampled.sampler.fixed_rows import FixedRows, run_as_graphs
-from mkd.kinds.sampled.sampler.kv_cache import KVCache, PromptRow, TokenRow, cached_attention
+from mkd.kinds.sampled.sampler.kv_cache import KVCache, PromptRow, TokenRow
 from mkd.kinds.sampled.sampler.lockstep import Lockstep
 from mkd.kinds.sampled.sampler.pipeline_forward import PipelineForward
 from mkd.kinds.sampled.sampler.rollouts import LENGTH, STOP, Request, Rollout, Sampling
@@ -101,7 +102,7 @@ def sample_completions(
     if lockstep.is_alone:
         num_groups = min(slots, num_groups)
     groups = [_Group(part) for part in _shares(slots, num_groups)]
-    with cached_attention(parts, decoder.cache):
+    with cached_layers(parts, decoder.cache):
         while lockstep.any(decoder.queue or any(group.active or group.waiting for group in groups)):
             for group in groups:
                 decoder.receive(group)

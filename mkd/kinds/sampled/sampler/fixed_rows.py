@@ -32,12 +32,18 @@ ROW_HALVINGS = 4  # rows have all slots, a half, a quarter, an eighth or a sixte
 
 
 def run_as_graphs(parts: Sequence[LanguageModel], context: ParallelContext) -> bool:
-    """Return True if rows of this model run as CUDA graphs: on one GPU, without experts.
+    """Return True if rows of this model run as CUDA graphs: on one GPU, without experts and mixers.
 
-    Experts wait for the host; messages between processes in a graph have not been tried.
+    Experts wait for the host; messages between processes in a graph have not been tried. The runs before a
+    capture would update the states of mixers.
     """
     alone = len(parts) == 1 and context.pp_size == context.tp_size == 1
-    return context.platform.is_cuda and alone and parts[0].shape.moe is None
+    return context.platform.is_cuda and alone and parts[0].shape.moe is None and not has_mixers(parts[0])
+
+
+def has_mixers(part: LanguageModel) -> bool:
+    """Return True if a layer of the model has a mixer in place of attention."""
+    return not all(layer.has_attention for layer in part.shape.layers)
 
 
 @dataclass
@@ -53,6 +59,7 @@ class FixedRows:
     _pool: object | None = None  # memory that all graphs share
 
     def __post_init__(self) -> None:
+        assert not (self.captures and has_mixers(self.forward.parts[0])), "run_as_graphs says why"
         slots, device = self.cache.slots, self.forward.context.device
         self._inputs = torch.zeros(3, slots, dtype=torch.float64, device=device)  # ids, positions, uniforms
         self._slots = torch.arange(slots, device=device)

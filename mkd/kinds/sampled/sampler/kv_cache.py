@@ -1,9 +1,8 @@
-"""The keys and values of earlier tokens, and the attention of one new token of each sequence."""
+"""What layers keep of earlier tokens, and the attention of one new token of each sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mkd.models.language_model import LanguageModel
-
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of whole prompts, whose keys and values are stored."""
+    """A row of whole prompts, of which layers keep what later tokens need."""
 
     slots: Sequence[int]  # of each prompt
     lengths: Sequence[int]  # tokens of each
     spans: Sequence[int]  # tokens of each with its padding
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the slot of each prompt, its first token in the row, and the one behind its last."""
+        begin = 0
+        for slot, length, span in zip(self.slots, self.lengths, self.spans, strict=True):
+            yield slot, begin, begin + length
+            begin += span
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,24 @@ class TokenRow:
     longest: int  # largest position + 1
     first: int | None  # the slots are first, first + 1, ...; None: they are scattered
 
+    @property
+    def place(self) -> Tensor | slice:
+        """The slots as an index; a slice copies nothing."""
+        return self.slots if self.first is None else slice(self.first, self.first + len(self.slots))
+
 
 @dataclass
 class KVCache:
-    """Keys and values of the layers of this process, for `slots` sequences of up to `length` tokens."""
+    """Keys and values of attention, and states of mixers, for `slots` sequences of up to `length` tokens.
+
+    The layers are those of this process.
+    """
 
     slots: int
     length: int
     row: PromptRow | TokenRow | None = None  # the row that runs through the model
     _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, [slots, groups, length, d] each, shaped after those of a row."""
@@ -51,11 +64,19 @@ class KVCache:
             )
         return self._stored[number]
 
+    def state(self, number: int, name: str, like: Tensor, *sizes: int) -> Tensor:
+        """Return a state of a layer, [slots, *sizes], with the dtype of `like`; at first with any values."""
+        if (number, name) not in self._states:
+            self._states[number, name] = like.new_empty(self.slots, *sizes)
+        return self._states[number, name]
+
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot into another one."""
+        """Copy the first `length` tokens of a slot, and its states, into another one."""
         for stored in self._stored.values():
             for one in stored:
                 one[target, :, :length] = one[source, :, :length]
+        for state in self._states.values():
+            state[target] = state[source]
 
 
 class CachedAttention(nn.Module):
@@ -75,10 +96,9 @@ class CachedAttention(nn.Module):
         row = self.cache.row
         keys, values = self.cache.layer(self.number, key, value)
         if isinstance(row, PromptRow):
-            parts = zip(row.slots, row.lengths, key.split(row.spans), value.split(row.spans), strict=True)
-            for slot, length, k, v in parts:
-                keys[slot, :, :length] = k[:length].transpose(0, 1)
-                values[slot, :, :length] = v[:length].transpose(0, 1)
+            for slot, begin, end in row.places():
+                keys[slot, :, : end - begin] = key[begin:end].transpose(0, 1)
+                values[slot, :, : end - begin] = value[begin:end].transpose(0, 1)
             return self.inner(query, key, value, mask, **options)
         assert row is not None, "the decoder says what runs"
         n = len(row.slots)
@@ -86,8 +106,8 @@ class CachedAttention(nn.Module):
             return query.new_zeros(query.size(0), query[0].numel())
         keys[row.slots, :, row.positions] = key[:n]
         values[row.slots, :, row.positions] = value[:n]
-        which = row.slots if row.first is None else slice(row.first, row.first + n)
-        output = self._attend(query[:n], keys[which, :, : row.longest], values[which, :, : row.longest], row)
+        keys, values = (one[row.place, :, : row.longest] for one in (keys, values))
+        output = self._attend(query[:n], keys, values, row)
         return F.pad(output, (0, 0, 0, query.size(0) - n))
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, row: TokenRow) -> Tensor:
@@ -101,24 +121,3 @@ class CachedAttention(nn.Module):
             query.unflatten(1, (groups, -1)), keys, values, attn_mask=seen[:, None, None], scale=self.scale
         )
         return output.flatten(1)
-
-
-@contextmanager
-def cached_attention(parts: Sequence[LanguageModel], cache: KVCache) -> Iterator[None]:
-    """Let the attention of all layers of `parts` use `cache` inside the block, in evaluation mode."""
-    layers = [(part, layer) for part in parts for layer in part.decoder.layers]
-    was_training = [part.training for part in parts]
-    inner = [layer.self_attention.core_attention for _, layer in layers]
-    try:
-        for (part, layer), attention in zip(layers, inner, strict=True):
-            number, scale = layer.layer_number, part.config.softmax_scale
-            window = part.shape.layers[number - 1].sliding_window
-            layer.self_attention.core_attention = CachedAttention(attention, cache, number, window, scale)
-        for part in parts:
-            part.eval()
-        yield
-    finally:
-        for (_, layer), attention in zip(layers, inner, strict=True):
-            layer.self_attention.core_attention = attention
-        for part, training in zip(parts, was_training, strict=True):
-            part.train(training)
