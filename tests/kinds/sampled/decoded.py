@@ -65,7 +65,8 @@ def sample(folder: Path, place: Place, asked: list, fixed_rows: str = "auto", **
     from mkd.kinds.sampled.sampler.rollouts import Sampling
 
     context, parts = load_parts(folder, place)
-    sampling = Sampling(stop_ids=frozenset({STOP_ID}), vocab_size=VOCAB_SIZE, seed=11, **settings)
+    settings = {"stop_ids": frozenset({STOP_ID})} | settings
+    sampling = Sampling(vocab_size=VOCAB_SIZE, seed=11, **settings)
     mine = asked[context.dp_rank :: context.dp_size]
     found = sample_completions(parts, context, mine, sampling, iteration=3, fixed_rows=fixed_rows)
     assert all(part.training for part in parts)

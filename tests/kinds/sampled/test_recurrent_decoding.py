@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import deterministic
 
-from tests.kinds.sampled.decoded import STOP_ID, VOCAB_SIZE, Place, requests, sample
+from tests.kinds.sampled.decoded import VOCAB_SIZE, Place, requests, sample
 from tests.kinds.sampled.test_decoding import by_completion
 from tests.tiny_models import make_model
 
@@ -33,6 +33,7 @@ SLOW_CASES = (
     ("qwen3_5_moe", Place("PP2 DP2", 4, pp=2), "off", 1.0),
 )
 NEW_TOKENS = 24
+STOP_IDS = frozenset(range(0, VOCAB_SIZE, 10))  # completions end one by one, and others move to their slots
 TOLERANCE = 1e-5  # nats
 
 
@@ -53,8 +54,8 @@ def sample_poisoned(folder, place, asked, fixed_rows, temperature):
     deterministic.fill_uninitialized_memory = True
     try:
         assert torch.ones(1).new_empty(3).isnan().all()
-        settings = dict(max_new_tokens=NEW_TOKENS, slots=5, prefill_tokens=90, temperature=temperature)
-        return sample(folder, place, asked, fixed_rows, **settings)
+        settings = dict(max_new_tokens=NEW_TOKENS, slots=5, prefill_tokens=90, stop_ids=STOP_IDS)
+        return sample(folder, place, asked, fixed_rows, temperature=temperature, **settings)
     finally:
         deterministic.fill_uninitialized_memory = was_filled
         torch.use_deterministic_algorithms(False)
@@ -88,7 +89,7 @@ def test_log_probabilities_are_those_of_transformers(family, place, fixed_rows, 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for one in asked:
         ids, logp, finish = found[one.prompt, one.sample]
-        assert len(ids) == NEW_TOKENS or (finish == "stop" and ids[-1] == STOP_ID)
+        assert len(ids) == NEW_TOKENS or (finish == "stop" and ids[-1] in STOP_IDS)
         expected = reference_log_p(model, one.ids, ids)
         assert np.abs(expected[range(len(ids)), ids].numpy() - logp).max() <= TOLERANCE
         if not temperature:
