@@ -6,7 +6,6 @@ import pytest
 
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.layer_shape import DeltaShape
-from mkd.kinds.sampled.rollout_limits import check_rollout_model
 from mkd.plan.checks.expert_limits import check_experts
 from mkd.plan.checks.parallel import check_heads
 from mkd.plan.models.model_shape import ModelShape
@@ -72,10 +71,6 @@ def test_limits_are_found_before_the_run():
     (heads,) = problems(check_heads, *sizes)
     assert heads.startswith("model-not-divisible: the student's 16 key heads") and "8 x context" in heads
     assert problems(check_heads, *sizes[:3], 2) == []
-    (sampling,) = problems(
-        check_rollout_model, "--on-policy-fraction", 1, "--prompt-data-path", "prompts.jsonl"
-    )
-    assert sampling.startswith("rollouts-exclude: the student has gated delta nets")
     with refused("cut-not-supported: mkd cannot cut a qwen3_5_text model", UsageError):
         refuse_other_kinds(QWEN3_5_9B)
 

@@ -7,10 +7,10 @@ import pytest
 from mkd.plan.footprint.memory import predict_memory
 from mkd.plan.footprint.sampling_memory import cache_bytes
 from mkd.plan.models.model_shape import ModelShape
-from tests.plan.shapes import config, trained
+from tests.plan.shapes import QWEN3_5_9B, config, trained
 
 ON = ("--on-policy-fraction", 1, "--prompt-data-path", "p.jsonl", "--kd-ratio", 1)
-KIB = 1024
+KIB, MIB = 2**10, 2**20
 
 
 def test_keys_and_values_of_a_token():
@@ -23,6 +23,19 @@ def test_keys_and_values_of_a_token():
     assert cache_bytes(one, 1, shape, shape.layers, 2) == 1024 * 28 * KIB
     split = config(*ON, "--seq-length", 1024, "--tensor-model-parallel-size", 2)
     assert cache_bytes(split, 1, shape, shape.layers[:14], 2) == 1024 * 28 * KIB / 4
+
+
+def test_states_do_not_depend_on_the_length():
+    """Qwen3.5-9B has 8 layers with 4 key/value heads of 256 channels, and 24 gated delta nets.
+
+    Each has 32 states of 128 x 128, and sees 3 inputs of 8,192 channels again.
+    """
+    flags = (*ON, "--max-new-tokens", 8, "--tensor-model-parallel-size")
+    state, inputs = 32 * 128 * 128 * 4, 3 * 8192 * 2
+    for tensor, length in ((1, 1024), (1, 2048), (2, 1024)):
+        one = config(*flags, tensor, "--seq-length", length)
+        kept = length * 8 * 2 * 4 * 256 * 2 + 24 * (state + inputs)
+        assert cache_bytes(one, 3, QWEN3_5_9B, QWEN3_5_9B.layers, 2) == 3 * kept / tensor
 
 
 def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
