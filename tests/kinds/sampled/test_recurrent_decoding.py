@@ -17,7 +17,7 @@ TP2_SP = Place("TP2 + sequence parallel", 2, tp=2, sequence_parallel=True)
 PP2 = Place("PP2", 2, pp=2)
 CASES = (  # family, layout, rows, temperature; the other cases are slow
     ("qwen3_next", SINGLE, "off", 1.0),
-    ("qwen3_5_moe", TP2_SP, "off", 1.0),
+    ("qwen3_5", TP2_SP, "off", 1.0),
     ("qwen3_5", PP2, "off", 0.0),
     ("qwen3_5", SINGLE, "plain", 1.0),
 )
@@ -27,6 +27,7 @@ SLOW_CASES = (
     ("qwen3_5_moe", SINGLE, "off", 0.0),
     ("qwen3_5", Place("TP2", 2, tp=2), "off", 1.0),
     ("qwen3_5_moe", TP2_SP, "off", 0.0),
+    ("qwen3_5_moe", TP2_SP, "off", 1.0),
     ("qwen3_5", PP2, "off", 1.0),
     ("qwen3_next", Place("PP2 VPP2", 2, pp=2, vp=2), "off", 1.0),
     ("qwen3_next", Place("TP2 PP2 + sequence parallel", 4, tp=2, pp=2, sequence_parallel=True), "off", 1.0),
