@@ -45,7 +45,7 @@ def single(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, id=one.name, marks=[] if one is CASES[0] else SLOW) for one in CASES]
+    "case", [pytest.param(one, id=one.name, marks=[] if one is CASES[1] else SLOW) for one in CASES]
 )
 def test_every_layout_trains_as_one_process(case, single, ranks):
     files, expected, weights = single
