@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens, and the attention of one new token of each sequence."""
+"""The keys, values and states of earlier tokens, and the attention of one new token of each sequence."""
 
 from __future__ import annotations
 

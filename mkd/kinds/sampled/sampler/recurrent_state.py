@@ -1,4 +1,4 @@
-"""What gated delta nets keep of the earlier tokens of each sequence: states, and inputs of convolutions."""
+"""The states of gated delta nets, and inputs of their convolutions, for each sequence that grows."""
 
 from __future__ import annotations
 
