@@ -1,8 +1,8 @@
 """Tensors of a Hugging Face folder that mkd neither runs nor trains, and that an export copies.
 
-They are layers that predict further tokens, and the tower of a model whose text alone mkd trains. A family
-names them (`Family.carried`). Reading a model skips them. An export takes them from the folder that gives its
-config.json.
+They are layers that predict further tokens, and the tower of a model whose text alone mkd trains, see
+`carried_patterns`. Reading a model skips them. An export takes them from the folder that gives its
+config.json. DeepSeek's and GLM's layers hold copies of embedding and head: there it writes the trained ones.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
-from mkd.checkpoint.hf.hf_check import EXTRA_LAYERS
-from mkd.checkpoint.hf.hf_names import carried_names
+from mkd.checkpoint.hf.hf_names import EXTRA_LAYERS, carried_names, carried_patterns
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import DTYPES, CarriedTensor
 from mkd.errors import CheckpointError
-from mkd.families.registry import FAMILIES
+from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
 
-
-FURTHER = "mtp."  # start of the names of layers that predict further tokens
 NUM_FURTHER = (*EXTRA_LAYERS, "mtp_num_hidden_layers")  # keys of config.json with the number of such layers
+COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": LM_HEAD}  # names in such a layer
 
 
 def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
@@ -37,17 +35,22 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     They keep their bytes. A tensor that the folder's config.json describes as quantised is dequantised.
     Raises `CheckpointError`s for weights that cannot be opened, and for a dtype that torch does not have.
     """
-    if not FAMILIES[shape.family].carried:
+    if not carried_patterns(shape):
         return {}
     has_weights = any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
     checkpoint = HFCheckpoint(folder) if has_weights else None
     found = {} if checkpoint is None else dict(_carried(shape, checkpoint))
-    is_lost = not any(name.startswith(FURTHER) for name in found)
+    is_lost = not any(map(predicts_further, found))
     parts = shape.hf_config, shape.hf_config.get("text_config") or {}
     if is_lost and any(part.get(name) for part in parts for name in NUM_FURTHER):
         what = "the export has no layers that predict further tokens, which are not in"
         LOG.warning("%s %s; name the original model with --reference-hf to copy them", what, folder)
     return found
+
+
+def predicts_further(carried: str) -> bool:
+    """Return True if a carried tensor belongs to the layers that predict further tokens."""
+    return carried.startswith(("mtp.", "model.layers."))
 
 
 def _carried(shape: ModelShape, checkpoint: HFCheckpoint) -> Iterator[tuple[str, CarriedTensor]]:
@@ -59,7 +62,17 @@ def _carried(shape: ModelShape, checkpoint: HFCheckpoint) -> Iterator[tuple[str,
             do = "remove the tensor from the folder, or use the original checkpoint of this model"
             raise CheckpointError(what, why, do, code="hf-quantisation-not-supported")
         dtype = DTYPES[header.dtype]
-        yield name, CarriedTensor(header.shape, dtype, partial(_read, checkpoint, name, dtype))
+        read = partial(_read, checkpoint, name, dtype)
+        yield name, CarriedTensor(header.shape, dtype, read, _copied(shape, name, header.shape))
+
+
+def _copied(shape: ModelShape, name: str, full: tuple[int, ...]) -> str:
+    """Return the name of the trained tensor that a carried one is a copy of; "" if of none."""
+    original = COPIES.get(name.split(".", 3)[-1], "") if name.startswith("model.layers.") else ""
+    is_copy = original and full == (shape.vocab_size, shape.hidden_size)
+    if not is_copy:
+        return ""
+    return EMBEDDING if shape.tie_word_embeddings else original
 
 
 def _read(checkpoint: HFCheckpoint, name: str, dtype: torch.dtype) -> Tensor:
@@ -70,6 +83,6 @@ def tell_of_skipped(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
     """Warn of the tensors in the folder of a model that mkd does not train."""
     names = carried_names(shape, checkpoint.headers)
     if names:
-        patterns = ", ".join(FAMILIES[shape.family].carried)
+        patterns = ", ".join(carried_patterns(shape))
         what = f"{len(names)} tensors ({patterns}) are not trained; an export copies them as they are"
         LOG.warning("%s: %s", checkpoint.directory, what)

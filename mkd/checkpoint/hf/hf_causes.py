@@ -39,7 +39,6 @@ def common_causes(
     config: Mapping[str, Any],
     expected: Shapes,
     headers: Mapping[str, TensorHeader],
-    left_out: range,  # layers of the file that mkd does not read
     is_sharded: bool,
 ) -> list[CheckpointError]:
     """Return the causes that explain several differences each; [] if there are none."""
@@ -52,17 +51,16 @@ def common_causes(
     stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
     if sum(stored.values()) >= MANY:
         return [_quantised(place, stored, "quantization_config" in config)]
-    kept = {name: shape for name, shape in found.items() if _number(LAYER, name) not in left_out}
     causes, numbers = [], set()
     for pattern, keys in COUNTS.items():
-        wanted, there = _largest(pattern, expected), _largest(pattern, kept)
-        if there and wanted != there and len(expected.keys() ^ kept.keys()) >= MANY:
+        wanted, there = _largest(pattern, expected), _largest(pattern, found)
+        if there and wanted != there and len(expected.keys() ^ found.keys()) >= MANY:
             key = next((one for one in keys if one in config), keys[0])
             thing = "layers" if pattern is LAYER else "experts"
             what = f"{place}: config.json says {wanted} {thing} ({key}), the weights have {there}"
             causes.append(_of_another(what))
             numbers.add((wanted, there))
-    return causes + [*_sizes(place, config, expected, kept, numbers)]
+    return causes + [*_sizes(place, config, expected, found, numbers)]
 
 
 def _prefix(place: str, expected: Shapes, found: Shapes, is_sharded: bool) -> CheckpointError | None:

@@ -15,7 +15,6 @@ from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.models.model_shape import ModelShape
 
 CHECK_CONFIG = "check config.json against the weights"
-EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
 
 
 def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
@@ -26,8 +25,8 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
     expected, carried = hf_tensor_shapes(shape), set(carried_names(shape, checkpoint.headers))
     found = {name: one for name, one in checkpoint.headers.items() if name not in carried}
     allowed = {LM_HEAD: expected[EMBEDDING]} if shape.tie_word_embeddings else {}
-    where, left_out, problems = checkpoint.directory, extra_layers(shape), []
-    raise_all(common_causes(str(where), shape.hf_config, expected, found, left_out, checkpoint.is_sharded))
+    where, problems = checkpoint.directory, []
+    raise_all(common_causes(str(where), shape.hf_config, expected, found, checkpoint.is_sharded))
     for name in expected.keys() - found.keys():
         what, do = f"{where}: tensor {name} is missing", "download the model again"
         if name == LM_HEAD:
@@ -36,19 +35,12 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
         problems.append(CheckpointError(what, why, do, code="hf-files-damaged"))
     why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
     for name in found.keys() - expected.keys() - allowed.keys():
-        if layer_of(name) not in left_out and not DERIVED_TENSOR.fullmatch(name):
+        if not DERIVED_TENSOR.fullmatch(name):
             what = f"{where}: tensor {name} is not expected"
             problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
     for name, full in (expected | allowed).items():
         problems += _header_problems(where, name, full, found.get(name))
     raise_all(sorted(problems, key=str))
-
-
-def extra_layers(shape: ModelShape) -> range:
-    """Return the indices of a checkpoint's layers for multi-token prediction, which mkd leaves out."""
-    given = (shape.hf_config.get(name) for name in EXTRA_LAYERS)
-    count = next((number for number in given if type(number) is int and number > 0), 0)
-    return range(shape.num_layers, shape.num_layers + count)
 
 
 def _header_problems(

@@ -25,6 +25,8 @@ _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")
 # Transformer Engine's grouped layers number their weights: experts.linear_fc1.weight3
 _GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 
+EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
+
 Cut = tuple[slice, ...]  # a slice for each dimension, without steps
 
 
@@ -175,9 +177,20 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     return bind(shape, entry, layer, first_expert + int(expert[0]) if expert else None)
 
 
+def carried_patterns(shape: ModelShape) -> tuple[str, ...]:
+    """Return names, with * for any text, of tensors that mkd neither runs nor trains, and exports copy.
+
+    Layers behind the decoder's own predict further tokens.
+    """
+    given = (shape.hf_config.get(name) for name in EXTRA_LAYERS)
+    count = next((number for number in given if type(number) is int and number > 0), 0)
+    layers = (f"model.layers.{shape.num_layers + extra}.*" for extra in range(count))
+    return (*FAMILIES[shape.family].carried, *layers)
+
+
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are tensors which mkd neither runs nor trains, and exports copy."""
-    patterns = FAMILIES[shape.family].carried
+    """Return those of `names` that `carried_patterns` describe."""
+    patterns = carried_patterns(shape)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -50,6 +50,7 @@ class CarriedTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]  # the whole tensor, on the CPU
+    copy_of: str = ""  # the trained tensor that is written in its place, in this dtype; "": none
 
 
 NO_CARRIED: Mapping[str, CarriedTensor] = MappingProxyType({})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_carried import tell_of_skipped
-from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, extra_layers, layer_of
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, layer_of
 from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
@@ -42,13 +42,8 @@ def load_hf_weights(
     infinite.
     """
     check_hf_checkpoint(shape, checkpoint)
-    stored = {layer_of(name) for name in checkpoint.headers}
-    left_out = [layer for layer in extra_layers(shape) if layer in stored]
     if first_layer == 0:
         tell_of_skipped(shape, checkpoint)
-    if first_layer == 0 and left_out:
-        what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
-        LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
     parameters = stored_tensors(model_part)
     maps = map_part(parameters, shape, first_layer, context)
     for name, tensor_map in maps.items() if layer_memory is None else _by_layer(maps, layer_memory):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_carried import FURTHER, NUM_FURTHER, find_carried
+from mkd.checkpoint.hf.hf_carried import NUM_FURTHER, find_carried, predicts_further
 from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
 from mkd.checkpoint.hf.hf_names import Piece, find_map
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file
@@ -80,11 +79,10 @@ def export_hf(
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
         own = ((name, full) for name, full in plan.tensors() if name not in carried)
-        stream = (sources.collect(name, full, plan.dtype_of(name)) for name, full in own)
-        copies = (one.read() for one in carried.values())
+        stream = ((name, sources.collect(name, full, plan.dtype_of(name))) for name, full in own)
         is_writer = context.rank == 0
         problem = (
-            write_folder(plan, chain(stream, copies), out_dir, assets, record)
+            write_folder(plan, _with_carried(stream, carried), out_dir, assets, record)
             if is_writer
             else _drain(stream)
         )
@@ -97,6 +95,19 @@ def _find_carried(shape: ModelShape, assets: HFAssets) -> tuple[MkdError | None,
         return None, find_carried(shape, assets.model)
     except MkdError as error:  # carried to all ranks and raised there
         return error, NO_CARRIED
+
+
+def _with_carried(
+    trained: Iterator[tuple[str, Tensor]], carried: Mapping[str, CarriedTensor]
+) -> Iterator[Tensor]:
+    """Yield the trained tensors, then the carried ones. Of the former, keep those that the latter copy."""
+    copied = {one.copy_of: torch.empty(0) for one in carried.values() if one.copy_of}
+    for name, tensor in trained:
+        if name in copied:
+            copied[name] = tensor
+        yield tensor
+    for one in carried.values():
+        yield copied[one.copy_of].to(one.dtype) if one.copy_of else one.read()
 
 
 def _dtype_of(model_part: nn.Module) -> torch.dtype:
@@ -278,7 +289,7 @@ def _config_text(folder: Path, plan: ExportPlan) -> str:
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    lost = [] if any(name.startswith(FURTHER) for name in plan.carried) else NUM_FURTHER
+    lost = [] if any(map(predicts_further, plan.carried)) else NUM_FURTHER
     name = str(plan.dtype).removeprefix("torch.")
     config["dtype" if "dtype" in config else "torch_dtype"] = name
     for part in (config, *(config.get(part) for part in PART_OBJECTS)):  # the latter of a model with images
@@ -318,7 +329,7 @@ def prepare_folder(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Except
     return None
 
 
-def _drain(stream: Iterator[Tensor | None]) -> None:
+def _drain(stream: Iterator[object]) -> None:
     for _ in stream:
         pass
 

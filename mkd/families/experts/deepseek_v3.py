@@ -2,7 +2,7 @@
 
 The first layers have dense MLPs. Moonlight has the same model_type without a latent of the queries.
 transformers norms the latents with an epsilon of 1e-6 whatever `rms_norm_eps` says. The layers for
-multi-token prediction are left out.
+multi-token prediction are not trained: an export copies them.
 """
 
 from __future__ import annotations

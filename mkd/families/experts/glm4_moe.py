@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7: grouped-query attention before DeepSeek-V3's experts. The first layers have dense MLPs.
 
-The layer for multi-token prediction is left out.
+The layer for multi-token prediction is not trained: an export copies it.
 """
 
 from __future__ import annotations

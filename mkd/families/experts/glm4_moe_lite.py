@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers, of which config.json names those with experts.
 
-The layer for multi-token prediction is left out.
+The layer for multi-token prediction is not trained: an export copies it.
 """
 
 from __future__ import annotations

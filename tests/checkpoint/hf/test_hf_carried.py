@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from mkd.checkpoint.hf.hf_carried import find_carried, tell_of_skipped
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import export_plan
+from mkd.families.weight_rules import EMBEDDING, KEPT_IN_FP32, LM_HEAD
 from mkd.plan.models.model_shape import ModelShape
 from tests.checkpoint.hf.test_hf_experts import round_trip, tensors
 from tests.tiny_models import make_model
@@ -70,6 +71,26 @@ def test_every_byte_comes_back(family, size, layout, tmp_path, ranks):
     assert json.loads((tmp_path / "back/config.json").read_text())["mtp_num_hidden_layers"] == 1
 
 
+@pytest.mark.parametrize(("family", "layout"), [("deepseek-experts", (1, 2, 1)), ("glm4_moe", (2, 1, 2))])
+def test_layers_behind_the_decoder_come_back_with_the_trained_embedding(family, layout, tmp_path, ranks):
+    """DeepSeek's and GLM's layers for further tokens: every byte, but their copies of embedding and head."""
+    source, back = tmp_path / "source", tmp_path / "back"
+    make_model(source, family, dtype=torch.bfloat16, shard_size="5GB")
+    own, last, start = tensors(source), "model.layers.3.", "model.layers.4."
+    own |= {name: tensor.float() for name, tensor in own.items() if name.endswith(KEPT_IN_FP32)}
+    copies = {f"{start}embed_tokens.weight": EMBEDDING, f"{start}shared_head.head.weight": LM_HEAD}
+    further = {name.replace(last, start): one.clone() for name, one in own.items() if name.startswith(last)}
+    further |= {f"{start}eh_proj.weight": torch.randn(48, 96), f"{start}enorm.weight": torch.randn(48)}
+    older = {name: torch.randn_like(own[original]) for name, original in copies.items()}
+    save_file(own | further | older, source / "model.safetensors", metadata={"format": "pt"})
+    with_config(source, num_nextn_predict_layers=1)
+    ranks.run(round_trip, 2, source, back, *layout)
+    before, after = stored_bytes(source), stored_bytes(back)
+    assert after == before | {name: before[original] for name, original in copies.items()}
+    assert after[f"{start}embed_tokens.weight"] != before[f"{start}embed_tokens.weight"]
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
 def test_copies_are_found_by_name_and_dtype(tmp_path):
     source = with_more(tmp_path, "qwen3_5")
     shape = ModelShape.from_hf_dir(source)
@@ -84,7 +105,7 @@ def test_copies_are_found_by_name_and_dtype(tmp_path):
 
 
 def test_a_folder_without_weights_has_nothing_to_copy(tmp_path, caplog):
-    """The export then says 0 layers that predict further tokens, as with DeepSeek-V3."""
+    """The export then says 0 layers that predict further tokens."""
     with_config(make_model(tmp_path, "qwen3_5"), mtp_num_hidden_layers=1)
     shape = ModelShape.from_hf_dir(tmp_path)
     for path in tmp_path.glob("model*"):

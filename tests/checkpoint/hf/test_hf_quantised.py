@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.errors import CheckpointError
@@ -108,6 +108,11 @@ def pair(tmp_path):
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     extra = {n.replace(".3.", ".4."): t.clone() for n, t in quantised.items() if ".3." in n}
     extra |= {"model.layers.4.eh_proj.weight": torch.ones(2, 3)}
+    save_file(
+        {name.replace(".3.", ".4."): tensor.clone() for name, tensor in tensors.items() if ".3." in name}
+        | {"model.layers.4.eh_proj.weight": torch.ones(2, 3)},
+        tmp_path / "further.safetensors",
+    )
     config = json.loads((plain / "config.json").read_text())
     config |= {"quantization_config": FP8 | {"weight_block_size": list(block)}, "num_nextn_predict_layers": 1}
     (tmp_path / "fp8").mkdir()
@@ -120,12 +125,13 @@ def test_a_quantised_model_is_exported_as_its_dequantised_tensors(pair, tmp_path
     plain, folder = pair
     out = tmp_path / "out"
     assert ranks.run(import_export, 2, folder, out, (2, (4,), 1), torch.bfloat16) == [None, None]
-    found, expected = all_tensors(out), all_tensors(plain)
+    found = all_tensors(out)
+    expected = all_tensors(plain) | load_file(tmp_path / "further.safetensors")  # which is not trained
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     config = json.loads((out / "config.json").read_text())
-    assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 0
-    assert ranks.run(load_and_log, 1, folder) == [["4"]]
+    assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 1
+    assert ranks.run(load_and_log, 1, folder) == [["model.layers.4.*"]]
 
 
 def load_and_log(folder):
