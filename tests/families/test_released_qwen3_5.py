@@ -108,13 +108,13 @@ def test_the_text_model_is_what_text_config_says(tmp_path):
         ModelShape.from_hf_config(config | {"text_config": config["text_config"] | {"num_hidden_layers": 0}})
 
 
-def test_lost_layers_are_said(tmp_path, caplog):
+def test_what_an_export_lacks_is_said(tmp_path, caplog):
     folder = make_released(tmp_path / "released", make_text_alone(tmp_path / "text", "qwen3_5"), "qwen3_5")
     shape = ModelShape.from_hf_dir(folder)
     (folder / "model.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "mkd"):
         assert find_carried(shape, folder) == {}
-    assert "no layers that predict further tokens" in caplog.text
+    assert "no layers that predict further tokens" in caplog.text and "no vision tower" in caplog.text
 
 
 def test_records_with_images_are_refused(tmp_path):

@@ -26,6 +26,7 @@ from mkd.plan.models.model_shape import ModelShape
 LOG = logging.getLogger("mkd")
 
 NUM_FURTHER = (*EXTRA_LAYERS, "mtp_num_hidden_layers")  # keys of config.json with the number of such layers
+VISUAL = "model.visual."  # start of the names of a tower
 COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": LM_HEAD}  # names in such a layer
 
 
@@ -40,11 +41,16 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     has_weights = any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
     checkpoint = HFCheckpoint(folder) if has_weights else None
     found = {} if checkpoint is None else dict(_carried(shape, checkpoint))
-    is_lost = not any(map(predicts_further, found))
     parts = shape.hf_config, shape.hf_config.get("text_config") or {}
-    if is_lost and any(part.get(name) for part in parts for name in NUM_FURTHER):
-        what = "the export has no layers that predict further tokens, which are not in"
-        LOG.warning("%s %s; name the original model with --reference-hf to copy them", what, folder)
+    has_further = any(part.get(name) for part in parts for name in NUM_FURTHER)
+    has_tower = shape.vision is None and shape.hf_config.get("vision_config")
+    for thing, lost in (
+        ("layers that predict further tokens", has_further and not any(map(predicts_further, found))),
+        ("vision tower", has_tower and not any(name.startswith(VISUAL) for name in found)),
+    ):
+        if lost:
+            do = "name the original model with --reference-hf to copy what is missing"
+            LOG.warning("the export has no %s: there are no such tensors in %s; %s", thing, folder, do)
     return found
 
 
