@@ -31,6 +31,12 @@ class RopeShape:
     # Queries at position p are multiplied by 1 + query_growth ln(1 + floor(p / original positions)).
     query_growth: float = 0.0
 
+    @property
+    def is_plain_rotation(self) -> bool:
+        """True if fused kernels can rotate: without a factor, by one row of angles for a position."""
+        plain = self.kind != "longrope" and self.attention_factor == 1.0
+        return plain and not self.sections and not self.interleaved
+
 
 @dataclass(frozen=True)
 class MLAShape:

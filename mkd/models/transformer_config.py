@@ -101,17 +101,9 @@ def transformer_config(
 def _rope_switches(shape: ModelShape, has_fused: bool) -> dict[str, bool]:
     """Return the arguments of `TransformerConfig` for the rotation."""
     is_interleaved = any(rope.interleaved for rope in shape.ropes)
-    return dict(rotary_interleaved=is_interleaved, apply_rope_fusion=has_fused and _can_fuse_rope(shape))
-
-
-def _can_fuse_rope(shape: ModelShape) -> bool:
-    """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
-    return all(
-        rope.kind != "longrope"
-        and not rope.sections
-        and not rope.interleaved
-        and rope.attention_factor == 1.0
-        for rope in shape.ropes
+    return dict(
+        rotary_interleaved=is_interleaved,
+        apply_rope_fusion=has_fused and all(rope.is_plain_rotation for rope in shape.ropes),
     )
 
 

@@ -83,9 +83,8 @@ def build_engine(
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
-    if context.platform.is_cuda:
-        graphs = planned_graphs(plan.forecast)
-        graph_layers(stages, context, graphs.student, graphs.teachers)
+    if context.platform.is_cuda and context.platform.transformer_engine:
+        graph_layers(stages, context, *agreed_graphs(plan, context))
     optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
@@ -160,6 +159,19 @@ def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | N
             "--teacher-prefetch auto: teachers do not run ahead, because another process lacks the memory"
         )
     return plan.forecast.prefetch if fewest else None
+
+
+def agreed_graphs(plan: Plan, context: ParallelContext) -> tuple[bool, list[bool]]:
+    """Return which models run as CUDA graphs: the student, and each teacher that runs.
+
+    The choice looks at the memory of GPUs, which may differ: what one process lacks, all do without.
+    Collective: all-reduce MIN over all ranks.
+    """
+    planned = planned_graphs(plan.forecast)
+    mask = torch.tensor([planned.student, *planned.teachers], dtype=torch.int32, device=context.device)
+    dist.all_reduce(mask, op=dist.ReduceOp.MIN)
+    student, *teachers = map(bool, mask.tolist())
+    return student, teachers
 
 
 def build_teacher_parts(

@@ -45,7 +45,7 @@ def graph_layers(
 
     Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
-    memory = GraphMemory()
+    memory = GraphMemory(may_wait=context.pp_size == 1)
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
         if student:

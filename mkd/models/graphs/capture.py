@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -38,10 +38,29 @@ def captured(
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Record the block's work as the graph. It is not carried out.
 
+    Unlike with `torch.cuda.graph`, the host never waits for the device: messages to other pipeline ranks
+    may be open, and end only after this rank has gone on. After an error, stream and pool are as before.
     Other threads, such as NCCL's watchdog and the loader, may call CUDA meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        yield graph
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        finally:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                with suppress(RuntimeError):  # it has been closed, if the error came later
+                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                raise
+
+
+def first_cause(error: BaseException) -> str:
+    """Return the first line of the error that made a capture fail; ending the capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error) or repr(error)).splitlines()[0]

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mkd.models.graphs.bounds import Bounds, filled
+from mkd.models.graphs.capture import first_cause
 from mkd.models.graphs.passes import ForwardPass, GraphMemory, LayerInput, TrainingPass
 from mkd.models.packed import PackedDocuments
 
@@ -111,9 +112,11 @@ class GraphedDecoder:
         try:
             return self._training_pass(bounds, given) if self._trained else self._forward_pass(bounds, given)
         except Exception as error:  # of torch, NCCL or Transformer Engine: a run goes on without graphs
-            cause, in_full = (str(error) or repr(error)).splitlines()[0], LOG.isEnabledFor(logging.DEBUG)
-            LOG.warning("%s goes on without CUDA graphs: %s", self.name, cause, exc_info=in_full)
+            in_full = LOG.isEnabledFor(logging.DEBUG)
+            LOG.warning("%s goes on without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full)
             self.is_on = False
+            self._frozen.clear()
+            self.memory.drop(self.decoder)
             return None
 
     def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:

@@ -54,6 +54,7 @@ class GraphMemory:
     slots: list[Slot] = field(default_factory=list)
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)  # before and after frozen layers, by shape
     kept_bytes: int = 0  # that torch has taken for graphs
+    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must go on
 
     def free_slot(self, example: Tensor) -> Slot:
         """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
@@ -71,12 +72,20 @@ class GraphMemory:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the memory that captures in the block take."""
-        torch.cuda.empty_cache()
+        """Count the memory that captures in the block take. Unused memory is given back first."""
+        if self.may_wait:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         yield
-        torch.cuda.empty_cache()
         self.kept_bytes += torch.cuda.memory_reserved() - before
+
+    def drop(self, part: nn.Module) -> None:
+        """Drop the graphs of a part, and slots that are empty then. Slots in use stay."""
+        for slot in self.slots:
+            if not slot.in_use:
+                slot.passes = {key: one for key, one in slot.passes.items() if key[0] is not part}
+        self.slots[:] = [slot for slot in self.slots if slot.in_use or slot.passes]
 
     def release(self) -> None:
         """Drop the slots and their graphs."""
@@ -149,7 +158,6 @@ class TrainingPass:
                 slot.output.copy_(output.detach())
             with captured(memory.scratch, memory.stream, generators) as self._backward:
                 output.backward(slot.output_gradient)
-                _add_to_main(stand_ins.values())
                 slot.hidden_gradient.copy_(slot.hidden.grad)
         # What was made inside goes now: other graphs of the slot may use its memory.
         slot.hidden.grad = None
@@ -203,6 +211,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     stand_in = nn.Parameter(parameter.detach())
     vars(stand_in).update(vars(parameter))
     stand_in.grad_added_to_main_grad = False
+    stand_in.register_post_accumulate_grad_hook(_add_to_main)
     return stand_in
 
 
@@ -220,9 +229,8 @@ def _replaced(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Itera
             setattr(owner, name, parameter)
 
 
-def _add_to_main(parameters: Any) -> None:
-    """Add the gradients that products have not already added to `main_grad`, and drop them."""
-    for parameter in parameters:
-        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
-            parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
+def _add_to_main(parameter: Tensor) -> None:
+    """Add a gradient to `main_grad`, unless the product that made it has done so, and drop it at once."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

@@ -67,6 +67,9 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
 def _of_shape(shape: ModelShape) -> str | None:
     if shape.moe is not None:
         return "experts wait for the numbers of their tokens"
+    if shape.vision is not None:
+        return "rows with images differ in shape"
     if any(layer.mixer is not None for layer in shape.layers):
         return "the kernels of mixers have not been tried in graphs"
-    return "rows with images differ in shape" if shape.vision is not None else None
+    is_plain = all(rope.is_plain_rotation for rope in shape.ropes)
+    return None if is_plain else "its rotation of positions waits for the lengths of documents"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import Forecast
+from mkd.plan.models.model_shape import ModelShape
 from tests.plan.shapes import config
 from tests.run_facts import forecast_of
-from tools.benchmarks.shapes import shape_of
+from tools.benchmarks.shapes import config_of, shape_of
 
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_embeddings=8192)
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--teacher-hf", "t", "--bf16")
 
 
@@ -34,6 +38,24 @@ def test_models_whose_layers_cannot_be_graphs_are_named():
     off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
     assert off.describe() == "layers as CUDA graphs: not student, teacher: --cuda-graphs off"
     assert off.kept_gib == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(model_type="ernie4_5"),  # neighbouring channels rotate
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_embeddings=8192
+            )
+        ),
+    ],
+    ids=["ernie4_5", "yarn"],
+)
+def test_models_whose_rotation_is_not_fused_run_without(more):
+    teacher = ModelShape.from_hf_config(config_of("qwen3-8b") | more)
+    found = planned_graphs(forecast_of(config(*BASE), 4, shape_of("qwen3-1.7b"), [teacher]))
+    assert found.reasons == (None, "its rotation of positions waits for the lengths of documents")
 
 
 def test_the_student_keeps_the_activations_of_every_micro_batch_in_flight():

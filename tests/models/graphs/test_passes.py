@@ -1,0 +1,103 @@
+"""Check the gradients that a training pass captures, and what is left of a pass that could not be made.
+
+A CPU has no graphs: `captured` is replaced, so that the work is carried out while it would be recorded.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from mkd.models.graphs import passes
+from mkd.models.graphs.bounds import Bounds
+from mkd.models.graphs.passes import GraphMemory, LayerInput, Slot, TrainingPass
+from mkd.models.packed import packed_documents
+
+
+class Fused(torch.autograd.Function):
+    """A product that adds the gradient of its weight to `main_grad` itself, as Transformer Engine's do."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_((gradient * hidden).sum((0, 1)))
+        ctx.weight.grad_added_to_main_grad = True
+        return gradient * ctx.weight, torch.full_like(ctx.weight, float("nan"))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.randn(3))
+        self.product = torch.nn.Parameter(torch.randn(3))
+        self.scale = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, hidden):
+        return Fused.apply(hidden * self.norm, self.product) * self.scale
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    @contextmanager
+    def captured(pool, stream, generators):
+        yield None
+
+    monkeypatch.setattr(passes, "captured", captured)
+    monkeypatch.setattr(passes, "graph_safe_random_states", lambda: nullcontext([]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+def example(hidden):
+    borders = torch.tensor([0, 4, 5], dtype=torch.int32)
+    return LayerInput(hidden, None, packed_documents(borders, borders, 4, padding_joins_document=True))
+
+
+def made(layer, hidden):
+    memory = GraphMemory(stream=None, scratch=None, may_wait=False)
+    slot = memory.free_slot(hidden)
+    slot.hidden.detach().copy_(hidden.detach())
+    slot.output_gradient.fill_(2.0)
+    parameters = dict(layer.named_parameters())
+    slot.passes[layer, Bounds(5, 4, 256)] = TrainingPass(
+        layer, lambda given: layer(given.hidden), parameters, example(hidden), slot, memory
+    )
+    return memory, slot
+
+
+def test_every_gradient_is_added_once_to_main_grad_and_none_stays(at_once):
+    torch.manual_seed(0)
+    layer, hidden = Layer(), torch.randn(5, 1, 3, requires_grad=True)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.full_like(parameter, 0.5)
+        parameter.grad_added_to_main_grad = True  # left by an earlier step
+    parameters = dict(layer.named_parameters())
+    _, slot = made(layer, hidden)
+    assert dict(layer.named_parameters()) == parameters  # the stand-ins have gone
+    output = 2.0 * (hidden * layer.norm * layer.product * layer.scale)
+    expected = torch.autograd.grad(output.sum(), [hidden, *layer.parameters()])
+    assert torch.allclose(slot.hidden_gradient, expected[0])
+    for parameter, gradient in zip(layer.parameters(), expected[1:], strict=True):
+        assert torch.allclose(parameter.main_grad, 0.5 + gradient) and parameter.grad is None
+
+
+def test_graphs_of_a_part_are_dropped_with_slots_that_nothing_uses(at_once):
+    layer, hidden = Layer(), torch.randn(5, 1, 3, requires_grad=True)
+    for parameter in layer.parameters():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    memory, slot = made(layer, hidden)
+    slot.in_use = True
+    memory.drop(layer)
+    assert memory.slots == [slot] and slot.passes  # its backward is still to come
+    slot.in_use = False
+    memory.slots.append(Slot(hidden))
+    memory.drop(layer)
+    assert memory.slots == []
