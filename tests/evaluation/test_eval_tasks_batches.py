@@ -27,6 +27,7 @@ def context(dp_rank: int, dp_size: int, pp_size: int = 1, virtual_stages: int = 
             "cp": Axis(0, 1, None),
             "dp": Axis(dp_rank, dp_size, None),
             "pp": Axis(0, pp_size, None),
+            "ep": Axis(0, 1, None),
         },
         virtual_stages=virtual_stages,
         groups=None,
