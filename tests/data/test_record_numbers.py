@@ -13,7 +13,8 @@ from mkd.data.build import open_datasets
 from mkd.data.corpus import encoding
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
-from mkd.data.records.wanted import WantedRecords
+from mkd.data.records.wanted import WantedRecords, read_numbers
+from mkd.errors import DataError
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
@@ -114,3 +115,19 @@ def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl)
     assert opened(store.prefix, tokenizer, tmp_path / "c")[0].row_values.keys() == {f"{RECORD}weight"}
     meta = json.loads((tmp_path / "c" / f"{store.prefix}.meta.json").read_text())
     assert meta["numbers"] == ["weight"] and ".numbers.bin" in meta["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"scor": 1}, "score is missing or null"),
+        ({"score": float("nan")}, "score is not a number (NaN)"),
+        ({"score": 1e-50}, "score is 1e-50, less than 1e-37"),
+    ],
+    ids=["typo", "nan", "too small"],
+)
+def test_a_number_that_cannot_be_read_says_why(record, said):
+    with pytest.raises(DataError) as raised:
+        read_numbers({"text": "a", **record}, ("score",))
+    assert raised.value.code == "record-value-not-valid" and said in str(raised.value)
+    assert ("this record has scor" in str(raised.value)) == ("scor" in record)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
 
-LARGEST = 3e38  # of a number, which becomes fp32
+LARGEST, SMALLEST = 3e38, 1e-37  # sizes of a number, which becomes fp32
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,25 @@ class WantedRecords:
 
 def read_numbers(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, ...]:
     """Return the numbers of a raw record; true is 1 and false is 0. Raises DataError for anything else."""
-    return tuple(_number(fields.get(key), key) for key in keys)
+    return tuple(_number(fields, key) for key in keys)
 
 
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, int | float) and abs(value) <= LARGEST:
-        return float(value)
+def _number(fields: Mapping[str, Any], key: str) -> float:
+    value, is_number = fields.get(key), False
     given = "missing or null" if value is None else f"a {json_name(value)}"
-    given = f"{value}, more than {LARGEST:g}" if isinstance(value, int | float) else given
+    if isinstance(value, int | float):
+        size = abs(value)
+        is_number = value == 0 or SMALLEST <= size <= LARGEST
+        given = f"{value}, more than {LARGEST:g}" if size > LARGEST else f"{value}, less than {SMALLEST:g}"
+        given = "not a number (NaN)" if math.isnan(value) else given
+    if is_number:
+        return float(value)
+    nearest = get_close_matches(key, [name for name in fields if name != key], 1) if value is None else []
     raise DataError(
         f"{key} is {given}",
         "the loss of this run reads a number there",
-        "give every record this number, or remove the record",
+        "give every record this number, or remove the record"
+        + (f"; this record has {nearest[0]}" if nearest else ""),
         code="record-value-not-valid",
     )
 

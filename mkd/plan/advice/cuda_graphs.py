@@ -33,9 +33,12 @@ class PlannedGraphs:
         for role, reason in zip(self.roles, self.reasons, strict=True):
             by_reason.setdefault(reason, []).append(role)
         graphed = ", ".join(by_reason.pop(None, []))
-        parts = [f"{graphed}, which keeps {self.kept_gib:.2f} GiB more"] if graphed else []
-        parts += [f"not {', '.join(roles)}: {reason}" for reason, roles in by_reason.items()]
-        return f"layers as CUDA graphs: {'; '.join(parts)}"
+        without = "; ".join(f"{', '.join(roles)} ({reason})" for reason, roles in by_reason.items())
+        if not graphed:
+            return f"layers without CUDA graphs: {without}"
+        return f"layers as CUDA graphs: {graphed} ({self.kept_gib:.1f} GiB more)" + (
+            f"; without: {without}" if without else ""
+        )
 
 
 def planned_graphs(forecast: Forecast) -> PlannedGraphs:

@@ -23,20 +23,17 @@ def graphs(student: str, teacher: str, *argv: str | int, gib: float | None = Non
 def test_dense_models_run_as_graphs():
     found = graphs("qwen3-1.7b", "qwen3-8b", "--seq-length", 2048)
     assert found.student and found.teachers == (True,)
-    assert (
-        found.describe()
-        == f"layers as CUDA graphs: student, teacher, which keeps {found.kept_gib:.2f} GiB more"
-    )
+    assert found.describe() == f"layers as CUDA graphs: student, teacher ({found.kept_gib:.1f} GiB more)"
 
 
 def test_models_whose_layers_cannot_be_graphs_are_named():
     experts = graphs("qwen3-1.7b", "qwen3-30b-a3b:4")
     assert experts.student and experts.teachers == (False,)
-    assert experts.describe().endswith("; not teacher: experts wait for the numbers of their tokens")
+    assert experts.describe().endswith("; without: teacher (experts wait for the numbers of their tokens)")
     moved = graphs("qwen3-1.7b", "qwen3-8b", "--teacher-residency", "host")
     assert moved.reasons == (None, "layers that move run one by one")
     off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
-    assert off.describe() == "layers as CUDA graphs: not student, teacher: --cuda-graphs off"
+    assert off.describe() == "layers without CUDA graphs: student, teacher (--cuda-graphs off)"
     assert off.kept_gib == 0
 
 
@@ -73,5 +70,5 @@ def test_without_room_the_student_goes_first_and_then_the_teacher():
     assert graphs(*pair, gib=gib + 1.1 * kept).student
     tight = graphs(*pair, gib=gib + 0.3 * kept)
     assert not tight.student and tight.teachers == (True,) and tight.kept_gib < 0.3 * kept
-    assert tight.describe().endswith("; not student: the memory of the GPU is needed otherwise")
+    assert tight.describe().endswith("; without: student (the memory of the GPU is needed otherwise)")
     assert graphs(*pair, gib=gib).teachers == (False,)
