@@ -62,7 +62,13 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
     from transformers import AutoModelForCausalLM
 
     options = dict(dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
+    except ValueError as error:  # of a model_type that it does not know, as kimi_k2
+        do = "give a copy of the folder whose config.json has a model_type that it knows, such as deepseek_v3"
+        why = str(error).splitlines()[0]
+        what = f"transformers cannot load {folder}, so nothing can be compared"
+        raise UsageError(what, why, do, code="model-config-not-valid") from error
     return torch.cat([model(ids[None].to(device)).logits[0].float().cpu() for ids in documents])
 
 

@@ -17,6 +17,7 @@ from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.fused_linear import head_logits
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
+from mkd.models.rope import query_factors
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 
@@ -76,6 +77,9 @@ class Probe:
         """Return the batch as embeddings, with its rotary angles."""
         batch = batch.to(self.device)
         documents = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
+        documents.query_factors = query_factors(
+            self.model.shape.ropes, documents, batch.tokens.size(1), self.model.context.row_shard
+        )
         hidden = self.model.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
         if self.model.embedding_scale != 1.0:
             hidden = hidden * self.model.embedding_scale

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.convert.parity import Parity, random_documents
+from mkd.convert.parity import Parity, random_documents, transformers_logits
+from mkd.errors import UsageError
 
 
 def test_parity_figures():
@@ -24,3 +25,10 @@ def test_random_documents_have_several_lengths_and_repeat():
     first, second = random_documents(50, 3, 12, seed=7), random_documents(50, 3, 12, seed=7)
     assert [len(ids) for ids in first] == [12, 6, 4]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_model_that_transformers_does_not_know_is_one_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k2"}')
+    with pytest.raises(UsageError) as raised:
+        transformers_logits(tmp_path, [torch.zeros(2, dtype=torch.int64)], torch.device("cpu"))
+    assert raised.value.code == "model-config-not-valid" and "deepseek_v3" in str(raised.value)

@@ -43,6 +43,7 @@ CUTS = [
     ("phi3", EVERYTHING),  # fused tensors
     ("phi4-long", DEPTH),
     ("smollm3", DEPTH),
+    ("ministral3", DEPTH),  # queries grow within these texts
     ("granite", EVERYTHING),
     ("exaone4", NARROW_LAYERS),
     ("olmo3", DEPTH),

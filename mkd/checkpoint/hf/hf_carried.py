@@ -44,13 +44,18 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     parts = shape.hf_config, shape.hf_config.get("text_config") or {}
     has_further = any(part.get(name) for part in parts for name in NUM_FURTHER)
     has_tower = shape.vision is None and shape.hf_config.get("vision_config")
-    for thing, lost in (
-        ("layers that predict further tokens", has_further and not any(map(predicts_further, found))),
-        ("vision tower", has_tower and not any(name.startswith(VISUAL) for name in found)),
-    ):
-        if lost:
-            do = "name the original model with --reference-hf to copy what is missing"
-            LOG.warning("the export has no %s: there are no such tensors in %s; %s", thing, folder, do)
+    do = "name the original model with --reference-hf to copy what is missing"
+    lost = {
+        "layers that predict further tokens": has_further and not any(map(predicts_further, found)),
+        "vision tower": has_tower and not any(name.startswith(VISUAL) for name in found),
+    }
+    for thing in (thing for thing, is_lost in lost.items() if is_lost):
+        LOG.warning("the export has no %s: there are no such tensors in %s; %s", thing, folder, do)
+    if checkpoint is None and not any(lost.values()):  # not every config.json says what the model has
+        patterns = ", ".join(carried_patterns(shape))
+        LOG.warning(
+            "the export has no %s, as %s has no weights; if the model has them, %s", patterns, folder, do
+        )
     return found
 
 

@@ -115,6 +115,16 @@ def test_a_folder_without_weights_has_nothing_to_copy(tmp_path, caplog):
     assert "no layers that predict further tokens" in caplog.text and "--reference-hf" in caplog.text
 
 
+def test_a_folder_without_weights_may_lack_what_its_config_does_not_name(tmp_path, caplog):
+    """Qwen3-Next is released with `mtp.*`, and its config.json says nothing of it."""
+    make_model(tmp_path, "qwen3_next")
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    with caplog.at_level(logging.WARNING, "mkd"):
+        assert find_carried(ModelShape.from_hf_dir(tmp_path), tmp_path) == {}
+    assert "the export has no mtp.*" in caplog.text and "--reference-hf" in caplog.text
+
+
 def test_what_is_not_trained_is_said(tmp_path, caplog):
     source = with_more(tmp_path, "qwen3_5")
     with caplog.at_level(logging.WARNING, "mkd"):
