@@ -68,7 +68,7 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
         do = "give a copy of the folder whose config.json has a model_type that it knows, such as deepseek_v3"
         why = str(error).splitlines()[0]
         what = f"transformers cannot load {folder}, so nothing can be compared"
-        raise UsageError(what, why, do, code="model-config-not-valid") from error
+        raise CheckpointError(what, why, do, code="model-config-not-valid") from error
     return torch.cat([model(ids[None].to(device)).logits[0].float().cpu() for ids in documents])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mkd.convert.parity import Parity, random_documents, transformers_logits
-from mkd.errors import UsageError
+from mkd.errors import CheckpointError
 
 
 def test_parity_figures():
@@ -29,6 +29,6 @@ def test_random_documents_have_several_lengths_and_repeat():
 
 def test_a_model_that_transformers_does_not_know_is_one_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k2"}')
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(CheckpointError) as raised:
         transformers_logits(tmp_path, [torch.zeros(2, dtype=torch.int64)], torch.device("cpu"))
     assert raised.value.code == "model-config-not-valid" and "deepseek_v3" in str(raised.value)
