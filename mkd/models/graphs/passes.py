@@ -230,7 +230,12 @@ def _replaced(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Itera
 
 
 def _add_to_main(parameter: Tensor) -> None:
-    """Add a gradient to `main_grad`, unless the product that made it has done so, and drop it at once."""
+    """Add a gradient to `main_grad`, unless the product that made it has done so, and drop it at once.
+
+    Autograd calls it in a thread of its own, on the stream that captures.
+    """
+    is_recorded = not parameter.is_cuda or torch.cuda.is_current_stream_capturing()
+    assert is_recorded, "the graph would leave this gradient out"
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
