@@ -94,6 +94,15 @@ def kinds_by_pattern(config: HFConfig) -> list[str]:
     return [FULL if (index + 1) % every == 0 else SLIDING for index in range(config["num_hidden_layers"])]
 
 
+def changed_by_kind(
+    layers: Sequence[LayerShape], kinds: Sequence[str], kind: str, **changes: Any
+) -> tuple[LayerShape, ...]:
+    """Return the layers with `changes` of their fields where the kind in `kinds`, one a layer, is `kind`."""
+    return tuple(
+        replace(layer, **changes) if own == kind else layer for layer, own in zip(layers, kinds, strict=True)
+    )
+
+
 def with_windows(
     layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
 ) -> tuple[LayerShape, ...]:
@@ -104,10 +113,7 @@ def with_windows(
     window, named = config.get("sliding_window"), layer_kinds(config, len(layers), kinds)
     if window is not None and window >= config.get("max_position_embeddings", math.inf):
         window = None
-    return tuple(
-        replace(layer, sliding_window=window) if kind == SLIDING else layer
-        for layer, kind in zip(layers, named, strict=True)
-    )
+    return changed_by_kind(layers, named, SLIDING, sliding_window=window)
 
 
 def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:

@@ -29,29 +29,23 @@ GEMMA3 = LLAMA | dict(
     query_pre_attn_scalar=64,
     hidden_activation="gelu_pytorch_tanh",
 )
-LATENT = dict(
+LATENT = LLAMA | dict(
     model_type="deepseek_v3",
-    hidden_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
     num_key_value_heads=4,
     q_lora_rank=64,
     kv_lora_rank=64,
     qk_nope_head_dim=64,
     qk_rope_head_dim=32,
     v_head_dim=64,
-    intermediate_size=512,
+    first_k_dense_replace=4,  # no layer has the experts that follow
     moe_intermediate_size=64,
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_group=1,
     topk_group=1,
-    first_k_dense_replace=4,
-    vocab_size=1000,
     tie_word_embeddings=False,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-6,
 )
+del LATENT["head_dim"]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ layers see them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
 from mkd.families.family import (
     FULL,
     Family,
     HFConfig,
+    changed_by_kind,
     kinds_by_pattern,
     layer_kinds,
     swiglu_layers,
@@ -29,11 +29,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if config.get("sliding_window") is None:
         return with_windows(layers, config, config.get("layer_types") or [FULL])
     kinds = layer_kinds(config, len(layers), kinds_by_pattern(config))
-    layers = tuple(
-        replace(layer, rope=None) if kind == FULL else layer
-        for layer, kind in zip(layers, kinds, strict=True)
-    )
-    return with_windows(layers, config, kinds)
+    return with_windows(changed_by_kind(layers, kinds, FULL, rope=None), config, kinds)
 
 
 EXAONE4 = Family(

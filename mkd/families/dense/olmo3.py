@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
 from mkd.errors import UsageError
@@ -10,6 +9,7 @@ from mkd.families.family import (
     SLIDING,
     Family,
     HFConfig,
+    changed_by_kind,
     joint_norm_channels,
     kinds_by_pattern,
     layer_kinds,
@@ -33,11 +33,7 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     channels = joint_norm_channels(config, head_dim)
     layers = swiglu_layers(config, full, pre_norms=False, post_norms=True, joint_qk_norm=channels)
     kinds = layer_kinds(config, len(layers), kinds_by_pattern(config))
-    layers = tuple(
-        replace(layer, rope=sliding) if kind == SLIDING else layer
-        for layer, kind in zip(layers, kinds, strict=True)
-    )
-    return with_windows(layers, config, kinds)
+    return with_windows(changed_by_kind(layers, kinds, SLIDING, rope=sliding), config, kinds)
 
 
 OLMO3 = Family(

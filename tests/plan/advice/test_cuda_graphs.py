@@ -12,6 +12,10 @@ from tests.run_facts import forecast_of
 from tools.benchmarks.shapes import config_of, shape_of
 
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_embeddings=8192)
+OWN_TEXT = ("--kd-ratio", 1, "--on-policy-fraction", 1, "--prompt-data-path", "p", "--max-new-tokens", 64)
+INTERLEAVED = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
+INTERLEAVED += ("--global-batch-size", 8)
+TEACHER = ("--teacher-hf", "t")
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--teacher-hf", "t", "--bf16")
 
 
@@ -35,6 +39,28 @@ def test_models_whose_layers_cannot_be_graphs_are_named():
     off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
     assert off.describe() == "layers without CUDA graphs: student, teacher (--cuda-graphs off)"
     assert off.kept_gib == 0
+
+
+PAIRS = {  # shape or model_type of the student, those of the teachers, flags; who runs without graphs
+    "no teacher": ("qwen3-1.7b", (), ("--kd-ratio", 0), ()),
+    "stored teacher": ("qwen3-1.7b", (), ("--teacher-topk", "k"), ()),
+    "reference of DPO": ("qwen3-1.7b", ("qwen3-8b",), ("--kd-ratio", 0, "--dpo-beta", 0.1), ()),
+    "other tokenizer": ("qwen3-1.7b", ("llama3.1-8b",), ("--xtoken-loss", "partition_kl"), ()),
+    "own text": ("qwen3-1.7b", ("qwen3-8b",), OWN_TEXT, ()),
+    "interleaved": ("qwen3-1.7b", ("qwen3-8b",), INTERLEAVED, ()),
+    "images": ("qwen2.5-vl-3b", ("qwen3-8b",), (), (0,)),
+    "experts": ("qwen3-30b-a3b:4", ("qwen3-8b",), (), (0,)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_runs_as_graphs_beside_each_feature(name):
+    student, teachers, flags, without = PAIRS[name]
+    given = BASE if teachers or name == "no teacher" else tuple(one for one in BASE if one not in TEACHER)
+    found = forecast_of(config(*given, *flags), 4, shape_of(student), [shape_of(one) for one in teachers])
+    reasons = planned_graphs(found).reasons
+    assert len(reasons) == 1 + len(teachers)
+    assert tuple(index for index, reason in enumerate(reasons) if reason is not None) == without
 
 
 @pytest.mark.parametrize(
