@@ -123,8 +123,9 @@ def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl)
         ({"scor": 1}, "score is missing or null"),
         ({"score": float("nan")}, "score is not a number (NaN)"),
         ({"score": 1e-50}, "score is 1e-50, less than 1e-37"),
+        ({"score": 10**400}, "more than 3e+38"),
     ],
-    ids=["typo", "nan", "too small"],
+    ids=["typo", "nan", "too small", "too large"],
 )
 def test_a_number_that_cannot_be_read_says_why(record, said):
     with pytest.raises(DataError) as raised:

@@ -50,7 +50,8 @@ def split_stacks(
     family = FAMILIES.get((outer and outer.text_family) or model_type)
     if family is None or not family.reads_stacked_experts:
         return dict(headers), {}
-    found, matrices = {}, {}
+    found: dict[str, TensorHeader] = {}
+    matrices: dict[str, ExpertMatrix] = {}
     for name, header in headers.items():
         match = STACK.fullmatch(name)
         if match is None or len(header.shape) != 3 or name in quantised:

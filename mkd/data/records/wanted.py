@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -36,15 +35,14 @@ def read_numbers(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[float,
 
 
 def _number(fields: Mapping[str, Any], key: str) -> float:
-    value, is_number = fields.get(key), False
+    value = fields.get(key)
     given = "missing or null" if value is None else f"a {json_name(value)}"
     if isinstance(value, int | float):
         size = abs(value)
-        is_number = value == 0 or SMALLEST <= size <= LARGEST
+        if value == 0 or SMALLEST <= size <= LARGEST:
+            return float(value)
         given = f"{value}, more than {LARGEST:g}" if size > LARGEST else f"{value}, less than {SMALLEST:g}"
-        given = "not a number (NaN)" if math.isnan(value) else given
-    if is_number:
-        return float(value)
+        given = "not a number (NaN)" if value != value else given
     nearest = get_close_matches(key, [name for name in fields if name != key], 1) if value is None else []
     raise DataError(
         f"{key} is {given}",

@@ -25,10 +25,9 @@ def cached_layers(parts: Sequence[LanguageModel], cache: KVCache) -> Iterator[No
                 inner = getattr(owner, name)
                 replaced.append((owner, name, inner))
                 if shape.has_attention:
-                    cached = CachedAttention(inner, cache, number, shape.sliding_window, scale)
+                    setattr(owner, name, CachedAttention(inner, cache, number, shape.sliding_window, scale))
                 else:
-                    cached = CachedRecurrence(cache, number)
-                setattr(owner, name, cached)
+                    setattr(owner, name, CachedRecurrence(cache, number))
         yield
     finally:
         for owner, name, inner in replaced:

@@ -47,6 +47,5 @@ class CachedRecurrence(PackedRecurrence):
             return outputs
         assert row is not None, "the decoder says what runs"
         n = len(row.slots)
-        of_tokens = (one[:n] for one in (q, k, v, g, beta))
-        outputs, states[row.place] = delta_rule_step(*of_tokens, states[row.place])
+        outputs, states[row.place] = delta_rule_step(q[:n], k[:n], v[:n], g[:n], beta[:n], states[row.place])
         return F.pad(outputs, (0, 0, 0, 0, 0, q.size(0) - n))
