@@ -112,7 +112,7 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """A mixture of experts: a router sends each token to `top_k` of the experts, which are gated MLPs."""
+    """A mixture of experts: a router sends each token to `top_k` of the experts, which are MLPs."""
 
     num_experts: int
     top_k: int  # experts of a token
@@ -126,16 +126,25 @@ class MoEShape:
     shared_gate: bool = False  # the output of that MLP is multiplied by a sigmoid, one number a token
     correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
     biases: bool = False  # the router's product and both products of each expert have a bias
+    is_gated: bool = True  # experts, shared ones too, have gates, as `LayerShape.is_gated`
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an expert."""
+        return 2 + self.is_gated
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer: attention or a mixer, and a gated MLP, with norms; two residual connections."""
+    """A decoder layer: attention or a mixer, and an MLP, with norms; two residual connections."""
 
     ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
     # None: attention does not see positions. Not read in a layer with a mixer.
     rope: RopeShape | None
-    activation: str = "silu"  # of the gate: `silu`, `gelu_tanh`, or `quick_gelu`
+    activation: str = "silu"  # of the MLP: `silu`, `gelu_tanh`, `quick_gelu` or `squared_relu`
+    # MLPs multiply the activation of a gate by an up projection. False: they have no gates, and the
+    # activation is that of the up projection.
+    is_gated: bool = True
     mlp_limit: float | None = None  # before it gates are clamped above, up projections on both sides
     up_offset: float = 0.0  # added to the up projection, which multiplies the activation
     qkv_bias: bool = False
@@ -155,10 +164,18 @@ class LayerShape:
     moe: MoEShape | None = None  # experts in place of the MLP
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP in the residual addition
 
+    def __post_init__(self) -> None:
+        assert self.moe is None or self.moe.is_gated == self.is_gated, "Megatron has one kind of MLP a model"
+
     @property
     def has_attention(self) -> bool:
         """True if the layer has attention, not a mixer in its place."""
         return self.mixer is None
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of the MLP: gate, if there are gates, up and down projection."""
+        return 2 + self.is_gated
 
     @property
     def is_dense(self) -> bool:

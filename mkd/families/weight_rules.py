@@ -112,7 +112,8 @@ QUERIES = Rule(
 KEYS = replace(QUERIES, parts=lambda m, layer, ranks: (m.head_dim,))
 GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
 FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
-QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
+UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),))  # without gates
+QKV_BIAS, GATE_UP_BIAS, UP_BIAS = _vector(QKV), _vector(GATE_UP), _vector(UP)
 
 
 def _moe(layer: LayerShape | None) -> MoEShape:
@@ -160,7 +161,11 @@ _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
 
 
 def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the parameters of a pre-norm layer, named relative to it, in the order of the export."""
+    """Return the parameters of a pre-norm layer, named relative to it, in the order of the export.
+
+    `gate_up` has one name if the MLP has no gates.
+    """
+    is_gated = len(gate_up) == 2
 
     def tensors(modules: tuple[str, ...], kind: str) -> tuple[str, ...]:
         return tuple(f"{module}.{kind}" for module in modules)
@@ -183,8 +188,10 @@ def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Ent
             HIDDEN, (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"
         ),
         "pre_mlp_layernorm.weight": Entry(HIDDEN, (f"{LAYER}post_attention_layernorm.weight",)),
-        "mlp.linear_fc1.weight": Entry(GATE_UP, tensors(gate_up, "weight")),
-        "mlp.linear_fc1.bias": Entry(GATE_UP_BIAS, tensors(gate_up, "bias"), "mlp_bias"),
+        "mlp.linear_fc1.weight": Entry(GATE_UP if is_gated else UP, tensors(gate_up, "weight")),
+        "mlp.linear_fc1.bias": Entry(
+            GATE_UP_BIAS if is_gated else UP_BIAS, tensors(gate_up, "bias"), "mlp_bias"
+        ),
         "mlp.linear_fc2.weight": Entry(FFN, (f"{_MLP}down_proj.weight",)),
         "mlp.linear_fc2.bias": Entry(HIDDEN, (f"{_MLP}down_proj.bias",), "mlp_bias"),
     }

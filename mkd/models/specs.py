@@ -124,8 +124,9 @@ def layer_spec(
     if layer.moe is None:
         column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
         linears = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
-        params = {} if parts.mlp is MLP else {"groups": groups}
-        mlp = ModuleSpec(module=parts.mlp, params=params, submodules=linears)
+        module = parts.mlp if layer.is_gated else MLP
+        params = {} if module is MLP else {"groups": groups}
+        mlp = ModuleSpec(module=module, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
         mlp = moe_spec(layer.moe, parts.experts, groups)

@@ -57,7 +57,6 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.common("qk_norm"),
         attention_output_gate=shape.common("output_gate"),
-        gated_linear_unit=True,
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.attention_scale,
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
@@ -89,7 +88,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         deterministic_mode=options.deterministic and context.platform.is_cuda,
         **_recomputation(options),
-        **_gate_switches(shape, context.platform.is_cuda),
+        **_mlp_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
         # Layers with unlike parameters (sic): checkpoints do not stack them.
         hetereogenous_dist_checkpoint=any(layer.mixer is not None for layer in shape.layers),
@@ -117,22 +116,23 @@ def _recomputation(options: ModelOptions) -> dict[str, Any]:
     )
 
 
-def _gate_switches(shape: ModelShape, is_cuda: bool) -> dict[str, Any]:
-    """Return the arguments of `TransformerConfig` for the gated MLP.
+def _mlp_switches(shape: ModelShape, is_cuda: bool) -> dict[str, Any]:
+    """Return the arguments of `TransformerConfig` for the MLP.
 
     Megatron's fused gate would clamp before it adds the bias.
     """
-    limit = shape.common("mlp_limit")
+    limit, is_gated = shape.common("mlp_limit"), shape.common("is_gated")
     return dict(
+        gated_linear_unit=is_gated,
         activation_func=_activation(shape.common("activation"), is_cuda),
         activation_func_clamp_value=limit,
         glu_linear_offset=shape.common("up_offset"),
-        bias_activation_fusion=is_cuda and limit is None,
+        bias_activation_fusion=is_cuda and limit is None and is_gated,
     )
 
 
 def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """Return the gate's function in the form that Megatron expects.
+    """Return the function of the gate, or of the up projection, in the form that Megatron expects.
 
     Megatron's fused gated GELU is called `F.gelu` and has the tanh form.
     """
@@ -140,12 +140,18 @@ def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
         return F.gelu if is_fused else _gelu_tanh
     if name == "quick_gelu":
         return _quick_gelu
+    if name == "squared_relu":
+        return _squared_relu
     assert name == "silu", name
     return F.silu
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(QUICK_GELU_GAIN * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from mkd.families.weight_rules import (
     MODEL_TABLE,
     QKV,
     QKV_BIAS,
+    UP,
+    UP_BIAS,
     VOCABULARY,
     Entry,
 )
@@ -42,7 +44,8 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.cut import Cut
 
 LAYER_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
-IN_GROUPS, IN_FFN, UNCUT = (QKV, QKV_BIAS, HEADS), (GATE_UP, GATE_UP_BIAS, FFN), (HEAD, VOCABULARY, HIDDEN)
+IN_GROUPS, UNCUT = (QKV, QKV_BIAS, HEADS), (HEAD, VOCABULARY, HIDDEN)
+IN_FFN = (GATE_UP, GATE_UP_BIAS, UP, UP_BIAS, FFN)
 
 
 def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:

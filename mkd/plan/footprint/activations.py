@@ -12,7 +12,7 @@ with sequence parallelism. Backward needs, in elements:
                      softmax statistics t heads fp32
     MLP norm         input t h, output t h
     post norms       inputs t h each (Gemma 3; their outputs are only added)
-    gated MLP        input 2 t f, output t f (also the projection's input)
+    gated MLP        input 2 t f, output t f (also the projection's input); without gates the input is t f
 
 and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual
 additions save nothing.
@@ -138,12 +138,13 @@ class Activations:
         """Return what the MLP of a layer, or its router and experts, keep behind the norm."""
         moe = layer.moe
         if moe is None:
-            return 3 * self._ffn_bytes(layer.ffn_hidden_size)
-        rows = self._expert_rows(moe)
-        kept = rows * (self.shape.hidden_size + 3 * moe.ffn_hidden_size) * self.element + rows * ROW_BYTES
+            return layer.mlp_matrices * self._ffn_bytes(layer.ffn_hidden_size)
+        rows, matrices = self._expert_rows(moe), moe.mlp_matrices
+        kept = rows * (self.shape.hidden_size + matrices * moe.ffn_hidden_size) * self.element
+        kept += rows * ROW_BYTES
         kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
         kept += moe.biases * rows * moe.num_experts // self.sizes.expert * self.element
-        return kept + 3 * self._ffn_bytes(moe.shared_ffn_hidden_size)
+        return kept + matrices * self._ffn_bytes(moe.shared_ffn_hidden_size)
 
     def _expert_rows(self, moe: MoEShape) -> int:
         """Return the rows that the experts of a process compute, if all experts are chosen equally often."""
@@ -189,12 +190,12 @@ class Activations:
     def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
         if layer.moe is None:
-            ffn = self._ffn_bytes(layer.ffn_hidden_size)
-            return max(3 * ffn + input_bytes * ffn // self.element, 2 * ffn + gathered)
-        hidden, ffn = self.shape.hidden_size, layer.moe.ffn_hidden_size
+            ffn, parts = self._ffn_bytes(layer.ffn_hidden_size), layer.mlp_matrices
+            return max(parts * ffn + input_bytes * ffn // self.element, (parts - 1) * ffn + gathered)
+        hidden, ffn = self.shape.hidden_size, layer.moe.mlp_matrices * layer.moe.ffn_hidden_size
         rows = self._expert_rows(layer.moe) * self.element
         shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts
-        return self.hidden_bytes + shared + rows * max(2 * hidden + 3 * ffn, 4 * hidden)
+        return self.hidden_bytes + shared + rows * max(2 * hidden + ffn, 4 * hidden)
 
     def backward_bytes(self) -> int:
         """Return the peak of a layer's backward beside what the layer kept.
@@ -229,9 +230,11 @@ class Activations:
         """
         hidden, moe = self.shape.hidden_size, layer.moe
         if moe is None:
-            tensor = self.sizes.tensor
-            weight = 2 * hidden * layer.ffn_hidden_size // tensor * self.element
-            return 2 * self._ffn_bytes(layer.ffn_hidden_size) + weight
+            entering, tensor = layer.mlp_matrices - 1, self.sizes.tensor
+            weight = entering * hidden * layer.ffn_hidden_size // tensor * self.element
+            return entering * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
-        weights = moe.num_experts // self.sizes.expert * 2 * hidden * ffn * self.element
-        return max(rows * 3 * hidden, rows * max(hidden + 2 * ffn, 3 * ffn) + weights)
+        entering = moe.mlp_matrices - 1
+        weights = moe.num_experts // self.sizes.expert * entering * hidden * ffn * self.element
+        inside = max(hidden + entering * ffn, (entering + 1) * ffn)
+        return max(rows * 3 * hidden, rows * inside + weights)

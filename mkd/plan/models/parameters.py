@@ -104,11 +104,12 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
         dense += moe.shared_gate * hidden
         experts = moe.num_experts // sizes.expert * expert_parameters(shape, moe)
     ffn = width // sizes.tensor
-    dense += 3 * hidden * ffn + (2 * ffn + hidden) * layer.mlp_bias
+    dense += layer.mlp_matrices * hidden * ffn
+    dense += ((layer.mlp_matrices - 1) * ffn + hidden) * layer.mlp_bias
     return Parameters(dense, experts)
 
 
 def product_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> int:
     """Count the weights of the linear layers of a dense decoder layer on one process."""
-    mlp = 3 * shape.hidden_size * layer.ffn_hidden_size // sizes.tensor
+    mlp = layer.mlp_matrices * shape.hidden_size * layer.ffn_hidden_size // sizes.tensor
     return projection_parameters(shape, layer, sizes.tensor) + mlp

@@ -80,7 +80,7 @@ def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
         yield SplitBlock(query + latent + mla.qk_rope_head_dim, heads * per_head)
     ffn = layer.moe.shared_ffn_hidden_size if layer.moe else layer.ffn_hidden_size
     if ffn:
-        yield SplitBlock(hidden, 2 * hidden * ffn)
+        yield SplitBlock(hidden, (layer.mlp_matrices - 1) * hidden * ffn)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.plan.models.flops import matmul_parameters
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters, stage_parameters
 from mkd.plan.parallel_sizes import ONE_PROCESS
-from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT, gpt_oss
+from tests.plan.shapes import (
+    DEEPSEEK_V3,
+    MOE_STUDENT,
+    MOE_TEACHER,
+    SEQ_LENGTH,
+    STUDENT,
+    gpt_oss,
+    student_activations,
+)
 from tests.tiny_models import FAMILIES, make_model
 
 
@@ -81,3 +91,20 @@ def test_a_process_holds_what_is_counted(family, size, tensor, experts, tmp_path
     folder = make_model(tmp_path, family)
     for held, counted in ranks.run(built, size, folder, tensor, experts):
         assert held == counted and min(held) > 0
+
+
+def test_mlps_without_gates_have_two_matrices():
+    """Their up projection is h f, and so is their down projection; with biases f and h."""
+    shape = replace(STUDENT, tie_word_embeddings=False)
+    ungated = replace(shape, layers=tuple(replace(layer, is_gated=False) for layer in shape.layers))
+    gate = 2048 * 6144
+    assert model_parameters(shape).total - model_parameters(ungated).total == 28 * gate
+    assert matmul_parameters(shape) - matmul_parameters(ungated) == 28 * gate
+    biased = replace(ungated, layers=tuple(replace(layer, mlp_bias=True) for layer in ungated.layers))
+    assert model_parameters(biased).total - model_parameters(ungated).total == 28 * (6144 + 2048)
+    kept = [activations.layer_bytes(one.layers[0]) for activations, one in _activations(shape, ungated)]
+    assert kept[0] - kept[1] == SEQ_LENGTH * 6144 * 2
+
+
+def _activations(*shapes):
+    return [(replace(student_activations(), shape=shape), shape) for shape in shapes]
