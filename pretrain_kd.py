@@ -1,9 +1,13 @@
 """Distil a teacher into a student: `mkd train` from a checkout, without installing it.
 
-torchrun --nproc-per-node N pretrain_kd.py --teacher-hf A --student-hf B --data-path T
+python pretrain_kd.py --nproc-per-node N --teacher-hf A --student-hf B --data-path T
+
+Without --nproc-per-node it is one process, or one of those that torchrun starts.
 """
+
+import sys
 
 from mkd.commands.train import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(processes=1))

@@ -29,7 +29,11 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
 }
 INSTEAD = {"plot": "mkd report RUN --png FILE"}  # commands of earlier versions
-_USAGE = "usage: mkd COMMAND [--flag value ...]\n       torchrun --nproc-per-node N -m mkd COMMAND ..."
+_USAGE = (
+    "usage: mkd COMMAND [--flag value ...]\n"
+    "       mkd train --nproc-per-node N ...\n"
+    "       torchrun --nproc-per-node N -m mkd COMMAND ..."
+)
 
 
 @returns_exit_code

@@ -72,7 +72,9 @@ def flags_page() -> str:
         "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside "
         "it, without the section's name). The command line wins over the file, the file over defaults. A "
         "setting marked *YAML* has no flag. `--no-NAME` turns off a setting that is on.\n",
-        "`--config FILE.yaml` names the file; `--help-all` prints this page.\n",
+        "`--config FILE.yaml` names the file; `--help-all` prints this page. `--nproc-per-node N` of "
+        "`mkd train` starts N processes on this machine and is no key of the file (default: one per "
+        "visible GPU).\n",
         *_first_flags(),
     ]
     for section, cls in [*section_types().items(), ("", None)]:

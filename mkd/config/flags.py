@@ -15,7 +15,9 @@ from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
 from mkd.config.other_names import hint
 from mkd.errors import MkdError, UsageError
 
-_USAGE = "torchrun --nproc-per-node N -m mkd train [--config FILE.yaml] [--flag value ...]"
+NUM_RANKS = "--nproc-per-node"
+"""Flag of `mkd train`, which starts the ranks: it is no setting of the run."""
+_USAGE = f"mkd train [{NUM_RANKS} N] [--config FILE.yaml] [--flag value ...]"
 _DESCRIPTION = (
     "Distil a teacher language model into a student. "
     "The command line wins over the file, the file over defaults."
@@ -125,6 +127,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE.yaml",
         help="YAML file with the same names, or an example of configs/ by its name",
     )
+    run.add_argument(
+        NUM_RANKS,
+        metavar="N",
+        help="processes to start on this machine (default: one per visible GPU; 1 without GPUs, with "
+        "pretrain_kd.py, and under torchrun or Slurm, which start them)",
+    )
     groups = {"": run}
     for section, cls in section_types().items():
         groups[section] = parser.add_argument_group(_title(section), cls.__doc__)
@@ -167,7 +175,7 @@ def short_help() -> str:
         _add_flag(group, by_flag[flag])
     lines = [first.format_help(), "all flags by section; `mkd train --help-all` describes each:", ""]
     for section, cls in [*section_types().items(), ("", None)]:
-        names = ["--config FILE.yaml"] * (not section)
+        names = ["--config FILE.yaml", f"{NUM_RANKS} N"] * (not section)
         names += [flag for flag, option in by_flag.items() if option.section == section]
         lines.append(
             f"{_title(section) or 'run'}: {(cls.__doc__ or '').splitlines()[0] if cls else ''}".rstrip(": ")
@@ -211,6 +219,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         result.errors.append(error)
         return result
     result.config_file = given.pop("config")
+    del given["nproc_per_node"]  # `_is_known` lets no command take it: `mkd train` has removed it
     options = {option.path: option for option in all_options()}
     for path, value in given.items():
         option = options[path]

@@ -78,8 +78,8 @@ _TEXTS = {  # what no flag of mkd sets
         "gradient-accumulation-steps grad-accum accumulate-grad-batches grad-accumulation-steps "
         "gradient-accumulation"
     ),
-    "torchrun --nproc-per-node N: it starts one process for each GPU": (
-        "gpus num-gpus n-gpus devices num-processes nproc-per-node num-nodes nnodes device"
+    "mkd train --nproc-per-node N, one process for each GPU; several machines need torchrun": (
+        "gpus num-gpus n-gpus devices num-processes nproc-per-node nproc_per_node num-nodes nnodes device"
     ),
     "--lr-warmup-iters: warm-up is given in steps": "warmup-ratio lr-warmup-ratio",
     "--no-bf16, which is the default": "fp32",

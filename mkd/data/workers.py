@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,8 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from mkd.errors import MkdError
+from mkd.parent_process import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 DEAD_WORKER = "DataLoader worker"  # in torch's error about one
 FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited for
@@ -32,7 +31,7 @@ def outlive_signals(worker: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():  # it was gone before
             os._exit(1)

@@ -12,11 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mkd.errors import EXIT_INTERRUPTED
+from mkd.parent_process import LAUNCHER
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that end a run.
@@ -39,7 +40,7 @@ class Signals:
     lost: str = ""
     kept: str = "this start has trained nothing"
     speaks: bool = field(default_factory=lambda: os.environ.get("RANK", "0") == "0")  # one rank is enough
-    has_torchrun: bool = field(default_factory=lambda: "TORCHELASTIC_RUN_ID" in os.environ)
+    has_torchrun: bool = field(default_factory=lambda: _has_torchrun(os.environ))
     when_forced: list[Callable[[], None]] = field(default_factory=list)  # called in a thread
     _is_asked: bool = False  # a signal has been acknowledged
     _copy_until: float = 0.0  # on the monotonic clock: until then torchrun's copy is expected
@@ -69,6 +70,11 @@ class Signals:
         if self.speaks:
             line_break = "\n" if os.isatty(2) else ""  # after the ^C of the terminal
             os.write(2, f"{line_break}{text}\n".encode())
+
+
+def _has_torchrun(environment: Mapping[str, str]) -> bool:
+    """Return True if torchrun handles signals. mkd's own launcher forwards each once, and sends no others."""
+    return "TORCHELASTIC_RUN_ID" in environment and LAUNCHER not in environment
 
 
 @contextmanager

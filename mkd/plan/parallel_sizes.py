@@ -84,7 +84,7 @@ def sizes_of(config: Config, world_size: int) -> Sizes:
     sizes = Sizes.of(config.parallel)
     data, rest = divmod(world_size, sizes.replica)
     if rest:
-        do = f"start a multiple of {sizes.replica} processes (torchrun --nproc-per-node x --nnodes)"
+        do = f"start a multiple of {sizes.replica} processes (mkd train --nproc-per-node N, or torchrun)"
         if config.dry_run:
             do = f"plan a multiple of {sizes.replica} processes, "
             do += f"for example `mkd plan --world-size {sizes.replica}`"

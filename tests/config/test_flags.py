@@ -8,7 +8,14 @@ import pytest
 
 from mkd.config import other_names
 from mkd.config.divergence import DIVERGENCES
-from mkd.config.flags import FIRST_FLAGS, build_parser, known_flags, parse_command_line, require_new_file
+from mkd.config.flags import (
+    FIRST_FLAGS,
+    NUM_RANKS,
+    build_parser,
+    known_flags,
+    parse_command_line,
+    require_new_file,
+)
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import all_options
 from tests.reported import Reported, refused, reports
@@ -184,7 +191,7 @@ def test_short_help_has_the_first_flags_in_full_and_names_the_others(capsys):
     head, _, rest = capsys.readouterr().out.partition("all flags by section")
     assert re.findall(r"^  (--[a-z0-9-]+)", head, re.MULTILINE) == list(FIRST_FLAGS)
     flags = {option.flag for option in all_options() if option.has_flag}
-    assert set(re.findall(r"--[a-z0-9-]+", rest)) == flags | {"--help-all", "--config"}
+    assert set(re.findall(r"--[a-z0-9-]+", rest)) == flags | {"--help-all", "--config", NUM_RANKS}
     assert len((head + rest).splitlines()) < 150
 
 
