@@ -11,6 +11,8 @@ _FACTORS |= dict(residual_multiplier=0.3, logits_scaling=0.7)
 _THREE_OF_FOUR = 3 * ["sliding_attention"] + ["full_attention"]
 _YARN = dict(rope_type="yarn", rope_theta=1e3, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0)
 _OLMO_ROPES = dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+_PROPORTIONAL = dict(rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.25)
+_GEMMA_ROPES = dict(full_attention=_PROPORTIONAL, sliding_attention=dict(rope_type="default", rope_theta=1e2))
 _ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)
 _ROUTED |= dict(routed_scaling_factor=1.5, n_group=1, topk_group=1)
 _LATENTS = dict(num_attention_heads=3, num_key_value_heads=3, q_lora_rank=20, kv_lora_rank=12)
@@ -80,6 +82,19 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         "MiniMaxM2",
         dict(**_HEADS, num_local_experts=8, num_experts_per_tok=2, intermediate_size=24)
         | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    ),
+    "gemma4": (  # 3 groups of full attention are padded to 4 at TP 2, those of windows are not
+        "Gemma4",
+        dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, sliding_window=12)
+        | dict(attention_k_eq_v=True, num_global_key_value_heads=3, global_head_dim=16)
+        | dict(layer_types=_THREE_OF_FOUR, hidden_size_per_layer_input=0, pad_token_id=None)
+        | dict(final_logit_softcapping=3.0, rope_parameters=_GEMMA_ROPES),
+    ),
+    "gemma4-values": (  # full attention with values of its own, many key/value heads, and no bound of logits
+        "Gemma4",
+        dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, sliding_window=12, global_head_dim=12)
+        | dict(layer_types=_THREE_OF_FOUR, hidden_size_per_layer_input=0, pad_token_id=None)
+        | dict(tie_word_embeddings=False, rope_parameters=_GEMMA_ROPES),
     ),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }

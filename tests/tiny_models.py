@@ -224,6 +224,8 @@ def make_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

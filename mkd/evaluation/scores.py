@@ -153,6 +153,7 @@ class _Scorer:
             batch.score_rows,
             batch.score_labels,
             tp_group=self.context.tp_group,
+            logits_cap=model.shape.logits_cap,
             vocab_size=model.shape.vocab_size,
             sequence_parallel=model.config.sequence_parallel,
         )

@@ -47,6 +47,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a whole number above 0", lambda v: type(v) is int and v > 0),
         "num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size num_key_value_heads "
         "head_dim max_position_embeddings original_max_position_embeddings sliding_window "
+        "global_head_dim num_global_key_value_heads top_k_experts "
         "num_experts rotary_dim num_experts_per_tok moe_intermediate_size "
         "no_rope_layer_interval decoder_sparse_step "
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
@@ -66,8 +67,8 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     (
         Kind("true or false", lambda v: isinstance(v, bool)),
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window is_causal "
-        "use_bidirectional_attention norm_topk_prob rope_interleave truncate use_bias "
-        "attention_out_bias use_qk_norm",
+        "norm_topk_prob rope_interleave truncate use_bias "
+        "attention_out_bias use_qk_norm attention_k_eq_v enable_moe_block",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (
@@ -79,7 +80,14 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a whole number of 0 or more, or a text", lambda v: _is_text(v) or _is_count(v)),
         "sliding_window_pattern",
     ),
-    (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join((*ROPE_OBJECTS, *PART_OBJECTS))),
+    (
+        Kind("true, false or a text", lambda v: _is_text(v) or isinstance(v, bool)),
+        "use_bidirectional_attention",
+    ),
+    (
+        Kind("an object", lambda v: isinstance(v, Mapping)),
+        " ".join((*ROPE_OBJECTS, *PART_OBJECTS, "per_layer_config")),
+    ),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types mlp_layer_types"),
     (
         Kind("a list of whole numbers of 0 or more", _list_of(_is_count)),
@@ -92,7 +100,8 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     (
         Kind("a whole number of 0 or more", _is_count),
         "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts "
-        "num_local_experts shared_intermediate_size image_token_id",
+        "num_local_experts shared_intermediate_size image_token_id "
+        "hidden_size_per_layer_input num_kv_shared_layers",
     ),
 )
 KINDS = {name: kind for kind, names in _KINDS for name in names.split()}

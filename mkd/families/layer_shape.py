@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WIDEST_HEAD = 256
+"""Channels of the widest head that Transformer Engine's attention to packs takes."""
+
 QUICK_GELU_GAIN = 1.702
 """Factor of x in the sigmoid of the activation `quick_gelu`, x sigmoid(1.702 x)."""
 
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary position embedding. `kind` is `default`, `linear`, `llama3`, `yarn` or `longrope`."""
+    """Rotary position embedding.
+
+    `kind` is `default`, `linear`, `llama3`, `yarn`, `longrope` or `proportional`.
+    """
 
     theta: float
     rotary_dim: int  # leading channels of each head that are rotated
@@ -28,6 +34,7 @@ class RopeShape:
     sections: tuple[int, ...] = ()  # channel pairs that turn by time, height and width; (): one position
     interleaved_sections: bool = False  # they alternate from the first pair on
     interleaved: bool = False  # the two channels of a pair are neighbours, not half a head apart
+    turning_pairs: int = 0  # of a proportional rope: the other channel pairs do not turn
     # Queries at position p are multiplied by 1 + query_growth ln(1 + floor(p / original positions)).
     query_growth: float = 0.0
 
@@ -63,6 +70,25 @@ class MLAShape:
     def has_direct_query(self) -> bool:
         """True if queries have no latent."""
         return self.q_lora_rank is None
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """Sizes of a layer's attention where they are not the model's."""
+
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    head_dim: int  # channels of a head
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def is_wide(self) -> bool:
+        """True if Transformer Engine's attention does not take heads of this size; mkd's own does."""
+        return self.head_dim > WIDEST_HEAD
 
 
 @dataclass(frozen=True)
@@ -159,6 +185,10 @@ class LayerShape:
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
     output_gate: bool = False  # attention's output is multiplied by a sigmoid; queries and gates alternate
+    heads: HeadsShape | None = None  # None: those of the model
+    shared_key_value: bool = False  # values are the keys before their norm
+    value_norm: bool = False  # RMSNorm of every value head, without a weight
+    output_scale: bool = False  # a stored number, which is not trained, multiplies the layer's output
     mla: MLAShape | None = None  # None: grouped-query attention
     mixer: DeltaShape | None = None  # in place of attention; None: attention
     moe: MoEShape | None = None  # experts in place of the MLP

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from mkd.families.dense.ernie4_5 import ERNIE4_5
 from mkd.families.dense.exaone4 import EXAONE4
 from mkd.families.dense.gemma3 import GEMMA3
+from mkd.families.dense.gemma4 import GEMMA4
 from mkd.families.dense.granite import GRANITE, GRANITE_HYBRID
 from mkd.families.dense.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from mkd.families.dense.llama import LLAMA
@@ -29,7 +30,7 @@ from mkd.families.hybrid.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from mkd.families.hybrid.qwen3_next import QWEN3_NEXT
 
 _ALL = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, SEED_OSS, SMOLLM3, MINISTRAL3),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GEMMA4, SEED_OSS, SMOLLM3, MINISTRAL3),
     *(GRANITE, GRANITE_HYBRID, OLMO3, EXAONE4, HUNYUAN_V1_DENSE, ERNIE4_5),
     *(QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
     GPT_OSS,

@@ -34,7 +34,8 @@ class ModelSizes(Protocol):
 class Rule:
     """Rule that cuts a kind of parameter. Functions get (model, layer); `ranks` is the tensor-parallel size.
 
-    `layer` is None for parameters outside the layers.
+    `model` has the heads of the layer. `layer` is None for parameters outside the layers. A part of length 0
+    has no tensor.
     """
 
     blocks: Callable[[ModelSizes, LayerShape | None, int], int]  # (.., ranks) -> real blocks over all ranks
@@ -87,12 +88,17 @@ def _ffn_slice(layer: LayerShape | None, ranks: int) -> int:
     return layer.ffn_hidden_size // ranks
 
 
+def _value_dim(model: ModelSizes, layer: LayerShape | None) -> int:
+    return 0 if layer is not None and layer.shared_key_value else model.head_dim
+
+
 HIDDEN = _whole(lambda model, layer: model.hidden_size)
 HEAD = _whole(lambda model, layer: model.head_dim)
+ONE_NUMBER = _whole(lambda model, layer: 1)
 VOCABULARY = Rule(lambda m, layer, ranks: m.vocab_size, lambda m, layer, ranks: (1,), any_padding=True)
 QKV = Rule(
     lambda m, layer, ranks: m.num_query_groups,
-    lambda m, layer, ranks: (m.heads_per_group * m.head_dim, m.head_dim, m.head_dim),
+    lambda m, layer, ranks: (m.heads_per_group * m.head_dim, m.head_dim, _value_dim(m, layer)),
 )
 HEADS = Rule(
     lambda m, layer, ranks: m.num_query_groups,

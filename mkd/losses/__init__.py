@@ -8,6 +8,7 @@ statistics.py            row statistics after one pass over the logits, merged o
 torch_rows.py            the passes over logits in plain torch
 vocab_parallel.py        the loss of logits that exist in full, and the choice of passes
 fused_linear.py          LM heads and loss in one, block by block, for training
+softcap.py               logits that stay within a bound
 scores.py                log-probability and entropy of given tokens, for evaluation
 triton_divergences.py    the formulas of the divergences for GPU kernels
 triton_kernels.py        the passes as GPU kernels

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
+from mkd.losses.softcap import softcap, softcap_and_tanh, through_softcap
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
@@ -32,6 +33,7 @@ class HeadInput(NamedTuple):
 
     hidden: Tensor  # [t, h] final hidden states; [t/tp, h] with sequence_parallel
     weight: Tensor  # [w, h] this rank's rows of the padded LM head
+    logits_cap: float | None = None  # see `softcap`
 
 
 def fused_linear_kd(
@@ -54,7 +56,7 @@ def fused_linear_kd(
     Logits have the dtype of the hidden states, or fp32 with `fp32_logits`. bf16 logits put an error of about
     3e-2 into the gradients, fp32 ones 2e-3. Several teachers count as the weighted mean of their
     probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [block_rows, w]
-    each.
+    each; three if the student's logits are soft-capped.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
     it is given, gradients are final in the forward pass. A weight that has `main_grad` (fp32, Megatron's DDP)
@@ -80,7 +82,8 @@ def fused_linear_kd(
         assert [len(one.weight) for one in whole] == [width] * len(teacher_shares), "heads of one width"
     assert hidden.shape[:1] == labels.shape == loss_mask.shape, "one length of hidden states, labels, mask"
     tensors = hidden, student.weight, labels, loss_mask.to(compute_dtype(hidden)), loss_rows
-    loss, sums = _FusedLinearKD.apply(*tensors, whole, teacher_shares, head)
+    cap = student.logits_cap
+    loss, sums = _FusedLinearKD.apply(*tensors, whole, teacher_shares, head, cap)
     return KDOutput(loss=loss, **sums)
 
 
@@ -122,7 +125,8 @@ class _Head:
         self, teachers: Sequence[HeadInput], shares: Sequence[float], rows: Tensor | slice
     ) -> Tensor | None:
         """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
-        logits = (head_logits(one.hidden[rows], one.weight, self.logits_dtype) for one in teachers)
+        dtype = self.logits_dtype
+        logits = (head_logits(one.hidden[rows], one.weight, dtype, one.logits_cap) for one in teachers)
         if len(teachers) < 2:
             return next(logits, None)
         return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
@@ -137,7 +141,12 @@ class _Head:
         return result
 
 
-def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, logits_cap: float | None) -> Tensor:
+    """Return the logits [n, w] in `dtype` of hidden [n, h] and weight [w, h]; see `softcap`."""
+    return softcap(head_product(hidden, weight, dtype), logits_cap)
+
+
+def head_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return hidden [n, h] @ weight [w, h] transposed, [n, w] in `dtype`."""
     if dtype == hidden.dtype:
         return torch.mm(hidden, weight.t())
@@ -252,7 +261,7 @@ class _FusedLinearKD(torch.autograd.Function):
     """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], ...) -> (loss, rest of `KDOutput`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head):
+    def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head, cap):
         gradients = None
         if head.with_gradient:
             gradients = HeadGradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
@@ -260,7 +269,7 @@ class _FusedLinearKD(torch.autograd.Function):
         for block in head.blocks:
             rows = block if loss_rows is None else loss_rows[block]
             own = hidden[rows]
-            student = head_logits(own, weight, head.logits_dtype)
+            student, tanh = softcap_and_tanh(head_product(own, weight, head.logits_dtype), cap)
             teacher = head.teacher_logits(teachers, shares, rows)
             data = LossRows(student, teacher, labels[rows], loss_mask[rows])
             merged = row_losses(data, head.shard, head.objective, head.tp_group)
@@ -268,8 +277,10 @@ class _FusedLinearKD(torch.autograd.Function):
             loss = loss + block_loss
             sums = {name: None if v is None else v + sums.get(name, 0) for name, v in block_sums.items()}
             if gradients is not None:
-                gradients.add(rows, own, head.logit_gradient(hidden.dtype, data, merged))
-            del student, teacher, data  # before the next block's logits are made
+                gradient = head.logit_gradient(hidden.dtype, data, merged)
+                gradients.add(rows, own, through_softcap(gradient, tanh))
+                del gradient
+            del student, tanh, teacher, data  # before the next block's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return loss, sums
 
@@ -279,4 +290,4 @@ class _FusedLinearKD(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
         hidden, weight = gradients.finish(loss_gradient, ctx.loss_gradient)
-        return hidden, weight, None, None, None, None, None, None
+        return hidden, weight, None, None, None, None, None, None, None

@@ -36,6 +36,7 @@ def token_scores(
     labels: Tensor,  # [n] int64, rank * w + column: global vocabulary ids where the head is split in order
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
+    logits_cap: float | None,  # see `softcap`
     vocab_size: int | None = None,  # number of real columns, the first ones of all ranks ...
     real: Tensor | None = None,  # ... or [w] bool: the real columns of this rank
     sequence_parallel: bool = False,
@@ -59,7 +60,7 @@ def token_scores(
     parts = []
     for start in range(0, max(len(rows), 1), size):
         block = slice(start, start + size)
-        logits = head_logits(hidden[rows[block]], weight, compute_dtype(hidden))
+        logits = head_logits(hidden[rows[block]], weight, compute_dtype(hidden), logits_cap)
         parts.append(_scores(logits.masked_fill_(~real, -torch.inf), labels[block] - first, tp_group))
     return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

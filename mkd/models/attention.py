@@ -47,13 +47,16 @@ class LayerRopeAttention(SelfAttention):
     """Megatron's self-attention that turns queries and keys by the rotary embedding of its layer.
 
     For models whose layers differ in their embeddings: `rotary_pos_emb` then holds all of them, [embeddings,
-    n, 1, 1, d], because Megatron hands one tensor, and one attention factor, to all layers. `rope_index` is
-    None if the model has one embedding.
+    n, 1, 1, d], because Megatron hands one tensor, and one attention factor, to all layers. Each layer reads
+    the first `rotary_dim` of the d channels. `rope_index` is None if the model has one embedding.
     """
 
-    def __init__(self, *args: Any, rope_index: int | None, attention_factor: float, **options: Any):
+    def __init__(
+        self, *args: Any, rope_index: int | None, rotary_dim: int, attention_factor: float, **options: Any
+    ):
         super().__init__(*args, **options)
-        self.rope_index, self.attention_factor = rope_index, attention_factor
+        self.rope_index, self.rotary_dim = rope_index, rotary_dim
+        self.attention_factor = attention_factor
         self._place: tuple[Tensor, Tensor] | None = None  # angles and borders of documents during `forward`
 
     def forward(
@@ -66,6 +69,7 @@ class LayerRopeAttention(SelfAttention):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         angles = rotary_pos_emb if self.rope_index is None else rotary_pos_emb[self.rope_index]
+        angles = angles[..., : self.rotary_dim]
         self._place = angles, packed_seq_params.cu_seqlens_q_padded
         options |= dict(rotary_pos_emb=None, packed_seq_params=packed_seq_params)
         try:

@@ -237,7 +237,8 @@ class LanguageModel(LanguageModule):
         `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter with sequence
         parallelism).
         """
-        return self.output_layer(hidden_states, weight=self._tied_weight)[0]
+        logits, cap = self.output_layer(hidden_states, weight=self._tied_weight)[0], self.shape.logits_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def head_weight(self) -> Tensor:
         """Return this rank's rows of the LM head, [v/tp, h]; if tied, the parameter of the embedding.

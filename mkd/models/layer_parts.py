@@ -1,4 +1,4 @@
-"""Parts of a layer that are mkd's own: RMSNorm, a norm behind a block, and the gated MLP."""
+"""Parts of a layer that are mkd's own: RMSNorm, a norm behind a block, a scale, and the gated MLP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -78,6 +79,20 @@ def with_post_norm(linear: type, norm: type) -> type:
     `linear` may be Megatron's or Transformer Engine's.
     """
     return type(f"{linear.__name__}WithNorm", (PostNorm, linear), {"norm_class": norm})
+
+
+class ScaledLayer(TransformerLayer):
+    """A layer whose output is multiplied by a stored number, which is not trained."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        one = torch.ones(1, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.register_buffer("output_scale", one)
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Return (hidden state [t(/tp), 1, h], Megatron's `context`)."""
+        hidden, context = super().forward(*args, **options)
+        return hidden * self.output_scale, context
 
 
 class GatedMLP(MLP):

@@ -1,6 +1,6 @@
 """Rotary position embeddings of packed documents.
 
-Frequencies are default, linear, Llama 3's, YaRN's or LongRoPE's.
+Frequencies are default, linear, Llama 3's, YaRN's, LongRoPE's, or Gemma 4's proportional ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mkd.families.layer_shape import RopeShape
@@ -21,7 +22,8 @@ def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
 
     Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta
     2024, reference code of Llama 3.1); YaRN (Peng et al. 2023); LongRoPE (Ding et al. 2024), whose
-    `long_context` factors apply to documents beyond the original length.
+    `long_context` factors apply to documents beyond the original length; proportional
+    (transformers, `_compute_proportional_rope_parameters`), of which only the first pairs turn.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -34,6 +36,9 @@ def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
     if rope.kind == "longrope":
         factors = torch.tensor(rope.long_factor if long_context else rope.short_factor)
         return 1.0 / (factors * rope.theta**exponents)
+    if rope.kind == "proportional":
+        turns = torch.arange(len(frequencies)) < rope.turning_pairs
+        return torch.where(turns, frequencies / rope.factor, 0.0)
     return frequencies
 
 
@@ -145,11 +150,13 @@ class LayerRotaryEmbeddings(nn.Module):
         self.embeddings = nn.ModuleList(RotaryEmbedding(rope, device) for rope in ropes)
 
     def forward(self, packed: PackedDocuments) -> Tensor:
-        """Return angles in radians, fp32 [embeddings, n, 1, 1, rotary_dim].
+        """Return angles in radians, fp32 [embeddings, n, 1, 1, largest rotary_dim].
 
-        n is the length of the longest padded document.
+        n is the length of the longest padded document. Narrower embeddings are filled up with zeros.
         """
-        return torch.stack([embedding(packed) for embedding in self.embeddings])
+        angles = [embedding(packed) for embedding in self.embeddings]
+        widest = max(one.size(-1) for one in angles)
+        return torch.stack([F.pad(one, (0, widest - one.size(-1))) for one in angles])
 
 
 def query_factors(

@@ -40,9 +40,10 @@ from mkd.models.attention import (
 )
 from mkd.models.head_norms import JointNormAttention, TurnedNormAttention
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
-from mkd.models.layer_parts import GatedMLP, RMSNorm, with_post_norm
+from mkd.models.layer_parts import GatedMLP, RMSNorm, ScaledLayer, with_post_norm
 from mkd.models.mixers.delta_net import DeltaNet, DeltaNetParts
 from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
+from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
 from mkd.models.sink_attention import SinkAttention
 
 
@@ -133,7 +134,7 @@ def layer_spec(
     attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
     mlp_norm = parts.first_norm if layer.is_dense else parts.norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ScaledLayer if layer.output_scale else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=attention_norm if layer.pre_norms else IdentityOp,
             self_attention=attention,
@@ -151,12 +152,15 @@ def _grouped_query_attention(
 ) -> ModuleSpec:
     head_norm = parts.norm if layer.qk_norm else IdentityOp
     core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
+    if layer.heads is not None and layer.heads.is_wide:
+        core_attention = PackedAttention
+    column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
     module, params = _attention_module(layer, rope_index)
     return ModuleSpec(
         module=module,
         params={"attn_mask_type": AttnMaskType.causal} | params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column_linear if layer.pre_norms else parts.plain_column_linear,
+            linear_qkv=without_values(column_linear) if layer.shared_key_value else column_linear,
             core_attention=core_attention,
             linear_proj=row_linear,
             q_layernorm=head_norm,
@@ -182,9 +186,17 @@ def _attention_module(layer: LayerShape, rope_index: int | None) -> tuple[type, 
     elif rope_index is not None or layer.qk_norm_turned:
         bases.append(TurnedNormAttention if layer.qk_norm_turned else LayerRopeAttention)
         params |= dict(rope_index=rope_index, attention_factor=rope.attention_factor)
+        params["rotary_dim"] = rope.rotary_dim
     if layer.joint_qk_norm is not None:  # before the rotation, so behind its class
         bases.append(JointNormAttention)
         params["norm_channels"] = layer.joint_qk_norm
+    if layer.value_norm:
+        bases.append(NormedValueAttention)
+    if layer.shared_key_value:
+        bases.append(SharedKeyAttention)
+    if layer.heads is not None:
+        bases.append(OwnHeadsAttention)
+        params["heads"] = layer.heads
     return _one_class(tuple(bases or [SelfAttention])), params
 
 

@@ -110,7 +110,7 @@ class Probe:
     def logits(self, row: Row, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, v] at the n loss rows of `hidden`, the states behind the last layer."""
         final = self.model.as_head_input(self.model.decoder.final_layernorm(hidden))[row.batch.loss_rows, 0]
-        return head_logits(final, self.model.head_weight(), torch.float32)
+        return head_logits(final, self.model.head_weight(), torch.float32, self.model.shape.logits_cap)
 
     @torch.no_grad()
     def add_score(self, score: Score, row: Row, logits: Tensor, teacher_logits: Tensor) -> None:

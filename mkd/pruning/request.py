@@ -66,7 +66,7 @@ def require_room(request: StudentRequest) -> None:
 
 
 def refuse_other_kinds(teacher: ModelShape) -> None:
-    """Raise UsageError for a model with images, with mixers or with experts."""
+    """Raise UsageError for a model with images, with unlike layers or with experts."""
     if teacher.vision is not None:
         raise UsageError(
             f"mkd cannot cut a {teacher.vision.family} model",
@@ -78,6 +78,13 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
         raise UsageError(
             f"mkd cannot cut a {teacher.family} model",
             "its layers differ in kind: some have attention, the rest gated delta nets",
+            "use a smaller model of its family as the student",
+            code="cut-not-supported",
+        )
+    if any(layer.heads for layer in teacher.layers):
+        raise UsageError(
+            f"mkd cannot cut a {teacher.family} model",
+            "its layers differ in their heads, and the last one must have full attention",
             "use a smaller model of its family as the student",
             code="cut-not-supported",
         )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, whole_sequence
+from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, head_product, whole_sequence
+from mkd.losses.softcap import softcap_and_tanh, through_softcap
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.vocab_parallel import use_triton
 from mkd.parallel.exchange import exchange_rows
@@ -88,7 +89,8 @@ def fused_chunk_kd(
     with torch.no_grad():
         teacher_hidden = _chunk_rows(teacher.hidden, chunks.teacher, tp_group, cp_group, sequence_parallel)
     head = _Head(call, chunks, most_rows, dtype, torch.is_grad_enabled(), loss_gradient)
-    loss, sums = _FusedChunkKD.apply(hidden, student.weight, teacher_hidden, teacher.weight, head)
+    caps = student.logits_cap, teacher.logits_cap
+    loss, sums = _FusedChunkKD.apply(hidden, student.weight, teacher_hidden, teacher.weight, head, caps)
     return ChunkOutput(loss=loss, **sums)
 
 
@@ -167,7 +169,7 @@ class _FusedChunkKD(torch.autograd.Function):
     """([n, h_s], [w_s, h_s], [m, h_t], [w_t, h_t], _Head) -> (loss, other fields of `ChunkOutput`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, head):
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, head, caps):
         gradients = None
         if head.with_gradient:
             gradients = HeadGradients(hidden, weight, True, head.loss_gradient is not None)
@@ -175,8 +177,9 @@ class _FusedChunkKD(torch.autograd.Function):
         for chunks in slice_ranges(head.chunks, head.most_rows):
             piece = ChunkSlice.of(head.chunks, chunks, head.call.vocabulary)
             own = hidden[piece.student.hidden_rows]
-            student = head_logits(own, weight, head.dtype)
-            teacher = head_logits(teacher_hidden[piece.teacher.hidden_rows], teacher_weight, head.dtype)
+            student, tanh = softcap_and_tanh(head_product(own, weight, head.dtype), caps[0])
+            of_teacher = teacher_hidden[piece.teacher.hidden_rows]
+            teacher = head_logits(of_teacher, teacher_weight, head.dtype, caps[1])
             weights = piece.weights.to(compute_dtype(student))
             counts = weights != 0
             metrics = slice_metrics(student, teacher, counts, piece, head.call)
@@ -184,8 +187,10 @@ class _FusedChunkKD(torch.autograd.Function):
             metrics["kd"] = head.call.settings.scale * torch.where(counts, weights * values, 0.0).sum()
             sums = {name: total + metrics.get(name, 0) for name, total in sums.items()}
             if gradients is not None:
-                gradients.add(piece.student.hidden_rows, own, student.to(hidden.dtype))
-            del student, teacher  # before the next slice's logits are made
+                gradient = through_softcap(student, tanh).to(hidden.dtype)
+                gradients.add(piece.student.hidden_rows, own, gradient)
+                del gradient
+            del student, tanh, teacher  # before the next slice's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return sums["kd"].clone(), sums
 
@@ -194,7 +199,7 @@ class _FusedChunkKD(torch.autograd.Function):
     def backward(ctx, loss_gradient, _):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
-        return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None
+        return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None, None
 
 
 def _no_sums(hidden: Tensor) -> dict[str, Tensor]:

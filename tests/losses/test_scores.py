@@ -45,7 +45,8 @@ def sharded(tp: int, dtype: torch.dtype, sequence_parallel: bool):
     hidden, weight, rows, labels = inputs(dtype)
     rank = dist.get_rank()
     own = hidden.chunk(tp)[rank] if sequence_parallel else hidden
-    settings = dict(tp_group=dist.group.WORLD, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    settings = dict(tp_group=dist.group.WORLD, vocab_size=VOCAB, logits_cap=None)
+    settings |= dict(sequence_parallel=sequence_parallel)
     shard = weight.chunk(tp)[rank]
     return tuple(token_scores(own, shard, rows[:n], labels[:n], **settings) for n in (600, 0))
 
@@ -67,7 +68,7 @@ def test_equal_dense(tp, sequence_parallel, dtype, ranks):
 
 def test_one_process_needs_no_group():
     hidden, weight, rows, labels = inputs(torch.float32)
-    scores = token_scores(hidden, weight, rows, labels, tp_group=None, vocab_size=VOCAB)
+    scores = token_scores(hidden, weight, rows, labels, tp_group=None, logits_cap=None, vocab_size=VOCAB)
     assert_close(scores, dense(hidden, weight[:VOCAB], rows, labels), 1e-5)
 
 
@@ -91,6 +92,7 @@ def on_slots(tp: int):
         rows,
         places[labels],
         tp_group=dist.group.WORLD,
+        logits_cap=None,
         real=real[own],
         exchange=lambda h: h[order],
     )

@@ -87,7 +87,7 @@ def model_and_logits(folder, dtype, transformer_engine, texts=None, fp32_logits=
     hidden = model.eval()(tokens[None], positions[None], packed_seq_params=packed)
     logits = model.logits(hidden).squeeze(1)
     if fp32_logits:
-        logits = head_logits(hidden.squeeze(1), model.head_weight(), torch.float32)
+        logits = head_logits(hidden.squeeze(1), model.head_weight(), torch.float32, model.shape.logits_cap)
     return model, logits[: sum(lengths), : shape.vocab_size]
 
 

@@ -137,7 +137,7 @@ class TensorMap:
         return self.entry.rule.blocks(self.shape, self.layer, ranks)
 
     def _parts(self, ranks: int) -> tuple[int, ...]:
-        return self.entry.rule.parts(self.shape, self.layer, ranks)
+        return tuple(filter(None, self.entry.rule.parts(self.shape, self.layer, ranks)))
 
     def _with_other_dims(self, length: int) -> tuple[int, ...]:
         """Return the full shape if the cut dimension is `length` long."""
@@ -218,8 +218,14 @@ def bind(
     shape: ModelShape, entry: Entry, layer_index: int | None = None, expert: int | None = None
 ) -> TensorMap:
     """Bind a row of a table to a layer, and to an expert if the parameter belongs to one."""
-    layer = None if layer_index is None else shape.layers[layer_index]
-    tensors = tuple(tensor.replace("{layer}", str(layer_index)) for tensor in entry.tensors)
+    layer, tensors = None, entry.tensors
+    if layer_index is not None:
+        layer = shape.layers[layer_index]
+        shape = shape.for_layer(layer)
+        tensors = tuple(tensor.replace("{layer}", str(layer_index)) for tensor in tensors)
+    if len(tensors) > 1:
+        lengths = entry.rule.parts(shape, layer, 1)
+        tensors = tuple(tensor for tensor, length in zip(tensors, lengths, strict=True) if length)
     if expert is not None:
         tensors = tuple(tensor.replace("{expert}", str(expert)) for tensor in tensors)
     if shape.tie_word_embeddings and tensors == (LM_HEAD,):

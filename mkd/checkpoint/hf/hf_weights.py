@@ -22,6 +22,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
+UNTRAINED = (".expert_bias", ".output_scale")  # ends of the names of buffers that files hold
 
 
 @torch.no_grad()
@@ -61,13 +62,13 @@ def load_hf_weights(
 
 
 def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model part that tables describe: parameters, and biases of expert choice.
+    """Return the tensors of a model part that tables describe: parameters, and those of `UNTRAINED`.
 
     The tower has no table, see `tower_of`.
     """
     parameters = {name: one for name, one in model_part.named_parameters() if not name.startswith(TOWER)}
-    biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
-    return parameters | biases
+    untrained = {name: one for name, one in model_part.named_buffers() if name.endswith(UNTRAINED)}
+    return parameters | untrained
 
 
 def _by_layer(
@@ -79,7 +80,7 @@ def _by_layer(
         match = re.match(r"decoder\.layers\.(\d+)\.", item[0])
         return -1 if match is None else int(match.group(1))
 
-    # Biases of expert choice come after all parameters, and each layer has memory only once.
+    # Buffers come after all parameters, and each layer has memory only once.
     for layer, items in groupby(sorted(maps.items(), key=layer_of_part), layer_of_part):
         with nullcontext() if layer < 0 else layer_memory(layer):
             yield from items

@@ -6,6 +6,7 @@ qwen2.py       biases
 qwen3.py       norms of query and key heads
 phi3.py        fused tensors, LongRoPE
 gemma3.py      norms around every block, two kinds of layers
+gemma4.py      other heads in full attention, whose keys are its values
 smollm3.py     layers that do not see positions
 ministral3.py  queries that grow far behind the start of a document
 granite.py     four factors; Granite 4 without Mamba

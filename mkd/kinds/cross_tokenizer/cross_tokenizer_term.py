@@ -9,11 +9,10 @@ from torch import Tensor
 
 from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
-from mkd.losses import HeadInput
 from mkd.losses.scores import token_scores
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.sums import TermSums
-from mkd.train.teachers.base import LossInput, PackScores
+from mkd.train.teachers.base import LossInput, PackScores, head_input
 from mkd.xtoken.chunks import ChunkBatch
 from mkd.xtoken.fused import fused_chunk_kd
 from mkd.xtoken.loss_settings import ChunkLossSettings
@@ -51,8 +50,8 @@ class CrossTokenizer:
         chunks, pack_weights = self._chunks(given.batch), given.pack_weights[self.name]
         chunks = replace(chunks, weights=chunks.weights * pack_weights[chunks.packs])
         output = fused_chunk_kd(
-            HeadInput(given.output.hidden.squeeze(1), student.head_weight()),
-            HeadInput(given.output.teacher_hiddens[self.index].squeeze(1), teacher.head_weight()),
+            head_input(student, given.output.hidden),
+            head_input(teacher, given.output.teacher_hiddens[self.index]),
             chunks,
             vocabulary=self.vocabulary,
             settings=self.settings,
@@ -95,6 +94,7 @@ class CrossTokenizer:
             side.rows,
             self.vocabulary.teacher_places[side.labels],
             tp_group=given.context.tp_group,
+            logits_cap=model.shape.logits_cap,
             real=self.vocabulary.teacher_real[self.vocabulary.rank],
             sequence_parallel=model.config.sequence_parallel,
             exchange=with_rows_of_other_ranks,

@@ -35,6 +35,7 @@ def _logp(given: LossInput, hidden: Tensor, model: LanguageModel, vocab_size: in
         rows,
         given.batch.labels[0, rows],
         tp_group=given.context.tp_group,
+        logits_cap=model.shape.logits_cap,
         vocab_size=vocab_size or model.shape.vocab_size,
         sequence_parallel=model.config.sequence_parallel,
     ).label

@@ -138,6 +138,9 @@ def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> 
     elif any(layer.mixer is not None for layer in shape.layers):
         what = f"{place}, but the teacher has gated delta nets"
         yield UsageError(what, "their FP8 products are not supported yet", do, code="fp8-not-possible")
+    elif any(layer.heads is not None for layer in shape.layers):
+        what = f"{place}, but the teacher's layers differ in their heads"
+        yield UsageError(what, "their FP8 products have not been tried", do, code="fp8-not-possible")
     else:
         tensor = config.parallel.tensor_model_parallel_size
         widths = sorted(width for width in _widths(shape, tensor) if width % WIDTHS)

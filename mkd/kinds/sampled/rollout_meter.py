@@ -144,6 +144,7 @@ class RolloutMeter:
             rows,
             given.batch.labels[0, rows],
             tp_group=self.context.tp_group,
+            logits_cap=model.shape.logits_cap,
             vocab_size=self.vocab_size,
             sequence_parallel=model.config.sequence_parallel,
         )

@@ -79,7 +79,8 @@ def _padded_attention(forecast: Forecast) -> list[str]:
     return [
         f"{role} attention: {shape.num_query_groups} key/value heads padded to "
         f"{shape.padded_query_groups(tensor)} for tensor parallel"
-        for role, shape, _ in models(forecast)
+        for role, whole, _ in models(forecast)
+        for shape in dict.fromkeys(map(whole.for_layer, whole.layers))
         if shape.num_query_groups % tensor
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from mkd.config.options import Option, settings
@@ -117,7 +118,7 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
     context = sizes.context
     for role, shape, *_ in facts.models:
         yield from _check_mixers(role, shape, sizes)
-        groups = shape.padded_query_groups(sizes.tensor) // sizes.tensor
+        groups = _fewest_groups(shape, sizes)
         if context > 1 and any(layer.attention_sinks for layer in shape.layers):
             yield UsageError(
                 f"context-parallel-size {context} does not work with the {role}'s attention sinks",
@@ -134,6 +135,14 @@ def check_heads(facts: RunFacts) -> Iterator[UsageError]:
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="model-not-divisible",
             )
+
+
+def _fewest_groups(shape: ModelShape, sizes: Sizes) -> int:
+    """Return the key/value heads of a process, in the layer that context parallelism divides least."""
+    kinds = {one.heads for one in shape.layers if one.heads is None or not one.heads.is_wide}
+    shapes = [replace(shape, num_query_groups=one.num_query_groups) if one else shape for one in kinds]
+    groups = [one.padded_query_groups(sizes.tensor) // sizes.tensor for one in shapes]
+    return max(groups, key=lambda number: number % sizes.context, default=0)
 
 
 def _check_mixers(role: str, shape: ModelShape, sizes: Sizes) -> Iterator[UsageError]:

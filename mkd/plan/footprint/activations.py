@@ -11,6 +11,7 @@ with sequence parallelism. Backward needs, in elements:
     attention        q, k, v after RoPE t (q + 2 k), output t q (also the projection's input),
                      softmax statistics t heads fp32
     MLP norm         input t h, output t h
+    value norm       inputs t k (Gemma 4)
     post norms       inputs t h each (Gemma 3; their outputs are only added)
     gated MLP        input 2 t f, output t f (also the projection's input); without gates the input is t f
 
@@ -78,12 +79,11 @@ class Activations:
         shards = self.sizes.tensor if self.is_sharded else 1
         return self.full_hidden_bytes // shards
 
-    @property
-    def _heads(self) -> tuple[int, int]:
-        """(query heads, key/value heads) of one process, padded ones included."""
-        tensor = self.sizes.tensor
-        groups = self.shape.padded_query_groups(tensor) // tensor
-        return groups * self.shape.heads_per_group, groups
+    def _heads(self, layer: LayerShape) -> tuple[int, int, int]:
+        """Return (query heads, key/value heads, their channels) of one process, padded ones included."""
+        tensor, shape = self.sizes.tensor, self.shape.for_layer(layer)
+        groups = shape.padded_query_groups(tensor) // tensor
+        return groups * shape.heads_per_group, groups, shape.head_dim
 
     @property
     def _recompute_num_layers(self) -> int:
@@ -102,8 +102,8 @@ class Activations:
 
     def layer_bytes(self, layer: LayerShape) -> int:
         """Return what one decoder layer keeps until its backward."""
-        heads, groups = self._heads
-        width = self.tokens * self.shape.head_dim * self.element
+        heads, groups, head_dim = self._heads(layer)
+        width = self.tokens * head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
         if layer.mixer is not None:
             attention = self._mixer_bytes(layer.mixer, is_kept=not self._recomputes("mixer"))
@@ -121,6 +121,8 @@ class Activations:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
         if layer.joint_qk_norm is not None:
             norms += query + key_value + 4 * self.tokens * 2
+        norms += layer.value_norm * (key_value + 4 * self.tokens * groups)
+        norms += layer.output_scale * self.hidden_bytes  # the sum behind the last residual addition
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output
         return attention + norms + self._mlp_bytes(layer)

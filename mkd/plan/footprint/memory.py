@@ -358,6 +358,8 @@ class _Models:
         of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * hidden_bytes
         if is_fp32 and with_gradient and self.element < 4:
             of_row += self.vocab_rows * self.element  # gradient; bf16 logits are overwritten by theirs
+        if self.student.logits_cap and with_gradient:
+            of_row += self.vocab_rows * bytes_per_logit  # tanh, which the gradient passes
         total = rows * of_row
         for teacher in teachers:
             of_row = self._head_rows(teacher) * bytes_per_logit + teacher.shape.hidden_size * self.element

@@ -21,8 +21,9 @@ def cache_bytes(
     """
     tensor = config.parallel.tensor_model_parallel_size
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
-    groups = shape.padded_query_groups(tensor) // tensor
-    of_token = 2 * (len(layers) - len(mixers)) * groups * shape.head_dim * element
+    with_heads = [shape.for_layer(layer) for layer in layers if layer.has_attention]
+    channels = sum(one.padded_query_groups(tensor) // tensor * one.head_dim for one in with_heads)
+    of_token = 2 * channels * element
     states = sum(mixer_state_bytes(mixer, element) for mixer in mixers) // tensor
     return slots * (config.training.seq_length * of_token + states)
 

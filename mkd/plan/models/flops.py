@@ -19,10 +19,12 @@ def projection_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel:
     if layer.mixer is not None:
         channels = layer.mixer.projected_width + layer.mixer.output_width
         return shape.hidden_size * channels // tensor_parallel
+    shape = shape.for_layer(layer)
     groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     heads, hidden, mla = groups * shape.heads_per_group, shape.hidden_size, layer.mla
     if mla is None:
-        return hidden * ((2 + layer.output_gate) * heads + 2 * groups) * shape.head_dim
+        of_groups = (2 - layer.shared_key_value) * groups
+        return hidden * ((2 + layer.output_gate) * heads + of_groups) * shape.head_dim
     per_head = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden
     per_head += mla.qk_head_dim * (mla.q_lora_rank or hidden)
     latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)  # replicated over TP
@@ -64,6 +66,7 @@ def layer_mixing_flops(shape: ModelShape, layer: LayerShape, tokens: int, square
     """
     if layer.mixer is not None:
         return tokens * _recurrence_flops(layer.mixer)
+    shape = shape.for_layer(layer)
     return shape.num_attention_heads * (shape.head_dim + shape.value_dim) * squared_lengths
 
 

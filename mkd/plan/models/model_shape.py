@@ -43,6 +43,7 @@ class ModelShape:
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to their dtype
     attention_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the head's product divided by it is the logits
+    logits_cap: float | None = None  # logits z are cap tanh(z / cap); None: they are not bounded
     vision: VisionShape | None = None  # tower in front of the decoder; None: text alone
     initializer_range: float = field(default=0.02, compare=False)
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -96,6 +97,18 @@ class ModelShape:
         values = {getattr(layer, name) for layer in layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
+
+    def for_layer(self, layer: LayerShape) -> ModelShape:
+        """Return the model with the heads of `layer`: itself, unless the layer has heads of its own."""
+        heads = layer.heads
+        if heads is None:
+            return self
+        return replace(
+            self,
+            num_attention_heads=heads.num_attention_heads,
+            num_query_groups=heads.num_query_groups,
+            head_dim=heads.head_dim,
+        )
 
     def padded_query_groups(self, tensor_parallel: int) -> int:
         """Return the key/value heads, padded to a multiple of `tensor_parallel` by groups of zeros."""

@@ -84,6 +84,7 @@ def stage_parameters(
 
 def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Parameters:
     """Count the parameters of one decoder layer on one process."""
+    shape = shape.for_layer(layer)
     hidden, groups = shape.hidden_size, shape.padded_query_groups(sizes.tensor) // sizes.tensor
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
     dense = projection_parameters(shape, layer, sizes.tensor)

@@ -68,12 +68,14 @@ class SplitBlock(NamedTuple):
 
 def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
     """Yield the blocks of a layer that tensor parallelism splits."""
+    shape = shape.for_layer(layer)
     hidden, heads, mla = shape.hidden_size, shape.num_attention_heads, layer.mla
     if layer.mixer is not None:
         yield SplitBlock(hidden, hidden * layer.mixer.projected_width)
     elif mla is None:
         heads += layer.output_gate * heads
-        yield SplitBlock(hidden, hidden * shape.head_dim * (heads + 2 * shape.num_query_groups))
+        groups = (2 - layer.shared_key_value) * shape.num_query_groups
+        yield SplitBlock(hidden, hidden * shape.head_dim * (heads + groups))
     else:
         query, latent = mla.q_lora_rank or hidden, mla.kv_lora_rank
         per_head = query * mla.qk_head_dim + latent * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -123,10 +125,11 @@ class ModelCollectives:
         if layer.mixer is not None:
             both_ms = self._exchange_ms((layer.mixer.projected_width + layer.mixer.output_width) // tensor)
             return both_ms, both_ms
-        groups = self.shape.padded_query_groups(tensor) // tensor
-        of_group = self.shape.head_dim + self.shape.value_dim
-        if self.shape.sliding_windows:
-            both_ms = self._exchange_ms(groups * (1 + self.shape.heads_per_group) * of_group)
+        shape = self.shape.for_layer(layer)
+        groups = shape.padded_query_groups(tensor) // tensor
+        of_group = shape.head_dim + shape.value_dim
+        if shape.sliding_windows:
+            both_ms = self._exchange_ms(groups * (1 + shape.heads_per_group) * of_group)
             return both_ms, both_ms
         send_ms = groups * of_group * self.channel_bytes / _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
         late_ms = (context - 1) * max(0.0, send_ms - attention_ms / context)

@@ -14,7 +14,7 @@ from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDObjective, KDOutput, build_divergence
-from mkd.losses.fused_linear import head_logits, whole_sequence
+from mkd.losses.fused_linear import HeadInput, head_logits, whole_sequence
 from mkd.losses.scores import TokenScores
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
@@ -141,6 +141,11 @@ class PackScores:
     covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
 
 
+def head_input(model: LanguageModel, hidden: Tensor) -> HeadInput:
+    """Return what losses need to make the logits of a final hidden state, [t(/tp), 1, h]."""
+    return HeadInput(hidden.squeeze(1), model.head_weight(), model.shape.logits_cap)
+
+
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
     """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
 
@@ -149,7 +154,8 @@ def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tenso
     """
     if not torch.is_grad_enabled():
         states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel)
-        return head_logits(states.index_select(0, rows), model.head_weight(), compute_dtype(hidden))
+        rows_of_head, dtype, cap = model.head_weight(), compute_dtype(hidden), model.shape.logits_cap
+        return head_logits(states.index_select(0, rows), rows_of_head, dtype, cap)
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)
     return model.logits(hidden.index_select(0, rows)).squeeze(1)

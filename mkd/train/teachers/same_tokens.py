@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
-from mkd.losses import HeadInput, KDOutput, fused_linear_kd
+from mkd.losses import KDOutput, fused_linear_kd
 from mkd.losses.scores import token_scores
 from mkd.train.sums import CROSS_ENTROPY, TermSums
-from mkd.train.teachers.base import LossInput, PackScores, build_objective, token_sums
+from mkd.train.teachers.base import LossInput, PackScores, build_objective, head_input, token_sums
 from mkd.xtoken.segments import sum_by
 
 
@@ -88,6 +88,7 @@ class SameTokens:
             rows,
             given.batch.labels[0, rows],
             tp_group=given.context.tp_group,
+            logits_cap=model.shape.logits_cap,
             vocab_size=model.shape.vocab_size,
             sequence_parallel=model.config.sequence_parallel,
         )
@@ -107,15 +108,15 @@ def head_pass(
     """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
     student, batch, output = given.stage.student, given.batch, given.output
     teachers = [given.stage.teachers[index] for index in models]
-    hidden_states = [output.teacher_hiddens[index].squeeze(1) for index in models]
+    hidden_states = [output.teacher_hiddens[index] for index in models]
     objective = build_objective(
         vocab_size or student.shape.vocab_size,
         min((one.shape.vocab_size for one in teachers), default=None),
         **settings,
     )
     return fused_linear_kd(
-        HeadInput(output.hidden.squeeze(1), student.head_weight()),
-        [HeadInput(hidden, one.head_weight()) for hidden, one in zip(hidden_states, teachers, strict=True)],
+        head_input(student, output.hidden),
+        [head_input(one, hidden) for one, hidden in zip(teachers, hidden_states, strict=True)],
         batch.labels[0],
         row_weights,
         objective,

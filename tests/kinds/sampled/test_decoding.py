@@ -24,8 +24,8 @@ SLOW_PLACES = (
     Place("TP2 PP2 + sequence parallel", 4, tp=2, pp=2, sequence_parallel=True),
     Place("PP2 DP2", 4, pp=2),
 )
-FAMILIES = ("llama3.2", "gemma3")
-SLOW_FAMILIES = ("qwen2", "qwen3-windows", "phi3", "qwen3_moe", "smollm3", "ministral3", "granite")
+FAMILIES = ("llama3.2", "gemma4")
+SLOW_FAMILIES = ("gemma3", "qwen2", "qwen3-windows", "phi3", "qwen3_moe", "smollm3", "ministral3", "granite")
 SLOW_FAMILIES += ("olmo3", "exaone4", "hunyuan_v1_dense", "ernie4_5", "minimax_m2")
 NEW_TOKENS = 40
 

@@ -243,7 +243,8 @@ class _Decoder:
 
     def _sample(self, hidden: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
         """Return ids, ln p and entropies, fp64 [3, n], of the next tokens, from hidden states [n, h]."""
-        logits = head_logits(hidden, self.forward.parts[-1].head_weight(), compute_dtype(hidden))
+        model = self.forward.parts[-1]
+        logits = head_logits(hidden, model.head_weight(), compute_dtype(hidden), model.shape.logits_cap)
         sampled = sample_tokens(
             logits,
             self.forward.on_device(self._numbers(sequences)),

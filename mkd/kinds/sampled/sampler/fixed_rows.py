@@ -128,7 +128,7 @@ class FixedRows:
         hidden = forward.run(tokens, packed, slice(None))
         assert hidden is not None, "one stage"
         sampled = sample_tokens(
-            head_logits(hidden, model.head_weight(), compute_dtype(hidden)),
+            head_logits(hidden, model.head_weight(), compute_dtype(hidden), model.shape.logits_cap),
             self._inputs[2, :height],
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,

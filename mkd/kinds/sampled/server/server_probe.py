@@ -75,8 +75,8 @@ def score(
     if hidden is not None:
         labels = forward.on_device(np.concatenate([one.ids for one in documents]))
         where, weight = torch.arange(len(rows), device=context.device), parts[-1].head_weight()
-        group = context.tp_group
-        scores = token_scores(hidden, weight, where, labels, tp_group=group, vocab_size=vocab_size)
+        settings = dict(tp_group=context.tp_group, logits_cap=parts[-1].shape.logits_cap)
+        scores = token_scores(hidden, weight, where, labels, vocab_size=vocab_size, **settings)
         found.copy_(scores.label)
     forward.finish()
     dist.broadcast(found, forward.last_rank, group=context.pp_group)

@@ -1,0 +1,106 @@
+"""Check Gemma 4's config.json, in its newer and older spelling, against transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from mkd.errors import MkdError
+from mkd.plan.models.model_shape import ModelShape
+from mkd.pruning.request import refuse_other_kinds
+from tests.reported import refused
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SIZES = dict(
+    model_type="gemma4_text",
+    num_hidden_layers=8,
+    hidden_size=48,
+    intermediate_size=96,
+    num_attention_heads=8,
+    vocab_size=300,
+    hidden_size_per_layer_input=0,
+)
+SHARED = dict(attention_k_eq_v=True, num_global_key_value_heads=2)
+ROPES = {
+    FULL: {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.4},
+    SLIDING: {"rope_type": "default", "rope_theta": 3e4},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        SHARED | {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"},
+        SHARED | {"global_head_dim": 40, "head_dim": 20, "num_key_value_heads": 8, "rope_parameters": ROPES},
+        {"num_global_key_value_heads": 2},  # transformers ignores it unless keys are values
+        {"layer_types": 4 * [FULL, SLIDING], "tie_word_embeddings": False, "sliding_window": 7},
+    ],
+)
+def test_layers_are_those_of_transformers(more):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(**copy.deepcopy(SIZES | more))
+    ours = ModelShape.from_hf_config(SIZES | more)
+    assert ours.num_layers == len(theirs.layer_types) and theirs.layer_types[-1] == FULL
+    for index, (kind, layer) in enumerate(zip(theirs.layer_types, ours.layers, strict=True)):
+        is_full, own, shape = kind == FULL, theirs.per_layer_config[index], ours.for_layer(layer)
+        sizes = own.num_attention_heads, own.num_key_value_heads, own.head_dim
+        assert (shape.num_attention_heads, shape.num_query_groups, shape.head_dim) == sizes
+        assert layer.sliding_window == (None if is_full else theirs.sliding_window)
+        assert layer.shared_key_value == (is_full and theirs.attention_k_eq_v)
+        rope = theirs.rope_parameters[kind]
+        assert (layer.rope.kind, layer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+        assert layer.rope.rotary_dim == own.head_dim
+        turning = int(rope.get("partial_rotary_factor", 1.0) * own.head_dim // 2) if is_full else 0
+        assert layer.rope.turning_pairs == turning
+        assert layer.qk_norm and layer.value_norm and layer.post_norms and layer.output_scale
+    assert (ours.attention_scale, ours.embedding_scale) == (1.0, theirs.hidden_size**0.5)
+    assert ours.logits_cap == theirs.final_logit_softcapping and not ours.zero_centered_norms
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    written = ModelShape.from_hf_config(json.loads(theirs.to_json_string()))
+    assert ours.differences(written) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "more"),
+    [
+        (
+            "model-feature-not-supported: hidden_size_per_layer_input 256",
+            {"hidden_size_per_layer_input": 256},
+        ),
+        ("model-feature-not-supported: num_kv_shared_layers", {"num_kv_shared_layers": 2}),
+        ("model-feature-not-supported: attention_bias", {"attention_bias": True}),
+        ("model-feature-not-supported: use_bidirectional_attention", {"use_bidirectional_attention": "all"}),
+        ("model-feature-not-supported: hidden_activation", {"hidden_activation": "gelu"}),
+        ("model-feature-not-supported: layer type 'chunked", {"layer_types": 8 * ["chunked_attention"]}),
+        (
+            "model-feature-not-supported: rope type 'yarn'",
+            {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0}}},
+        ),
+        (
+            "model-feature-not-supported: per_layer_config has other",
+            {"per_layer_config": {"1": {"head_dim": 12}}},
+        ),
+        ("model-config-not-valid: per_layer_config is 3", {"per_layer_config": 3}),
+        ("model-config-not-valid: num_attention_heads 8 is no", SHARED | {"num_global_key_value_heads": 3}),
+    ],
+)
+def test_what_mkd_cannot_run_exactly_is_refused(code, more):
+    with refused(code, MkdError):
+        ModelShape.from_hf_config(SIZES | more)
+
+
+def test_a_released_small_model_is_refused_by_default():
+    """E2B and E4B have embeddings for each layer, also where config.json does not say so."""
+    given = {name: value for name, value in SIZES.items() if name != "hidden_size_per_layer_input"}
+    with refused("model-feature-not-supported: hidden_size_per_layer_input 256"):
+        ModelShape.from_hf_config(given)
+
+
+def test_a_cut_is_refused():
+    with refused("cut-not-supported: mkd cannot cut a gemma4_text model"):
+        refuse_other_kinds(ModelShape.from_hf_config(SIZES))
