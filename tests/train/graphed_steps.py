@@ -191,7 +191,8 @@ def main() -> None:
         torch.cuda.empty_cache()
         try:
             eager, graphed = (train(row, graphs) for graphs in (False, True))
-            mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} MiB"
+            free, total = torch.cuda.mem_get_info()
+            mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} of {(total - free) / 2**20:.0f} MiB"
             text = f"{away(eager, graphed)} bounds {graphed['graphed']}, {mib}"
         except Exception as error:
             traceback.print_exc()
