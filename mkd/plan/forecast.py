@@ -83,8 +83,9 @@ class Forecast:
         """Pipeline layout of the student."""
         return self.facts.layouts.student
 
+    @cached_property
     def stage_times(self) -> list[WorkTime]:
-        """Return each stage's time, in model order, plus copies of teachers' layers that nothing hides."""
+        """Time of each stage, in model order, plus copies of teachers' layers that nothing hides."""
         return self._cost.stage_times(*self.facts.layouts)
 
     @cached_property
@@ -165,24 +166,27 @@ class Forecast:
         """Updates of a step, all with the same completions."""
         return self.facts.work.updates
 
+    @cached_property
     def step(self) -> StepForecast:
-        """Predict the pipeline's part of an update; `planned_step_ms` adds the optimizer's."""
+        """The pipeline's part of an update; `planned_step_ms` adds the optimizer's."""
         ranks = self.student_layout.pipeline_parallel
-        return simulate(self.stage_times(), ranks, self.batch.num_microbatches)
+        return simulate(self.stage_times, ranks, self.batch.num_microbatches)
 
     def optimizer_copies_ms(self) -> float:
         """Time to copy an optimizer state on the host to the device and back, while nothing computes."""
         if self.config.training.optimizer_residency == "device":
             return 0.0
-        return 2 * max(rank.optimizer_gib for rank in self._with_state()) * GIB / HOST_BYTES_PER_MS
+        return 2 * max(rank.optimizer_gib for rank in self._with_state) * GIB / HOST_BYTES_PER_MS
 
+    @cached_property
     def optimizer_ms(self) -> float:
         """Time of the optimizer's update, copies of its state included."""
         clips = self.config.optimizer.clip_grad > 0
-        return update_ms(self._with_state(), self.config.training.bf16, clips) + self.optimizer_copies_ms()
+        return update_ms(self._with_state, self.config.training.bf16, clips) + self.optimizer_copies_ms()
 
+    @cached_property
     def _with_state(self) -> Sequence[RankMemory]:
-        """Return the memory of every pipeline rank while the optimizer's state is on the device."""
+        """Memory of every pipeline rank while the optimizer's state is on the device."""
         return predict_memory(self.facts, optimizer_residency="device").ranks
 
     def step_ms(self) -> float:
@@ -191,42 +195,43 @@ class Forecast:
         To compare settings where `planned_step_ms` would take long. Collectives of tensor, context and expert
         parallelism count. Those of data parallelism and messages between stages do not.
         """
-        return self.updates * (self.step().step_ms + self.optimizer_ms())
+        return self.updates * (self.step.step_ms + self.optimizer_ms)
 
     def planned_step_ms(self) -> float:
         """Return `step_ms` of a run, whose teachers may be ahead."""
-        return self.updates * (self.pipeline_ms() + self.optimizer_ms())
+        return self.updates * (self.pipeline_ms() + self.optimizer_ms)
 
     def least_step_ms(self) -> float:
         """Return a bound that `planned_step_ms` never falls below: the slowest rank never waits."""
-        ranks, stages = self.student_layout.pipeline_parallel, self.stage_times()
+        ranks, stages = self.student_layout.pipeline_parallel, self.stage_times
         slowest_ms = max(sum(time.total_ms for time in stages[rank::ranks]) for rank in range(ranks))
-        return self.updates * (self.batch.num_microbatches * slowest_ms + self.optimizer_ms())
+        return self.updates * (self.batch.num_microbatches * slowest_ms + self.optimizer_ms)
 
     def pipeline_ms(self) -> float:
         """Predicted time of forwards and backwards of an update of a run, whose teachers may be ahead."""
-        return self.step().step_ms if self.prefetch is None else self.prefetch.step_ms
+        return self.step.step_ms if self.prefetch is None else self.prefetch.step_ms
 
     def exchange_ms(self) -> float:
         """Predicted time that an average rank spends in a step on the all-to-all of experts."""
-        return self._mean_ms(time.exchange_ms for time in self.stage_times())
+        return self._mean_ms(time.exchange_ms for time in self.stage_times)
 
     def collectives_ms(self) -> float:
         """Predicted time that an average rank waits in a step for tensor and context parallelism."""
-        return self._mean_ms(time.collectives_ms for time in self.stage_times())
+        return self._mean_ms(time.collectives_ms for time in self.stage_times)
 
     def _mean_ms(self, stages_ms: Iterable[float]) -> float:
         """Return the time of an average rank in a step, from the times of a micro-batch on the stages."""
         ranks = self.student_layout.pipeline_parallel
         return self.updates * self.batch.num_microbatches * sum(stages_ms) / ranks
 
+    @cached_property
     def flops_per_step(self) -> int:
         """Model FLOPs of one iteration, all its updates and all processes together."""
         return self._flops(self.teachers)
 
     def teacher_share(self) -> float:
         """Proportion (0 to 1) of the step's FLOPs that are forward passes of teachers."""
-        return 1 - self._flops(()) / self.flops_per_step()
+        return 1 - self._flops(()) / self.flops_per_step
 
     def _flops(self, teachers: Sequence[Teacher]) -> int:
         pack = self.batch.seq_length
@@ -261,7 +266,7 @@ class Forecast:
             "num_gpus": self.num_gpus,
             "step_time_ms": step_ms,
             "tokens_per_s_per_gpu": tokens / seconds / self.num_gpus,
-            "tflops_per_gpu": self.flops_per_step() / seconds / self.num_gpus / 1e12,
+            "tflops_per_gpu": self.flops_per_step / seconds / self.num_gpus / 1e12,
             "peak_memory_gib": max(rank.allocated_gib for rank in self.memory().ranks),
             "all_to_all_ms": exchange_ms,
             "all_to_all_share": exchange_ms / step_ms,
@@ -274,4 +279,4 @@ class Forecast:
 
     def mfu(self, step_ms: float) -> float:
         """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` reaches."""
-        return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9) / step_ms
+        return self.flops_per_step / (self.num_gpus * PEAK_TFLOPS * 1e9) / step_ms

@@ -28,19 +28,19 @@ def forecast(*flags, microbatches=8, teachers=(TEACHER,), document_length=1024, 
 def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
     """Bodies measured alone take 148.5 + 200.2 ms on packs of short documents, and a head 41 ms; MFU 0.55."""
     one = forecast()
-    assert one.step().step_ms == pytest.approx(8 * (148.5 + 200.2 + 41), rel=0.02)
-    assert one.step().bubble == pytest.approx(0)
-    assert one.mfu(one.step().step_ms) == pytest.approx(0.55, abs=0.01)
+    assert one.step.step_ms == pytest.approx(8 * (148.5 + 200.2 + 41), rel=0.02)
+    assert one.step.bubble == pytest.approx(0)
+    assert one.mfu(one.step.step_ms) == pytest.approx(0.55, abs=0.01)
 
 
 def test_heads_on_the_last_of_equal_stages_cost_more_than_the_formula():
-    step = forecast(*PP4).step()
+    step = forecast(*PP4).step
     assert step.bubble > 3 / 11 + 0.05
 
 
 def test_documents_that_do_not_divide_a_pack():
     """A pack of 8192 is 2 documents of 3000 and one of 2192."""
-    flops, whole = (forecast(document_length=n).flops_per_step() for n in (3000, 10**9))
+    flops, whole = (forecast(document_length=n).flops_per_step for n in (3000, 10**9))
     squares = SEQ_LENGTH**2 - 2 * 3000**2 - 2192**2
     assert whole - flops == 8 * 2 * squares * (3 * 28 * 2048 + 36 * 4096)
 
@@ -49,7 +49,7 @@ def test_mfu_is_of_all_gpus():
     four, one = forecast("--tensor-model-parallel-size", 4), forecast()
     assert (four.num_gpus, one.num_gpus) == (4, 1)
     assert four.mfu(1000) == pytest.approx(one.mfu(1000) / 4)
-    assert one.mfu(1000) == pytest.approx(one.flops_per_step() / 1e12 / PEAK_TFLOPS)
+    assert one.mfu(1000) == pytest.approx(one.flops_per_step / 1e12 / PEAK_TFLOPS)
 
 
 def test_figures_agree_with_the_prediction():
@@ -80,7 +80,7 @@ def test_description():
 
 def test_the_share_of_the_teachers_is_what_a_run_without_them_saves():
     one, two = forecast(), forecast(teachers=(TEACHER, TEACHER), settings=several({"hf": "a"}, {"hf": "b"}))
-    alone = forecast(teachers=()).flops_per_step()
+    alone = forecast(teachers=()).flops_per_step
     of_teacher = 8 * forward_flops(TEACHER, [1024] * 8)
     assert one.teacher_share() == pytest.approx(of_teacher / (of_teacher + alone))
     assert two.teacher_share() == pytest.approx(2 * of_teacher / (2 * of_teacher + alone))
@@ -107,8 +107,8 @@ def test_two_teachers_are_told_apart():
     ]
     one = forecast()
     own = forward_flops(STUDENT, [1280] * 8)  # 8 documents of 1024 tokens of the student
-    assert two.flops_per_step() - one.flops_per_step() == 8 * own
-    assert two.step().step_ms > one.step().step_ms
+    assert two.flops_per_step - one.flops_per_step == 8 * own
+    assert two.step.step_ms > one.step.step_ms
 
 
 def test_a_pair_with_experts():
@@ -124,7 +124,7 @@ def test_a_pair_with_experts():
     of_teacher = active_parameters(MOE_TEACHER) - table * 4096
     attention = 2 * 256 * 4 * 1024**2 * (3 * 48 * 4096 + 94 * 8192)
     expected = 2 * tokens * (of_student + of_teacher) + attention
-    assert pair.flops_per_step() == pytest.approx(expected, rel=1e-3)  # norms multiply no matrix
+    assert pair.flops_per_step == pytest.approx(expected, rel=1e-3)  # norms multiply no matrix
     text, figures = describe_forecast(pair), pair.figures()
     assert (
         "student: 30.53 billion parameters, 3.353 billion active: 8 of 128 experts in 48 of 48 layers" in text
@@ -148,7 +148,7 @@ def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
     assert ahead.step_ms() == stock.step_ms()
     last, plain = ahead.memory().ranks[-1], stock.memory().ranks[-1]
     assert last.transient_gib - plain.transient_gib == pytest.approx(8 * 2 * SEQ_LENGTH * 4096 / 2**30)
-    for work, stage in zip(ahead.rank_work(), ahead.stage_times(), strict=True):
+    for work, stage in zip(ahead.rank_work(), ahead.stage_times, strict=True):
         assert work.teacher_ms + work.forward_ms == pytest.approx(stage.forward_ms)
         assert work.backward_ms == stage.backward_ms and work.teacher_ms > 0
 
@@ -188,7 +188,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
 
     monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
     auto, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 8))
-    assert auto.prefetch is None and auto.pipeline_ms() == auto.step().step_ms
+    assert auto.prefetch is None and auto.pipeline_ms() == auto.step.step_ms
     assert "chosen by auto): no order of work was found" in describe_forecast(auto)
     with pytest.raises(UsageError) as caught:
         _ = given.prefetch

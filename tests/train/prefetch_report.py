@@ -76,7 +76,7 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
 
             step_ms = time_arms([Arm("step", run)], machine.device, args.rounds)["step"]
             forecast = plan.forecast
-            planned_ms, planned_ideal_ms = forecast.pipeline_ms(), forecast.step().ideal_ms
+            planned_ms, planned_ideal_ms = forecast.pipeline_ms(), forecast.step.ideal_ms
             if ahead == 0:
                 stage_ms = _stage_times(machine, engine, plan, batches[0], objective)
                 ideal_ms = microbatches * sum(stage_ms) / context.pp_size

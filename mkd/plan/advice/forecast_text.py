@@ -93,7 +93,7 @@ def _ahead(forecast: Forecast) -> Iterator[str]:
         step_ms, held = forecast.prefetch.step_ms, max(forecast.prefetch.plan.held)
         yield (
             f"predicted step with teachers ahead (--teacher-prefetch {forecast.states_ahead}{chosen}): "
-            f"{milliseconds(step_ms)}, {step_ms / forecast.step().ideal_ms:.3f} x the ideal; at most {held} "
+            f"{milliseconds(step_ms)}, {step_ms / forecast.step.ideal_ms:.3f} x the ideal; at most {held} "
             "micro-batches of their hidden states wait for the loss"
         )
     elif wanted and forecast.teachers:
@@ -108,12 +108,12 @@ def _ahead(forecast: Forecast) -> Iterator[str]:
 
 
 def _times(forecast: Forecast) -> list[str]:
-    step, layout, microbatches = forecast.step(), forecast.student_layout, forecast.batch.num_microbatches
-    copies_ms, optimizer_ms = forecast.optimizer_copies_ms(), forecast.optimizer_ms()
+    step, layout, microbatches = forecast.step, forecast.student_layout, forecast.batch.num_microbatches
+    copies_ms, optimizer_ms = forecast.optimizer_copies_ms(), forecast.optimizer_ms
     step_ms = forecast.planned_step_ms()
     equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
     by_stage = ", ".join(
-        f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times()
+        f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times
     )
     copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
     update = milliseconds(step_ms / forecast.updates)
@@ -126,7 +126,7 @@ def _times(forecast: Forecast) -> list[str]:
     of_teachers = dict.fromkeys(one.precision.title for one in forecast.teachers if one.precision.title)
     precision = " and ".join(["bf16" if bf16 else "fp32", *of_teachers])
     peak = " of the bf16 peak" if of_teachers or not bf16 else ""
-    flops, gpus = floating_point(forecast.flops_per_step()), counted(forecast.num_gpus, "GPU")
+    flops, gpus = floating_point(forecast.flops_per_step), counted(forecast.num_gpus, "GPU")
     share = f"share of the teachers in these FLOPs: {forecast.teacher_share():.3f}"
     return [
         f"predicted on H200 in {precision}, forward + backward ms of a micro-batch by stage: {by_stage}",

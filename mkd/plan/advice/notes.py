@@ -38,7 +38,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         why = forecast.config.why_no_models
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
-    behind_ms, pipeline_ms = forecast.step().step_ms, forecast.pipeline_ms()
+    behind_ms, pipeline_ms = forecast.step.step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
         times = f"a step takes {milliseconds(pipeline_ms)} instead of {milliseconds(behind_ms)}"

@@ -34,6 +34,7 @@ It is the mean over processes: one whose experts are chosen more often keeps mor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,13 +164,18 @@ class Activations:
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
         """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""
         training = self.config.training
-        kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":
             kept = -(-len(layers) // self._recompute_num_layers) * self.hidden_bytes
         elif training.recompute_granularity == "full":
             again = min(self._recompute_num_layers, len(layers))
-            kept = sum(map(self.layer_bytes, layers[again:])) + again * self.hidden_bytes
+            kept = self._layers_bytes(layers[again:]) + again * self.hidden_bytes
+        else:
+            kept = self._layers_bytes(layers)
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
+
+    def _layers_bytes(self, layers: Sequence[LayerShape]) -> int:
+        """Return what these layers keep; equal ones are calculated once."""
+        return sum(number * self.layer_bytes(layer) for layer, number in Counter(layers).items())
 
     def forward_bytes(self, input_bytes: int = 0) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
@@ -209,9 +215,9 @@ class Activations:
         again = 0
         if training.recompute_granularity == "full":
             layers = self._recompute_num_layers if training.recompute_method == "uniform" else 1
-            again = layers * max(map(self.layer_bytes, self.shape.layers))
+            again = layers * max(map(self.layer_bytes, set(self.shape.layers)))
         elif self._recomputes("moe"):
-            again = max((self._mlp_bytes(layer) for layer in self.shape.layers if layer.moe), default=0)
+            again = max((self._mlp_bytes(layer) for layer in set(self.shape.layers) if layer.moe), default=0)
         mixers = {layer.mixer for layer in self.shape.layers if layer.mixer}
         gathered = self.is_sharded * self.full_hidden_bytes
         around = max(map(self._mlp_backward_bytes, set(self.shape.layers)))

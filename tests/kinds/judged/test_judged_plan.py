@@ -51,9 +51,9 @@ def test_every_update_of_a_step_takes_its_time():
         Forecast(trained(one, teachers=(), microbatches=1))
         for one in (config(*flags), config(*flags, "--rollout-updates", 3))
     )
-    assert three.flops_per_step() == 3 * one.flops_per_step()
-    assert three.step_ms() == pytest.approx(3 * (three.step().step_ms + three.optimizer_ms()))
-    whole_ms = 3 * (three.step().step_ms + three.optimizer_ms())
+    assert three.flops_per_step == 3 * one.flops_per_step
+    assert three.step_ms() == pytest.approx(3 * (three.step.step_ms + three.optimizer_ms))
+    whole_ms = 3 * (three.step.step_ms + three.optimizer_ms)
     assert three.planned_step_ms() == pytest.approx(whole_ms)
     assert f"3 updates of a step's completions: {whole_ms:.4g} ms" in describe_forecast(three)
     assert "updates of" not in describe_forecast(one)

@@ -116,14 +116,14 @@ def test_host_copies_cost_time():
     )
     state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
     assert optimizer.step_ms() == pytest.approx(plain.step_ms() + state_ms)
-    assert plain.step_ms() == plain.step().step_ms + plain.optimizer_ms()
+    assert plain.step_ms() == plain.step.step_ms + plain.optimizer_ms
     assert teacher.step_ms() > plain.step_ms()  # 8,192 tokens do not hide the copy of a layer
     whole_ms = optimizer.planned_step_ms()
     assert whole_ms == pytest.approx(plain.planned_step_ms() + state_ms) == optimizer.step_ms()
     assert f"from and to the host: {whole_ms:.4g} ms" in describe_forecast(optimizer)
     assert describe_forecast(optimizer).count(f"predicted MFU {optimizer.mfu(whole_ms):.3f}") == 1
     text = describe_forecast(teacher)
-    assert f"predicted step: {teacher.step().step_ms:.4g} ms" in text and "to the host" not in text
+    assert f"predicted step: {teacher.step.step_ms:.4g} ms" in text and "to the host" not in text
 
 
 def test_layers_from_peers_cost_time_only_where_computation_is_shorter():
@@ -131,10 +131,10 @@ def test_layers_from_peers_cost_time_only_where_computation_is_shorter():
     peers, layers = (*PEERS, 8), TEACHER.num_layers
     for length, is_hidden in ((8192, True), (256, False)):
         plain, split = (forecast(8, "--seq-length", length, *more) for more in ((), peers))
-        late_ms = split.stage_times()[0].forward_ms - plain.stage_times()[0].forward_ms
+        late_ms = split.stage_times[0].forward_ms - plain.stage_times[0].forward_ms
         gather_ms = 2 * 192e6 * 7 / 8 / GATHER_BYTES_PER_MS  # a layer has 192 million weights
         assert late_ms == 0 if is_hidden else 0 < late_ms < gather_ms * layers
-        assert is_hidden or gather_ms * layers - late_ms < plain.stage_times()[0].forward_ms
+        assert is_hidden or gather_ms * layers - late_ms < plain.stage_times[0].forward_ms
 
 
 def test_peers_are_a_change_where_there_are_replicas():

@@ -145,7 +145,7 @@ def test_a_plan_names_the_time_and_counts_it():
     gather = HIDDEN / 2 / 300e6
     sums = 2 * 28 + 2 * (2 * 36) + 3 + 1  # layers, embeddings, and the gradient of the head's input
     assert two.collectives_ms() == pytest.approx(4 * sums * 2 * gather)
-    assert two.step().step_ms == pytest.approx(replicas.step().step_ms / 2 + two.collectives_ms())
+    assert two.step.step_ms == pytest.approx(replicas.step.step_ms / 2 + two.collectives_ms())
     spent = milliseconds(two.collectives_ms())
     text = f"parallel collectives that nothing hides: {spent} of a rank's step, share 0.1"
     assert text in describe_forecast(two) and two.figures()["collectives_ms"] == two.collectives_ms()
