@@ -157,6 +157,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     require_room(args)
     from mkd.data.corpus.store_builder import build_store
     from mkd.data.images.conversation import image_reader
+    from mkd.data.records.wanted import WantedRecords
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import console
     from mkd.tokenizers.load import load_tokenizer
@@ -170,7 +171,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             tokenizer,
             args.append_eod,
             workers,
-            numbers=tuple(args.numbers),
+            wanted=WantedRecords(numbers=tuple(args.numbers)),
             max_bad_records=args.max_bad_records,
             images=image_reader(
                 args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side

@@ -251,7 +251,7 @@ class _Preparation:
             cache_dir=self.cache_dir,
             workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
-            numbers=self.records.numbers,
+            wanted=self.records,
             known=self.known,
             progress=self.progress,
         )
@@ -285,7 +285,7 @@ class _Preparation:
 
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
-        wanted = self.records.numbers
+        wanted = self.records
         key = cache_key(path, self.tokenizer, self.append_eod, self.progress, self.known, self.images, wanted)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not self._is_complete(prefix, key):

@@ -25,7 +25,7 @@ from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
-from mkd.data.records.wanted import WantedRecords
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
 from mkd.resolve.chat_setup import chat_problems, chat_settings
@@ -218,7 +218,7 @@ def _kinds_in(
     """Return the kinds of a corpus's first records; an empty set if it is tokenised. Raises DataError."""
     if is_raw(path):
         require_file(path, flag)
-        return kinds_of_records(flag, path, max_bad_records, wanted.numbers)
+        return kinds_of_records(flag, path, max_bad_records, wanted)
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
         do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
@@ -232,13 +232,15 @@ def _kinds_in(
     return set()
 
 
-def kinds_of_records(flag: str, path: str, max_bad_records: int, numbers: Sequence[str] = ()) -> set[str]:
+def kinds_of_records(
+    flag: str, path: str, max_bad_records: int, wanted: WantedRecords = ANY_RECORDS
+) -> set[str]:
     """Return the kinds of the first records. Raises DataError, as the run would, if too many are bad."""
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
     kinds, bad = set(), list[BadRecord]()
-    for number, row in islice(read_rows(path, numbers=numbers), looked_at):
+    for number, row in islice(read_rows(path, numbers=wanted.numbers), looked_at):
         try:
-            record = parse_row(row, numbers)
+            record = parse_row(row, wanted)
             is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
             kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
         except DataError as error:

@@ -13,13 +13,15 @@ from mkd.data.build import open_datasets
 from mkd.data.corpus import encoding
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
-from mkd.data.records.wanted import WantedRecords, read_numbers
-from mkd.errors import DataError
+from mkd.data.records.wanted import WantedRecords
+from mkd.errors import DataError, MkdError
 from mkd.parallel.zigzag import RowShard
+from mkd.resolve.preflight import kinds_of_records
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 
+NUMBER = WantedRecords(numbers=("weight",))
 WEIGHT = WantedRecords(numbers=("weight",), weights=("weight",))
 SAID = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The quick one."}]
 RECORDS = [
@@ -68,14 +70,14 @@ def test_numbers_of_tables_and_of_texts_that_are_cut(tmp_path, tokenizer, write_
     table = pa.table({"text": ["a fox", "a dog"], "weight": [0.5, 2.0], "id": [1, 2]})
     pq.write_table(table, tmp_path / "t.parquet")
     prefix = str(tmp_path / "t")
-    summary = build_store([str(tmp_path / "t.parquet")], prefix, tokenizer, True, numbers=("weight",))
+    summary = build_store([str(tmp_path / "t.parquet")], prefix, tokenizer, True, wanted=NUMBER)
     assert TokenStore(prefix).numbers["weight"].tolist() == [0.5, 2.0]
     assert summary.note_lines() == [f"{tmp_path / 't.parquet'}: ignored keys: id (2)"]
     monkeypatch.setattr(encoding, "MAX_CHARACTERS", 10)
     path = write_jsonl(
         "cut.jsonl", {"text": "one\ntwo four six", "label": True, "id": 3}, {"text": "a", "label": False}
     )
-    summary = build_store([path], prefix, tokenizer, True, numbers=("label",))
+    summary = build_store([path], prefix, tokenizer, True, wanted=WantedRecords(numbers=("label",)))
     assert TokenStore(prefix).numbers["label"].tolist() == [1.0, 1.0, 0.0]
     assert summary.note_lines() == [f"{path}: ignored keys: id (1)"]
 
@@ -84,27 +86,37 @@ def test_numbers_of_tables_and_of_texts_that_are_cut(tmp_path, tokenizer, write_
 def test_a_record_without_its_number_is_a_bad_one(value, tmp_path, tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", RECORDS[0], {"text": "a fox", "weight": value})
     with refused("record-value-not-valid: the loss of this run reads a number there") as caught:
-        build_store([path], str(tmp_path / "c"), tokenizer, True, numbers=("weight",))
+        build_store([path], str(tmp_path / "c"), tokenizer, True, wanted=NUMBER)
     assert f"{path}:2: weight is " in caught.value.what
-    summary = build_store(
-        [path], str(tmp_path / "c"), tokenizer, True, numbers=("weight",), max_bad_records=1
-    )
+    summary = build_store([path], str(tmp_path / "c"), tokenizer, True, wanted=NUMBER, max_bad_records=1)
     assert (summary.documents, summary.bad_records, summary.numbers) == (1, 1, ("weight",))
 
 
-def test_weights_are_above_0(tmp_path, tokenizer, write_jsonl):
-    path = write_jsonl("a.jsonl", RECORDS[0], {"text": "a fox", "weight": 0}, {"text": "a dog", "weight": -1})
+def test_weights_are_numbers_above_0(tmp_path, tokenizer, write_jsonl):
+    """Others are bad records, which --max-bad-records skips; in a tokenised corpus they end the run."""
+    bad = [{"text": "a fox", "weight": value} for value in (0, -1, True)]
+    path = write_jsonl("a.jsonl", RECORDS[0], *bad)
     with refused("record-value-not-valid: it weighs the record in the loss") as caught:
-        opened(path, tokenizer, tmp_path / "c")
+        opened(write_jsonl("b.jsonl", RECORDS[0], bad[0]), tokenizer, tmp_path / "c")
+    assert caught.value.what.endswith("b.jsonl:2: weight is 0, not above 0")
+    with pytest.raises(MkdError) as several:
+        kinds_of_records("--data-path", path, 2, WEIGHT)
+    assert "-1, not above 0" in str(several.value) and "weight is a boolean" in str(several.value)
+    prefix = str(tmp_path / "w")
+    summary = build_store([path], prefix, tokenizer, True, wanted=WEIGHT, max_bad_records=3)
+    assert (summary.bad_records, TokenStore(prefix).numbers["weight"].tolist()) == (3, [0.5])
+    build_store([path], prefix, tokenizer, True, wanted=NUMBER)
+    assert TokenStore(prefix).numbers["weight"].tolist() == [0.5, 0.0, -1.0, 1.0]
+    with refused("record-value-not-valid: it weighs the record in the loss") as caught:
+        opened(prefix, tokenizer, tmp_path / "c")
     assert caught.value.what == f"{path}:2: weight is 0" and "2 documents" in caught.value.why
-    number = WantedRecords(numbers=("weight",))
-    assert opened(path, tokenizer, tmp_path / "c", number).members[0].store.numbers["weight"].min() == -1
 
 
 def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", *RECORDS[:2])
-    keys = [cache_key(path, tokenizer, True, numbers=one) for one in ((), ("weight",), ("label",))]
-    assert len(set(keys)) == 3 and keys[0] == cache_key(path, tokenizer, True)
+    wanted = WantedRecords(), NUMBER, WEIGHT, WantedRecords(numbers=("label",))
+    keys = [cache_key(path, tokenizer, True, wanted=one) for one in wanted]
+    assert len(set(keys)) == 4 and keys[0] == cache_key(path, tokenizer, True)
     plain = opened(path, tokenizer, tmp_path / "c", WantedRecords())
     weighed = opened(path, tokenizer, tmp_path / "c")
     assert plain[0].row_values == {} and np.array_equal(plain[0].tokens, weighed[0].tokens)
@@ -129,6 +141,6 @@ def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl)
 )
 def test_a_number_that_cannot_be_read_says_why(record, said):
     with pytest.raises(DataError) as raised:
-        read_numbers({"text": "a", **record}, ("score",))
+        WantedRecords(numbers=("score",)).read_numbers({"text": "a", **record})
     assert raised.value.code == "record-value-not-valid" and said in str(raised.value)
     assert ("this record has scor" in str(raised.value)) == ("scor" in record)

@@ -16,6 +16,7 @@ from mkd.data.images.image_table import EncodedImage, image_records
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import without_eos
 from mkd.xtoken.align.align_chat import align_chat, align_completion
@@ -56,7 +57,7 @@ class RowAligner:
     """Turns rows of files into aligned documents, with the documents and student ids of `encode_record`."""
 
     pair: Pair
-    numbers: tuple[str, ...] = ()  # a record without one is bad, as in the student's corpus
+    wanted: WantedRecords = ANY_RECORDS  # a record without its numbers is bad, as in the student's corpus
 
     def __call__(self, batch: FileBatch | MkdError) -> AlignedBatch:
         if isinstance(batch, MkdError):
@@ -74,10 +75,10 @@ class RowAligner:
         return replace(found, num_rows=len(batch.rows), megabytes_read=batch.megabytes_read)
 
     def _align(self, row: Row) -> AlignedText:
-        return align_record(parse_row(row, self.numbers), self.pair)
+        return align_record(parse_row(row, self.wanted), self.pair)
 
     def _without_teacher(self, row: Row) -> AlignedText:
-        record, pair = parse_row(row, self.numbers), self.pair
+        record, pair = parse_row(row, self.wanted), self.pair
         ids = encode_record(record, pair.student, pair.append_eod, pair.student_images).ids
         return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
 

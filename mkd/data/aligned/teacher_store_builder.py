@@ -23,6 +23,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import with_sources_of
 from mkd.data.progress_lines import ProgressLines, total_megabytes
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ def cached_teacher_store(
     cache_dir: str,
     workers: int,
     max_bad_records: int = 0,
-    numbers: tuple[str, ...] = (),  # see `WantedRecords`
+    wanted: WantedRecords = ANY_RECORDS,
     known: KnownFiles = FORGETFUL,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
@@ -61,10 +62,10 @@ def cached_teacher_store(
         text.alignment,
         text.reasoning,
         *(reader.settings for reader in (images, text.images) if reader),
-        *([list(numbers)] if numbers else []),
+        *wanted.settings,
     ]
     if is_raw(path):
-        source, align = FileRows([path], numbers), RowAligner(pair, numbers)
+        source, align = FileRows([path], wanted), RowAligner(pair, wanted)
         key = known.content_hash([*settings, append_eod, None], [path], progress)  # None: see `cache_key`
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)

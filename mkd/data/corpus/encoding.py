@@ -24,6 +24,7 @@ from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
 from mkd.data.records.kinds import TEXT, Record
 from mkd.data.records.parsing import MAX_CHARACTERS, parse_row
 from mkd.data.records.rows import Row, read_rows
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.data.workers import iterating, outlive_signals
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -66,14 +67,14 @@ class FileRows:
     """Rows of files in batches, or the error that stopped reading a file."""
 
     paths: Sequence[str]
-    numbers: tuple[str, ...] = ()  # keys of numbers that are read too
+    wanted: WantedRecords = ANY_RECORDS
 
     def __iter__(self) -> Iterator[FileBatch | MkdError]:
         position = Position()
         for path in self.paths:
             left_out = Counter[str]()
-            read = read_rows(path, numbers=self.numbers)
-            rows = cut_texts(position.follow(read, path), left_out, self.numbers)
+            read = read_rows(path, numbers=self.wanted.numbers)
+            rows = cut_texts(position.follow(read, path), left_out, self.wanted)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
                     yield FileBatch(path, batch, left_out.copy(), position.megabytes)
@@ -83,21 +84,21 @@ class FileRows:
 
 
 def cut_texts(
-    rows: Iterable[tuple[int, Row]], left_out: Counter[str] | None = None, numbers: Sequence[str] = ()
+    rows: Iterable[tuple[int, Row]], left_out: Counter[str] | None = None, wanted: WantedRecords = ANY_RECORDS
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows, with each text of more than MAX_CHARACTERS cut into several rows.
 
-    Each of them has the `numbers` of the record. Its other keys are counted in `left_out`.
+    Each of them has the `wanted` numbers of the record. Its other keys are counted in `left_out`.
 
     A cut is made after the last line end in the second half of what fits, else before the last blank there,
     else anywhere.
     """
     for number, row in rows:
-        record = _text(row, left_out, numbers) if _size(row) > MAX_CHARACTERS else None
+        record = _text(row, left_out, wanted) if _size(row) > MAX_CHARACTERS else None
         if record is None:
             yield number, row
             continue
-        (text,), others = record.values, dict(zip(numbers, record.numbers, strict=True))
+        (text,), others = record.values, dict(zip(wanted.numbers, record.numbers, strict=True))
         start = 0
         while start < len(text):
             end = _cut(text, start)
@@ -123,9 +124,9 @@ def _cut(text: str, start: int) -> int:
     return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
 
 
-def _text(row: Row, left_out: Counter[str] | None, numbers: Sequence[str]) -> Record | None:
+def _text(row: Row, left_out: Counter[str] | None, wanted: WantedRecords) -> Record | None:
     try:
-        record = parse_row(row, numbers)
+        record = parse_row(row, wanted)
     except DataError:
         return None  # the encoder reports what is wrong with it
     if record.kind != TEXT:
@@ -195,7 +196,7 @@ def encode_files(
     workers: int = 0,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
-    numbers: tuple[str, ...] = (),
+    wanted: WantedRecords = ANY_RECORDS,
 ) -> Generator[EncodedBatch, None, None]:
     """Yield the encoded batches of all files, in the order of files and rows.
 
@@ -203,8 +204,8 @@ def encode_files(
     batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. For
     `progress` see `in_workers`.
     """
-    encoder = _Encoder(tokenizer, append_eod, images, numbers)
-    return in_workers(FileRows(paths, numbers), encoder, workers, progress)
+    encoder = _Encoder(tokenizer, append_eod, images, wanted)
+    return in_workers(FileRows(paths, wanted), encoder, workers, progress)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class _Encoder:
     tokenizer: Tokenizer
     append_eod: bool
     images: ConversationImages | None
-    numbers: tuple[str, ...]
+    wanted: WantedRecords
 
     def __call__(self, batch: FileBatch | MkdError) -> EncodedBatch:
         encoded, errors = each_row(batch, self._encode)
@@ -232,7 +233,7 @@ class _Encoder:
             images=images,
             image_sources=image_sources,
             lines=np.array(lines, dtype=np.int64),
-            numbers=np.array(numbers, dtype=np.float32).reshape(len(lines), len(self.numbers)),
+            numbers=np.array(numbers, dtype=np.float32).reshape(len(lines), len(self.wanted.numbers)),
             path=batch.path if isinstance(batch, FileBatch) else "",
             ignored=ignored,
             num_rows=len(batch.rows) if isinstance(batch, FileBatch) else 0,
@@ -240,7 +241,7 @@ class _Encoder:
         )
 
     def _encode(self, row: Row) -> tuple[Record, list[Document]]:
-        record = parse_row(row, self.numbers)
+        record = parse_row(row, self.wanted)
         return record, encode_documents(record, self.tokenizer, self.append_eod, self.images)
 
 

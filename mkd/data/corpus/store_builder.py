@@ -26,6 +26,7 @@ from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.records.file_notes import file_notes
 from mkd.data.records.ignored_keys import IgnoredKeys
 from mkd.data.records.kinds import MESSAGES, PAIR
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -76,7 +77,7 @@ def build_store(
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
     images: ConversationImages | None = None,
-    numbers: tuple[str, ...] = (),
+    wanted: WantedRecords = ANY_RECORDS,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
@@ -85,15 +86,15 @@ def build_store(
     The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
     last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
     DataError for one more, or ErrorList with the first ten. `progress` is called for every batch of records,
-    and may raise. For `numbers` see `WantedRecords`.
+    and may raise. The corpus keeps the `wanted` numbers of the records.
     """
     inputs = [str(path) for path in inputs]
     _require_files(inputs)
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
-        encoded = encode_files(inputs, tokenizer, append_eod, workers, progress, images, numbers)
+        encoded = encode_files(inputs, tokenizer, append_eod, workers, progress, images, wanted)
         with closing(encoded) as batches:
-            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records, numbers)
+            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records, wanted.numbers)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
@@ -137,7 +138,7 @@ def cache_key(
     progress: Callable[[], None] = lambda: None,
     known: KnownFiles = FORGETFUL,
     images: ConversationImages | None = None,
-    numbers: Sequence[str] = (),
+    wanted: WantedRecords = ANY_RECORDS,
 ) -> str:
     """Return the SHA-256 over the content of a raw file and all settings that decide its corpus.
 
@@ -145,7 +146,7 @@ def cache_key(
     """
     settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
     settings += images.settings if images else []
-    settings += [list(numbers)] if numbers else []
+    settings += wanted.settings
     return known.content_hash(settings, [path], progress)
 
 

@@ -12,14 +12,14 @@ from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
 from mkd.data.records.values import check_string
-from mkd.data.records.wanted import read_numbers
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import DataError
 
 MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
 
 
-def parse_row(row: Row, numbers: Sequence[str] = ()) -> Record:
-    """Return the record in a raw row, with the numbers of these keys.
+def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
+    """Return the record in a raw row, with the `wanted` numbers.
 
     A text may have any length; see `encoding.cut_texts`. Raises DataError for anything else; the caller adds
     file and line to it.
@@ -31,7 +31,7 @@ def parse_row(row: Row, numbers: Sequence[str] = ()) -> Record:
     kind = KINDS[named[0]]
     given = [from_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
     is_chat = kind.form == MESSAGES or any(isinstance(value, list) for value in given) and kind.optional
-    keys = (*kind.keys, *(kind.optional if is_chat else ()), *numbers)
+    keys = (*kind.keys, *(kind.optional if is_chat else ()), *wanted.numbers)
     _check_images(fields, kind.keys, keys)
     refuse_unsupported(fields, keys, kind.keys, is_text=kind.form == TEXT)
     reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
@@ -50,7 +50,7 @@ def parse_row(row: Row, numbers: Sequence[str] = ()) -> Record:
     if form != TEXT:
         check_size(form, values)
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in keys)
-    return Record(form, values, images, ignored, read_numbers(fields, numbers))
+    return Record(form, values, images, ignored, wanted.read_numbers(fields))
 
 
 def _check_images(fields: Mapping[str, Any], keys: Sequence[str], used: Sequence[str]) -> None:

@@ -112,9 +112,7 @@ def _times(forecast: Forecast) -> list[str]:
     copies_ms, optimizer_ms = forecast.optimizer_copies_ms(), forecast.optimizer_ms
     step_ms = forecast.planned_step_ms()
     equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
-    by_stage = ", ".join(
-        f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times
-    )
+    by_stage = ", ".join(f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times)
     copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
     update = milliseconds(step_ms / forecast.updates)
     optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}: {update}"

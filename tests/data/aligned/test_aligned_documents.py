@@ -17,6 +17,7 @@ from mkd.data.corpus.documents import encode_record
 from mkd.data.corpus.encoding import FileBatch, each_row
 from mkd.data.records.kinds import Record
 from mkd.data.records.parsing import parse_row
+from mkd.data.records.wanted import WantedRecords
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.data.pairs import STUDENT, TEACHER, chat_tokenizer, texts
@@ -169,7 +170,8 @@ def test_rows_that_the_student_refuses_are_in_neither_corpus():
 
 def test_a_row_without_a_number_that_the_loss_reads_is_in_neither_corpus():
     rows = [(1, {"text": "fox", "weight": 2}), (2, {"text": "dog"}), (3, {"text": "dog", "weight": 1})]
-    chunk = RowAligner(pair_of(TEACHER, CHAT[0]), ("weight",))(FileBatch("a.jsonl", rows))
+    align = RowAligner(pair_of(TEACHER, CHAT[0]), WantedRecords(numbers=("weight",)))
+    chunk = align(FileBatch("a.jsonl", rows))
     assert len(chunk.student_lengths) == len(chunk.teacher_lengths) == 2 and not chunk.errors
 
 
