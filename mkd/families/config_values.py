@@ -88,7 +88,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("an object", lambda v: isinstance(v, Mapping)),
         " ".join((*ROPE_OBJECTS, *PART_OBJECTS, "per_layer_config")),
     ),
-    (Kind("a list of texts", _list_of(_is_text)), "layer_types mlp_layer_types"),
+    (Kind("a list of texts", _list_of(_is_text)), "layer_types layers_block_type mlp_layer_types"),
     (
         Kind("a list of whole numbers of 0 or more", _list_of(_is_count)),
         "mlp_only_layers no_rope_layers fullatt_block_indexes deepstack_visual_indexes mrope_section",

@@ -41,6 +41,16 @@ def read(model_type, **more):
         ),
         ("model-feature-not-supported: kind mamba", "granitemoehybrid", {}),
         ("model-feature-not-supported: 8 experts", "granitemoehybrid", {"layer_types": ["attention"] * 4}),
+        (
+            "model-config-not-valid: name different kinds",
+            "granitemoehybrid",
+            {"layer_types": ["full_attention"] * 4, "layers_block_type": ["mamba"] * 4},
+        ),
+        (
+            "model-feature-not-supported: 8 experts",  # so the other key alone is read
+            "granitemoehybrid",
+            {"layers_block_type": ["attention"] * 4},
+        ),
         ("model-feature-not-supported: attention_bias", "olmo3", {"attention_bias": True}),
         ("model-config-not-valid: sliding_window_pattern is 'LLLG'", "exaone4", LETTERS),
         ("model-feature-not-supported: 'dynamic'", "hunyuan_v1_dense", {"rope_scaling": DYNAMIC}),

@@ -86,8 +86,9 @@ def test_projection_of_other_tokenizers(files, ranks):
     shutil.copy(made, path)
     argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", path)
     assert_refused(ranks, argv, USAGE, "projection-does-not-fit: does not fit this run", str(path))
-    argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", files / "nowhere.npz")
-    assert_refused(ranks, argv, USAGE, "nowhere.npz is not a file")
+    for name in ("nowhere.npz", "made"):  # a folder
+        argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", files / name, "--dry-run")
+        assert_refused(ranks, argv, USAGE, f"{name} is not a file")
     (files / "damaged.npz").write_bytes(b"no archive")
     argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", files / "damaged.npz")
     assert_refused(ranks, argv, USAGE, "damaged.npz does not fit this run", "it cannot be read", world_size=2)

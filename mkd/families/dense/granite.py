@@ -11,16 +11,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mkd.errors import UsageError
-from mkd.families.family import Family, HFConfig, swiglu_layers
+from mkd.errors import CheckpointError, UsageError
+from mkd.families.family import FULL, Family, HFConfig, swiglu_layers
 from mkd.families.layer_shape import LayerShape
 from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import LAYER, SEPARATE, Entry
 
-ATTENTION = (
-    "attention",
-    "full_attention",
-)  # names of its layers in layer_types; the latter in transformers 5
+KEYS = ("layer_types", "layers_block_type")  # both name the kinds of layers; the latter before transformers 5
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
@@ -51,7 +48,7 @@ GRANITE = Family("granite", _read_layers, SEPARATE, defaults=DEFAULTS, read_mode
 
 
 def _read_hybrid(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
-    others = sorted(set(config.get("layer_types", ["mamba"])) - set(ATTENTION))
+    others = sorted(_kinds_of_layers(config) - {FULL})
     if others or config["num_local_experts"]:
         found = f"layers of kind {others[0]}" if others else f"{config['num_local_experts']} experts"
         what = f"a granitemoehybrid model with {found} is not supported"
@@ -62,6 +59,18 @@ def _read_hybrid(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if config.get("position_embedding_type") == "rope":
         return layers
     return tuple(replace(layer, rope=None) for layer in layers)
+
+
+def _kinds_of_layers(config: HFConfig) -> set[str]:
+    """Return the kinds of the layers. Raises `CheckpointError` if both keys are there and differ."""
+    named = [
+        [FULL if kind == "attention" else kind for kind in config[key]] for key in KEYS if config.get(key)
+    ]
+    if len(named) == 2 and named[0] != named[1]:
+        what = f"{' and '.join(KEYS)} name different kinds of layers"
+        why = "only one of them describes the weights"
+        raise CheckpointError(what, why, "remove the wrong one", code="model-config-not-valid")
+    return set(named[0] if named else ["mamba"])
 
 
 def _hybrid_tensors() -> Mapping[str, Entry]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.schema import TeacherConfig, XTokenConfig
-from mkd.errors import MkdError, UsageError
+from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.kind import Kind, TeacherCard
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
@@ -14,6 +16,7 @@ from mkd.plan.facts import RunFacts
 if TYPE_CHECKING:  # they load torch
     from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import CrossTokenizerSetup
     from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.preflight import Tokenizers
 
 _READERS = {
     "top_k": ("partition_kl",),
@@ -49,6 +52,23 @@ class CrossTokenizers(Kind):
                 why = "probabilities of different tokens have no mean"
                 do = "use --teacher-combination weighted_sum"
                 yield UsageError(what, why, do, code="exclude-each-other")
+
+    def file_problems(
+        self,
+        facts: RunFacts,
+        tokenizers: Tokenizers | None,
+        student: ModelSource | None,
+        teachers: Sequence[ModelSource | None],
+    ) -> list[MkdError]:
+        from mkd.xtoken.vocabulary.relation_cache import check_projection
+
+        problems: list[MkdError] = []
+        for index, teacher in facts.running.items():
+            path = teacher.xtoken.projection if teacher.xtoken else None
+            theirs = tokenizers.teachers[index] if tokenizers else None
+            if path is not None and tokenizers is not None and theirs is not None:
+                collect_error(problems, partial(check_projection, Path(path), tokenizers.student, theirs))
+        return problems
 
     def teaches(self, teacher: TeacherConfig) -> bool:
         return teacher.xtoken is not None

@@ -88,17 +88,23 @@ class Choices(Generic[C]):
             yield from chosen.problems(facts, index)
 
     def _of_stand_ins(self, config: Config) -> Iterator[UsageError]:
-        alone = [one for one in config.teachers if one.stand_in] if config.needs_models else []
-        values = {getattr(teacher, self.setting) for teacher in alone} - {self.known[0].name}
-        for value in sorted(values):
-            setting = f"teacher-{self.setting} {value}"
-            yield no_effect(setting, "without a model a teacher has no weights", "remove it")
+        for index, teacher in enumerate(config.teachers if config.needs_models else ()):
+            if teacher.stand_in:
+                for name, value in self._given(teacher):
+                    setting = f"{flag_of(index, name)} {value}"
+                    yield no_effect(setting, "without a model a teacher has no weights", "remove it")
+
+    def _given(self, teacher: TeacherConfig) -> Iterator[tuple[str, object]]:
+        """Yield (name, value) of the section's settings that are not the default."""
+        for field in fields(self.section):
+            value = getattr(teacher, field.name)
+            if value != field.default:
+                yield field.name, value
 
     def _unread(self, index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
         chosen, flag = self.of(teacher), flag_of(index, self.setting)
-        for field in fields(self.section):
-            value = getattr(teacher, field.name)
-            if field.name not in (self.setting, *chosen.reads()) and value != field.default:
-                reader = next(one.name for one in self.known if field.name in one.reads())
-                setting = f"{flag_of(index, field.name)} {value}"
+        for name, value in self._given(teacher):
+            if name not in (self.setting, *chosen.reads()):
+                reader = next(one.name for one in self.known if name in one.reads())
+                setting = f"{flag_of(index, name)} {value}"
                 yield no_effect(setting, f"{flag} is {chosen.name}", f"add {flag} {reader}")

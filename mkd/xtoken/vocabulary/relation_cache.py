@@ -79,16 +79,7 @@ def save_relation(
 
 def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> VocabularyRelation:
     """Read a relation. Raises UsageError for a damaged file, and for one made for other tokenizers."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(str(arrays.pop(META)))
-    except Exception as error:  # numpy and zipfile raise a dozen different errors for a damaged file
-        raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
-    for name, expected in _identity(student, teacher).items():
-        if meta.get(name) != expected:
-            what, found = name.replace("_", " "), meta.get(name)
-            raise _refused(path, f"its {what} is {found}, and this run's is {expected}")
+    arrays = _read(path, student, teacher, whole=True)
     try:
         relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
     except KeyError as error:
@@ -99,6 +90,36 @@ def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> Vocabul
     return relation
 
 
+def _read(path: Path, student: Tokenizer, teacher: Tokenizer, whole: bool) -> dict[str, np.ndarray]:
+    """Return the arrays of a relation if `whole`; else read and check its description alone."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            meta = json.loads(str(file[META]))
+            arrays = {name: file[name] for name in file.files if name != META} if whole else {}
+    except Exception as error:  # numpy and zipfile raise a dozen different errors for a damaged file
+        raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
+    for name, expected in _identity(student, teacher).items():
+        if meta.get(name) != expected:
+            what, found = name.replace("_", " "), meta.get(name)
+            raise _refused(path, f"its {what} is {found}, and this run's is {expected}")
+    return arrays
+
+
+def check_projection(path: Path, student: Tokenizer, teacher: Tokenizer) -> None:
+    """Raise UsageError if the file of a projection is missing, or if mkd made it for other tokenizers.
+
+    No array is read: `build_projection` finds damaged ones.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"projection {path} is not a file",
+            do="give the path of a projection matrix, or drop the setting: mkd then builds it",
+            code="path-not-found",
+        )
+    if _is_ours(path):
+        _read(path, student, teacher, whole=False)
+
+
 def _from_file(
     student: Tokenizer,
     teacher: Tokenizer,
@@ -106,12 +127,7 @@ def _from_file(
     cache_dir: str | Path | None,
     settings: ProjectionSettings,
 ) -> VocabularyRelation:
-    if not path.is_file():
-        raise UsageError(
-            f"projection {path} is not a file",
-            do="give the path of a projection matrix, or drop the setting: mkd then builds it",
-            code="path-not-found",
-        )
+    check_projection(path, student, teacher)
     if _is_ours(path):
         return load_relation(path, student, teacher)
     from mkd.xtoken.published.projections import load_published

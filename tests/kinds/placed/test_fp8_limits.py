@@ -36,6 +36,7 @@ def codes(settings, teacher=None, world_size: int = 8) -> list[str]:
         ("--teacher-precision fp8", ["add-flag: precision fp8 without --bf16"]),
         ("--teacher-fp8-recipe blockwise", ["remove-flag: no effect"]),
         (f"{FP8} --teacher-topk k", ["remove-flag: no effect"]),
+        ("--teacher-fp8-recipe blockwise --teacher-topk k", ["remove-flag: fp8-recipe"]),
         (f"{FP8} --kd-ratio 0 --seq-length 12", []),
         (f"{FP8} --seq-length 12", ["length-not-divisible: is not a multiple of"]),
         (f"{FP8} --seq-length 12 --micro-batch-size 2 --global-batch-size 16", []),

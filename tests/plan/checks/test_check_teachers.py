@@ -106,7 +106,8 @@ def test_stored_probabilities(problem, problems):
     assert reports(both) == [
         "stored-teacher-excludes: the place of the only teacher",
         "stored-teacher-excludes: cannot be computed from",
-        "remove-flag: no effect",
+        "remove-flag: teacher-residency host would have no effect",
+        "remove-flag: teachers[1].residency host would have no effect",
     ]
     assert all("--teacher-topk and teachers[1].topk" in error.what for error in both[:2])
     assert (
