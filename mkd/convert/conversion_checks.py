@@ -61,7 +61,15 @@ def mcore_to_hf(
         raise in_the_way
     _, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
-    require_disk(Written("the model", "--hf-out", hf_out, weight_bytes(shape, dtype != "fp32")))
+    require_room_for_export(hf_out, shape, dtype)
+
+
+def require_room_for_export(
+    hf_out: Path, shape: ModelShape, dtype: str | None, carried_bytes: int = 0
+) -> None:
+    """Raise UsageError if the disk is too small for the weights and the tensors that are copied."""
+    num_bytes = weight_bytes(shape, dtype != "fp32") + carried_bytes
+    require_disk(Written("the model", "--hf-out", hf_out, num_bytes))
 
 
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:

@@ -11,11 +11,12 @@ from megatron.core import dist_checkpointing
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_carried import carried_bytes
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
-from mkd.convert.conversion_checks import locate
+from mkd.convert.conversion_checks import locate, require_room_for_export
 from mkd.convert.models import DTYPES, build_context, build_model
 from mkd.plan.models.model_shape import ModelShape
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
@@ -57,6 +58,7 @@ def run(
     """
     folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
+    require_room_for_export(hf_out, shape, dtype, carried_bytes(shape, reference))
     context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)
     verify(folder, context, print)  # before anything is unpickled
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)

@@ -45,8 +45,13 @@ class Written:
         return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
-def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield all that the run of `config` writes. Without `student`, sizes of models are left out."""
+def writes_of(
+    config: Config,
+    student: ModelShape | None,  # None: sizes of models are left out
+    data_paths: Iterable[str],
+    carried_bytes: int = 0,  # of the tensors that an export copies, beside what the student trains
+) -> Iterator[Written]:
+    """Yield all that the run of `config` writes."""
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
@@ -54,7 +59,7 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
         num_bytes = count * checkpoint_bytes(student, bf16, config.student.train_parts) if student else 0
         yield Written(what, "--save", Path(checkpoint.save), num_bytes, "save nothing (--no-save)")
     if checkpoint.export_hf:
-        num_bytes = weight_bytes(student, bf16) if student else 0
+        num_bytes = weight_bytes(student, bf16) + carried_bytes if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), num_bytes)
     yield Written("metrics", _log_flag(config), log_folder(config))
     if log.tensorboard_dir:

@@ -6,9 +6,11 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mkd.checkpoint.folders import HF_FOLDER, find_weights, require_same_model
+from mkd.checkpoint.hf.hf_carried import carried_bytes
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
@@ -39,6 +41,11 @@ class ModelSource:
             names = {header.file for header in (*self.hf.headers.values(), *self.hf.tower.values())}
             files = [self.hf.directory / name for name in sorted(names)]
         return [self.assets / "config.json", *files]
+
+    @cached_property
+    def carried_bytes(self) -> int:
+        """Bytes that an export copies as they are. Raises `CheckpointError`s, see `find_carried`."""
+        return carried_bytes(self.shape, self.assets)
 
     def ends_fingerprint(self) -> str:
         """Return the `ends_fingerprint` of its files."""

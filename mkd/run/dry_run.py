@@ -91,7 +91,9 @@ def _effort(plan: Plan) -> str:
 def _disk(plan: Plan) -> Iterator[str]:
     """Yield what is written to each disk, and how much it has left."""
     by_disk: dict[int, list[Written]] = {}
-    for write in writes_of(plan.config, plan.student.shape, data_paths([], plan.config.data)):
+    paths = data_paths([], plan.config.data)
+    carried = plan.student.carried_bytes if plan.config.checkpoint.export_hf else 0
+    for write in writes_of(plan.config, plan.student.shape, paths, carried):
         by_disk.setdefault(write.existing.stat().st_dev, []).append(write)
     for writes in by_disk.values():
         large = [f"{one.what} {size(one.num_bytes)} in {one.folder}" for one in writes if one.num_bytes]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
-from mkd.errors import ErrorList, MkdError
+from mkd.errors import ErrorList, MkdError, collect_error
 from mkd.evaluation.task_evaluator import task_problems
 from mkd.kinds.known_kinds import KINDS, device_problems, teacher_setup, wanted_records
 from mkd.log.writers import missing_packages
@@ -53,7 +53,9 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
     problems += [*start_problems(config.checkpoint), *requeue_problems(config)]
-    problems += disk_problems(list(writes_of(config, shape, paths)))
+    exports = student is not None and config.checkpoint.export_hf
+    carried = collect_error(problems, lambda: student.carried_bytes) if exports else 0
+    problems += disk_problems(list(writes_of(config, shape, paths, carried or 0)))
     read = [source.assets for source in (student, *sources) if source]
     read += [tokenizers.source] if tokenizers and tokenizers.source else []
     problems += export_problems(config.checkpoint, read)

@@ -112,6 +112,8 @@ def test_the_export_has_the_weights_alone(bf16, width, with_optimizer, tmp_path)
     sizes = {write.flag: write.num_bytes for write in writes_of(config, STUDENT, []) if write.num_bytes}
     assert sizes["--export-hf"] == weight_bytes(STUDENT, bf16) > 1.7e9 * width
     assert sizes["--save"] / sizes["--export-hf"] == with_optimizer / width
+    more = {write.flag: write.num_bytes for write in writes_of(config, STUDENT, [], 1000) if write.num_bytes}
+    assert more == sizes | {"--export-hf": sizes["--export-hf"] + 1000}  # tensors that mkd does not train
 
 
 @pytest.mark.parametrize("parts, states", [(("text", "projector"), "projector"), (PARTS, "tower projector")])

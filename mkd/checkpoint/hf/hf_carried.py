@@ -8,6 +8,7 @@ config.json. DeepSeek's and GLM's layers hold copies of embedding and head: ther
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,8 +39,7 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     """
     if not carried_patterns(shape):
         return {}
-    has_weights = any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-    checkpoint = HFCheckpoint(folder) if has_weights else None
+    checkpoint = HFCheckpoint(folder) if _has_weights(folder) else None
     found = {} if checkpoint is None else dict(_carried(shape, checkpoint))
     parts = shape.hf_config, shape.hf_config.get("text_config") or {}
     has_further = any(part.get(name) for part in parts for name in NUM_FURTHER)
@@ -57,6 +57,18 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
             "the export has no %s, as %s has no weights; if the model has them, %s", patterns, folder, do
         )
     return found
+
+
+def carried_bytes(shape: ModelShape, folder: Path) -> int:
+    """Return the bytes of the tensors that `find_carried` finds; it raises the same errors."""
+    if not (carried_patterns(shape) and _has_weights(folder)):
+        return 0
+    found = (one for _, one in _carried(shape, HFCheckpoint(folder)))
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def predicts_further(carried: str) -> bool:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mkd.checkpoint.hf.hf_carried import find_carried, tell_of_skipped
+from mkd.checkpoint.hf.hf_carried import carried_bytes, find_carried, tell_of_skipped
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import export_plan
 from mkd.families.weight_rules import EMBEDDING, KEPT_IN_FP32, LM_HEAD
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import weight_bytes
 from tests.checkpoint.hf.test_hf_experts import round_trip, tensors
 from tests.tiny_models import make_model
 
@@ -102,6 +103,7 @@ def test_copies_are_found_by_name_and_dtype(tmp_path):
     assert plan.total_bytes == export_plan(shape, torch.float32).total_bytes + sum(
         tensor.nbytes for tensor in CARRIED.values()
     )
+    assert plan.total_bytes == weight_bytes(shape, bf16=False) + carried_bytes(shape, source)
 
 
 def test_a_folder_without_weights_has_nothing_to_copy(tmp_path, caplog):
