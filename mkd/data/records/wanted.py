@@ -24,7 +24,7 @@ class WantedRecords:
 
     @property
     def settings(self) -> list[list[str]]:
-        """What they change in a tokenised corpus, as JSON values."""
+        """Keys that decide what is in a tokenised corpus, as JSON values."""
         return [list(keys) for keys in (self.numbers, self.weights) if keys]
 
     def __or__(self, other: WantedRecords) -> WantedRecords:
