@@ -17,6 +17,9 @@ _ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=
 _ROUTED |= dict(routed_scaling_factor=1.5, n_group=1, topk_group=1)
 _LATENTS = dict(num_attention_heads=3, num_key_value_heads=3, q_lora_rank=20, kv_lora_rank=12)
 _LATENTS |= dict(qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6)
+_MAMBA = dict(mamba_num_heads=8, mamba_head_dim=6, ssm_state_size=10, n_groups=4, chunk_size=16)
+_ONE_BY_ONE = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+_MAMBA |= dict(time_step_min=0.02)  # some steps are below it
 # `pad_token_id=None`: transformers drops the gradient of this token's embedding, mkd does not. A small
 # `rope_theta` turns all channels: where none turns, softmax does not see the bias of keys.
 
@@ -96,6 +99,7 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         | dict(layer_types=_THREE_OF_FOUR, hidden_size_per_layer_input=0, pad_token_id=None)
         | dict(tie_word_embeddings=False, rope_parameters=_GEMMA_ROPES),
     ),
+    "nemotron_h": ("NemotronH", dict(**_HEADS, **_MAMBA, layers_block_type=_ONE_BY_ONE)),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }
 RENAMED = {"kimi_k2": "deepseek_v3"}  # the model_type by which transformers knows the architecture

@@ -54,12 +54,14 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "n_routed_experts n_group topk_group shared_expert_intermediate_size full_attention_interval "
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_conv_kernel_dim "
+        "ssm_state_size mamba_num_heads mamba_head_dim n_groups mamba_n_groups conv_kernel mamba_d_conv "
         "depth num_heads num_channels in_channels image_size patch_size temporal_patch_size "
         "spatial_merge_size window_size scale_factor num_position_embeddings out_hidden_size",
     ),
     (
         Kind("a finite number above 0", _is_number),
-        "rms_norm_eps initializer_range rope_theta rope_local_base_freq partial_rotary_factor "
+        "rms_norm_eps layer_norm_epsilon initializer_range rope_theta rope_local_base_freq "
+        "partial_rotary_factor "
         "routed_scaling_factor query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor "
         "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow swiglu_alpha swiglu_limit "
         "alpha attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
@@ -68,13 +70,13 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("true or false", lambda v: isinstance(v, bool)),
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window is_causal "
         "norm_topk_prob rope_interleave truncate use_bias "
-        "attention_out_bias use_qk_norm attention_k_eq_v enable_moe_block",
+        "attention_out_bias use_qk_norm attention_k_eq_v enable_moe_block use_conv_bias mamba_conv_bias",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (
         Kind("a text", _is_text),
         "model_type hidden_act hidden_activation rope_type type scoring_func topk_method "
-        "position_embedding_type",
+        "position_embedding_type mlp_hidden_act mamba_hidden_act hybrid_override_pattern",
     ),
     (
         Kind("a whole number of 0 or more, or a text", lambda v: _is_text(v) or _is_count(v)),
@@ -95,7 +97,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
     ),
     (
         Kind("a finite number of 0 or more", _is_amount),
-        "router_jitter_noise mscale mscale_all_dim llama_4_scaling_beta",
+        "time_step_min mamba_dt_min router_jitter_noise mscale mscale_all_dim llama_4_scaling_beta",
     ),
     (
         Kind("a whole number of 0 or more", _is_count),

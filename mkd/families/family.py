@@ -9,7 +9,7 @@ from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.layer_shape import LayerShape, RopeShape
-from mkd.families.weight_rules import Entry
+from mkd.families.weight_rules import MODEL_TABLE, Entry
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in config.json
 HFConfig = Mapping[str, Any]
@@ -34,6 +34,7 @@ class Family:
     # True if files may hold all experts of a layer in two tensors: `mlp.experts.gate_up_proj` [E, 2f, h]
     # and `mlp.experts.down_proj` [E, h, f]. An export has tensors for each expert, as `tensors` says.
     reads_stacked_experts: bool = False
+    model_tensors: Mapping[str, Entry] = field(default_factory=lambda: MODEL_TABLE)  # outside the layers
 
 
 def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[LayerShape, ...]:

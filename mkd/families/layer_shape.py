@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkd.families.mixer_shape import MixerShape
+
 WIDEST_HEAD = 256
 """Channels of the widest head that Transformer Engine's attention to packs takes."""
 
@@ -92,51 +94,6 @@ class HeadsShape:
 
 
 @dataclass(frozen=True)
-class DeltaShape:
-    """A gated delta net: a recurrence with one state [key_dim, value_dim] for each value head.
-
-    A *block* is a key head with the value heads that share it. Tensor and context parallelism cut between
-    blocks. Source: Yang et al. 2024, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
-    """
-
-    key_heads: int  # heads of queries and keys
-    value_heads: int  # a multiple of `key_heads`
-    key_dim: int  # channels of a query or key head
-    value_dim: int  # channels of a value head
-    kernel_size: int  # tokens that the convolution sees, the current one included
-
-    @property
-    def heads_per_block(self) -> int:
-        """Value heads of a block."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def convolved_parts(self) -> tuple[int, int, int]:
-        """Channels of a block's query, key and values, which the convolution mixes over time."""
-        return self.key_dim, self.key_dim, self.heads_per_block * self.value_dim
-
-    @property
-    def projected_parts(self) -> tuple[int, ...]:
-        """Channels of a block behind the input projection: query, key, values, gates z, then b and a."""
-        return *self.convolved_parts, self.heads_per_block * self.value_dim, *(self.heads_per_block,) * 2
-
-    @property
-    def projected_width(self) -> int:
-        """Channels of all blocks behind the input projection."""
-        return self.key_heads * sum(self.projected_parts)
-
-    @property
-    def convolved_width(self) -> int:
-        """Channels of the convolution."""
-        return self.key_heads * sum(self.convolved_parts)
-
-    @property
-    def output_width(self) -> int:
-        """Channels in front of the output projection."""
-        return self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True)
 class MoEShape:
     """A mixture of experts: a router sends each token to `top_k` of the experts, which are MLPs."""
 
@@ -162,9 +119,13 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer: attention or a mixer, and an MLP, with norms; two residual connections."""
+    """A decoder layer: attention or a mixer, and an MLP, each with norms and a residual connection.
 
-    ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
+    Layers of some models have only one of the two.
+    """
+
+    # Width of the gate and of the up projection. Not read in a layer with experts; 0: the layer has no MLP.
+    ffn_hidden_size: int
     # None: attention does not see positions. Not read in a layer with a mixer.
     rope: RopeShape | None
     activation: str = "silu"  # of the MLP: `silu`, `gelu_tanh`, `quick_gelu` or `squared_relu`
@@ -190,7 +151,8 @@ class LayerShape:
     value_norm: bool = False  # RMSNorm of every value head, without a weight
     output_scale: bool = False  # a stored number, which is not trained, multiplies the layer's output
     mla: MLAShape | None = None  # None: grouped-query attention
-    mixer: DeltaShape | None = None  # in place of attention; None: attention
+    mixer: MixerShape | None = None  # in place of attention; None: attention
+    mixes_tokens: bool = True  # False: the layer has neither attention nor a mixer, only an MLP
     moe: MoEShape | None = None  # experts in place of the MLP
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP in the residual addition
 
@@ -200,7 +162,22 @@ class LayerShape:
     @property
     def has_attention(self) -> bool:
         """True if the layer has attention, not a mixer in its place."""
-        return self.mixer is None
+        return self.mixer is None and self.mixes_tokens
+
+    @property
+    def has_mlp(self) -> bool:
+        """True if the layer has an MLP or experts."""
+        return self.moe is not None or self.ffn_hidden_size > 0
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """True if the layer has an MLP that every token passes."""
+        return self.moe is None and self.ffn_hidden_size > 0
+
+    @property
+    def is_transformer_layer(self) -> bool:
+        """True if the layer has attention and then an MLP or experts."""
+        return self.has_attention and self.has_mlp
 
     @property
     def mlp_matrices(self) -> int:
@@ -209,7 +186,7 @@ class LayerShape:
 
     @property
     def is_dense(self) -> bool:
-        """True if every token passes the same MLP."""
+        """True if the layer has no experts."""
         return self.moe is None
 
     @property

@@ -12,6 +12,7 @@ tensors that hold all experts of a layer. Either way each expert of a rank has i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -247,13 +248,21 @@ def with_experts(
 KEPT_IN_FP32 = (".e_score_correction_bias",)  # ends of names; small differences of it change routes
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-MODEL_TABLE: Mapping[str, Entry] = MappingProxyType(
-    {
-        "embedding.word_embeddings.weight": Entry(VOCABULARY, (EMBEDDING,)),
-        "decoder.final_layernorm.weight": Entry(HIDDEN, ("model.norm.weight",)),
-        "output_layer.weight": Entry(VOCABULARY, (LM_HEAD,)),
-    }
-)
+LAYER_TENSOR = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.")  # starts of names
+
+
+def model_table(embedding: str, norm: str) -> Mapping[str, Entry]:
+    """Return the parameters outside the layers: embedding, final norm and head, in this order."""
+    return MappingProxyType(
+        {
+            "embedding.word_embeddings.weight": Entry(VOCABULARY, (embedding,)),
+            "decoder.final_layernorm.weight": Entry(HIDDEN, (norm,)),
+            "output_layer.weight": Entry(VOCABULARY, (LM_HEAD,)),
+        }
+    )
+
+
+MODEL_TABLE = model_table(EMBEDDING, "model.norm.weight")
 
 FUSED_NORMS = MappingProxyType(  # Transformer Engine keeps a norm inside the linear layer that follows it
     {

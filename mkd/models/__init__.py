@@ -7,7 +7,7 @@ packed.py, attention.py          document borders, and attention that respects t
 head_norms.py                    norms over all heads, and behind the rotation
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
-mixers/                          what a layer has in place of attention: gated delta nets
+mixers/                          what a layer has in place of attention: gated delta nets, Mamba-2
 specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
 graphs/                          the layers of a part as CUDA graphs

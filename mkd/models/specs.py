@@ -23,13 +23,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from mkd.families.layer_shape import DeltaShape, LayerShape, RopeShape
+from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.families.mixer_shape import DeltaShape, MixerShape
 from mkd.models.attention import (
     GatedAttention,
     GrowingQueryAttention,
@@ -41,7 +42,9 @@ from mkd.models.attention import (
 from mkd.models.head_norms import JointNormAttention, TurnedNormAttention
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.layer_parts import GatedMLP, RMSNorm, ScaledLayer, with_post_norm
-from mkd.models.mixers.delta_net import DeltaNet, DeltaNetParts
+from mkd.models.mixers.delta_net import DeltaNet
+from mkd.models.mixers.mamba import Mamba
+from mkd.models.mixers.mixer import MixerParts
 from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
 from mkd.models.sink_attention import SinkAttention
@@ -133,18 +136,27 @@ def layer_spec(
         mlp = moe_spec(layer.moe, parts.experts, groups)
     attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
     mlp_norm = parts.first_norm if layer.is_dense else parts.norm
-    return ModuleSpec(
-        module=ScaledLayer if layer.output_scale else TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=attention_norm if layer.pre_norms else IdentityOp,
-            self_attention=attention,
-            self_attn_bda=residual_add(layer.residual_scale),
-            pre_mlp_layernorm=mlp_norm if layer.pre_norms else IdentityOp,
-            mlp=mlp,
-            mlp_bda=residual_add(layer.residual_scale),
-            sharded_state_dict_keys_map=norms,
-        ),
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=attention_norm if layer.pre_norms else IdentityOp,
+        self_attention=attention,
+        self_attn_bda=residual_add(layer.residual_scale),
+        pre_mlp_layernorm=mlp_norm if layer.pre_norms else IdentityOp,
+        mlp=mlp,
+        mlp_bda=residual_add(layer.residual_scale),
+        sharded_state_dict_keys_map=norms,
     )
+    module = ScaledLayer if layer.output_scale else TransformerLayer
+    return ModuleSpec(module=module, submodules=replace(submodules, **_left_out(layer)))
+
+
+def _left_out(layer: LayerShape) -> dict[str, type]:
+    """Return parts that do nothing, in place of what a layer with an MLP alone, or without one, lacks."""
+    found = dict[str, type]()
+    if not layer.mixes_tokens:
+        found |= dict(input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+    if not layer.has_mlp:
+        found |= dict(pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    return found
 
 
 def _grouped_query_attention(
@@ -215,9 +227,10 @@ def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) ->
     )
 
 
-def _mixer(mixer: DeltaShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
-    linears = DeltaNetParts(parts.plain_column_linear, row_linear)
-    return ModuleSpec(module=DeltaNet, params={"mixer": mixer}, submodules=linears)
+def _mixer(mixer: MixerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
+    linears = MixerParts(parts.plain_column_linear, row_linear)
+    module = DeltaNet if isinstance(mixer, DeltaShape) else Mamba
+    return ModuleSpec(module=module, params={"mixer": mixer}, submodules=linears)
 
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

@@ -91,7 +91,9 @@ def transformer_config(
         **_mlp_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
         # Layers with unlike parameters (sic): checkpoints do not stack them.
-        hetereogenous_dist_checkpoint=any(layer.mixer or layer.heads for layer in shape.layers),
+        hetereogenous_dist_checkpoint=any(
+            not layer.is_transformer_layer or layer.heads for layer in shape.layers
+        ),
     )
     config.recompute_modules = list(options.recompute_modules)  # Megatron does not know mkd's mixers
     return config

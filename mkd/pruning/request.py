@@ -74,10 +74,10 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
             "cut its text model saved on its own",
             code="cut-not-supported",
         )
-    if any(layer.mixer for layer in teacher.layers):
+    if not all(layer.is_transformer_layer for layer in teacher.layers):
         raise UsageError(
             f"mkd cannot cut a {teacher.family} model",
-            "its layers differ in kind: some have attention, the rest gated delta nets",
+            "its layers differ in kind: not all have attention and an MLP",
             "use a smaller model of its family as the student",
             code="cut-not-supported",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.errors import CheckpointError, MkdError, UsageError
-from mkd.families.layer_shape import DeltaShape
+from mkd.families.mixer_shape import DeltaShape
 from mkd.plan.checks.expert_limits import check_experts
 from mkd.plan.checks.parallel import check_heads
 from mkd.plan.models.model_shape import ModelShape
@@ -80,4 +80,4 @@ def test_recomputation_of_mixers_needs_mixers():
     assert problems(check_experts, *flags) == []
     facts = facts_of(config(*flags), 1, STUDENT, (STUDENT,))
     (unused,) = check_experts(facts)
-    assert "recompute-modules mixer" in unused.what and "no gated delta nets" in unused.why
+    assert "recompute-modules mixer" in unused.what and "no mixers" in unused.why

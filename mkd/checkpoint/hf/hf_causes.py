@@ -12,15 +12,15 @@ from typing import Any
 
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.errors import CheckpointError
-from mkd.families.weight_rules import EMBEDDING, LM_HEAD
+from mkd.families.weight_rules import EMBEDDING, LAYER_TENSOR, LM_HEAD
 from mkd.plan.models.model_shape import adapter_error
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+ROOTS = "model.", "backbone."  # starts of the names of a decoder's tensors
 MANY = 3  # tensors that must differ in the same way
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 COUNTS = {  # keys of config.json
-    LAYER: ("num_hidden_layers",),
+    LAYER_TENSOR: ("num_hidden_layers",),
     EXPERT: ("num_experts", "num_local_experts", "n_routed_experts"),
 }
 WRAPPERS = {
@@ -56,7 +56,7 @@ def common_causes(
         wanted, there = _largest(pattern, expected), _largest(pattern, found)
         if there and wanted != there and len(expected.keys() ^ found.keys()) >= MANY:
             key = next((one for one in keys if one in config), keys[0])
-            thing = "layers" if pattern is LAYER else "experts"
+            thing = "layers" if pattern is LAYER_TENSOR else "experts"
             what = f"{place}: config.json says {wanted} {thing} ({key}), the weights have {there}"
             causes.append(_of_another(what))
             numbers.add((wanted, there))
@@ -73,7 +73,7 @@ def _prefix(place: str, expected: Shapes, found: Shapes, is_sharded: bool) -> Ch
         starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
         for cut in (name[:start] for start in starts):
             rest = name.removeprefix(cut)
-            added = next((one for one in ("", "model.") if one + rest in expected), None)
+            added = next((one for one in ("", *ROOTS) if one + rest in expected), None)
             if added is not None:
                 rules[cut, added] += 1
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from mkd.checkpoint.hf.hf_names import carried_names, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.checkpoint.hf.hf_reader import DERIVED_TENSOR, HFCheckpoint
 from mkd.errors import CheckpointError, raise_all
-from mkd.families.weight_rules import EMBEDDING, LM_HEAD
+from mkd.families.weight_rules import EMBEDDING, LAYER_TENSOR, LM_HEAD
 from mkd.plan.models.model_shape import ModelShape
 
 CHECK_CONFIG = "check config.json against the weights"
@@ -60,5 +59,5 @@ def _header_problems(
 
 def layer_of(tensor: str) -> int | None:
     """Return the layer index in a Hugging Face tensor name; None outside the layers."""
-    match = re.match(r"model\.layers\.(\d+)\.", tensor)
+    match = LAYER_TENSOR.match(tensor)
     return None if match is None else int(match.group(1))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
-from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, MODEL_TABLE, Entry, Stack
+from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, Entry, Stack
 from mkd.plan.models.model_shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -163,7 +163,7 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     """
     match = _LAYER_PARAMETER.fullmatch(parameter)
     if match is None:
-        entry = MODEL_TABLE.get(parameter)
+        entry = FAMILIES[shape.family].model_tensors.get(parameter)
         return None if entry is None else bind(shape, entry)
     layer, name = first_layer + int(match.group(1)), _GROUPED.sub(r"local_experts.\3.\1.\2", match.group(2))
     if layer >= shape.num_layers:
@@ -202,7 +202,7 @@ def expert_of(tensor: str) -> int | None:
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of a checkpoint, in model order, without a tied head."""
-    embedding, norm, head = MODEL_TABLE.values()
+    embedding, norm, head = FAMILIES[shape.family].model_tensors.values()
     maps = [bind(shape, embedding)]
     for index, layer in enumerate(shape.layers):
         for name, entry in FAMILIES[shape.family].tensors.items():

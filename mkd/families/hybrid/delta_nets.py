@@ -6,25 +6,18 @@ either: an export copies them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.family import HFConfig, swiglu_layers
-from mkd.families.layer_shape import DeltaShape, LayerShape, MoEShape
+from mkd.families.hybrid.mixer_rules import CONVOLUTION, OF_HEADS, OUTPUT, by_block, mixer_of
+from mkd.families.layer_shape import LayerShape, MoEShape
+from mkd.families.mixer_shape import DeltaShape
 from mkd.families.rope_config import read_rope
-from mkd.families.weight_rules import (
-    LAYER,
-    SEPARATE,
-    SHARED_DOWN,
-    SHARED_GATE_UP,
-    Entry,
-    ModelSizes,
-    Rule,
-    with_experts,
-)
+from mkd.families.weight_rules import LAYER, SEPARATE, SHARED_DOWN, SHARED_GATE_UP, Entry, Rule, with_experts
 
 MIXER, ATTENTION = "linear_attention", "full_attention"
 CARRIED = "mtp.*", "model.visual.*"
@@ -85,37 +78,12 @@ def _kinds(config: HFConfig, num_layers: int) -> list[str]:
     return list(kinds)
 
 
-def _mixer(layer: LayerShape | None) -> DeltaShape:
-    assert layer is not None and layer.mixer is not None, "the parameter belongs to a layer with a mixer"
-    return layer.mixer
-
-
-def _by_block(
-    parts: Callable[[DeltaShape], tuple[int, ...]],
-    other_dims: Callable[[ModelSizes, LayerShape | None], tuple[int, ...]] = lambda m, layer: (
-        m.hidden_size,
-    ),
-    dim: int = 0,
-) -> Rule:
-    """Return the rule of a parameter whose blocks are key heads with their value heads."""
-    return Rule(
-        lambda m, layer, ranks: _mixer(layer).key_heads,
-        lambda m, layer, ranks: parts(_mixer(layer)),
-        dim=dim,
-        other_dims=other_dims,
-    )
-
-
-SEPARATE_PROJECTION = _by_block(lambda mixer: mixer.projected_parts)
-FUSED_PROJECTION = _by_block(
+FUSED_PROJECTION = by_block(
     lambda mixer: (sum(mixer.projected_parts[:4]), sum(mixer.projected_parts[4:]))
 )  # of each block q, k, v, z in one tensor, b and a in another
-_CONVOLUTION = _by_block(lambda mixer: mixer.convolved_parts, lambda m, layer: (1, _mixer(layer).kernel_size))
-_OF_HEADS = _by_block(lambda mixer: (mixer.heads_per_block,), lambda m, layer: ())
-_OUTPUT = _by_block(lambda mixer: (mixer.output_width // mixer.key_heads,), dim=1)
 _HEAD_NORM = Rule(
     lambda m, layer, ranks: 1,
-    lambda m, layer, ranks: (_mixer(layer).value_dim,),
+    lambda m, layer, ranks: (mixer_of(layer).value_dim,),
     other_dims=lambda m, layer: (),
     replicated=True,
 )
@@ -134,11 +102,11 @@ def delta_table(projection: Rule, projected: tuple[str, ...]) -> Mapping[str, En
     theirs = f"{LAYER}linear_attn."
     rows = (
         ("in_proj.weight", projection, tuple(f"{name}.weight" for name in projected)),
-        ("conv_weight", _CONVOLUTION, ("conv1d.weight",) * 3),
-        ("A_log", _OF_HEADS, ("A_log",)),
-        ("dt_bias", _OF_HEADS, ("dt_bias",)),
+        ("conv_weight", CONVOLUTION, ("conv1d.weight",) * 3),
+        ("A_log", OF_HEADS, ("A_log",)),
+        ("dt_bias", OF_HEADS, ("dt_bias",)),
         ("norm_weight", _HEAD_NORM, ("norm.weight",)),
-        ("out_proj.weight", _OUTPUT, ("out_proj.weight",)),
+        ("out_proj.weight", OUTPUT, ("out_proj.weight",)),
     )
     mixer = {
         f"self_attention.{ours}": Entry(rule, tuple(theirs + name for name in names), "mixer")

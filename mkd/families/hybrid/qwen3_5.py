@@ -13,17 +13,17 @@ from mkd.families.family import Family, HFConfig
 from mkd.families.hybrid.delta_nets import (
     CARRIED,
     DEFAULTS,
-    SEPARATE_PROJECTION,
     delta_layers,
     delta_table,
     gated_experts,
     read_zero_centered,
     with_shared_experts,
 )
+from mkd.families.hybrid.mixer_rules import PROJECTION
 from mkd.families.layer_shape import LayerShape
 
 _PROJECTED = ("in_proj_qkv",) * 3 + ("in_proj_z", "in_proj_b", "in_proj_a")
-_TENSORS = delta_table(SEPARATE_PROJECTION, _PROJECTED)
+_TENSORS = delta_table(PROJECTION, _PROJECTED)
 
 
 def _read_moe_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:

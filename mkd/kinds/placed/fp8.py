@@ -135,9 +135,9 @@ def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> 
     elif any(layer.mla is not None for layer in shape.layers):
         what = f"{place}, but the teacher has latent attention"
         yield UsageError(what, "its FP8 products are not supported yet", do, code="fp8-not-possible")
-    elif any(layer.mixer is not None for layer in shape.layers):
-        what = f"{place}, but the teacher has gated delta nets"
-        yield UsageError(what, "their FP8 products are not supported yet", do, code="fp8-not-possible")
+    elif not all(layer.is_transformer_layer for layer in shape.layers):
+        what = f"{place}, but not all layers of the teacher have attention and an MLP"
+        yield UsageError(what, "FP8 products of others are not supported yet", do, code="fp8-not-possible")
     elif any(layer.heads is not None for layer in shape.layers):
         what = f"{place}, but the teacher's layers differ in their heads"
         yield UsageError(what, "their FP8 products have not been tried", do, code="fp8-not-possible")

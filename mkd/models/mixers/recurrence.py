@@ -1,4 +1,4 @@
-"""The two operations of a mixer in which a token meets earlier ones.
+"""The operations of a mixer in which a token meets earlier ones.
 
 While a student samples, operations that remember the tokens of earlier rows take their place: see
 `kinds/sampled/sampler/recurrent_state.py`.
@@ -23,3 +23,7 @@ class PackedRecurrence:
     def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: PackRows) -> Tensor:
         """Return the outputs [t, heads, dv] of the inputs of `gated_delta_rule`."""
         return gated_delta_rule(q, k, v, g, beta, rows.documents)[0]
+
+    def decayed_sum(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rows: PackRows) -> Tensor:
+        """Return the outputs [t, heads, dv] of `gated_delta_rule` without corrections."""
+        return gated_delta_rule(q, k, v, g, None, rows.documents)[0]

@@ -1,4 +1,4 @@
-"""The gated delta rule over packed documents, in torch, chunk by chunk.
+"""The recurrence of a mixer over packed documents, in torch, chunk by chunk.
 
 Each head has a state S [dk, dv], zero at the start of a document. With g <= 0 the log of the decay and beta
 the strength of an update, a token computes
@@ -7,8 +7,11 @@ the strength of an update, a token computes
     S <- S + k (beta (v - S^T k))^T
     o  = S^T q
 
-Source: Yang et al. 2024, Gated Delta Networks (https://arxiv.org/abs/2412.06464); the chunked form is that of
-Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule (https://arxiv.org/abs/2406.06484).
+This is the gated delta rule. Source: Yang et al. 2024, Gated Delta Networks
+(https://arxiv.org/abs/2412.06464); the chunked form is that of Yang et al. 2024, Parallelizing Linear
+Transformers with the Delta Rule (https://arxiv.org/abs/2406.06484). Without corrections the second line is
+S <- S + k v^T, the recurrence of Mamba-2. Source: Dao and Gu 2024, Transformers are SSMs
+(https://arxiv.org/abs/2405.21060).
 
 Chunks cut the row of a pack wherever documents lie, and masks keep documents apart: every shape follows from
 the number of tokens. With G the sum of g from the start of a chunk, a pair of tokens i >= j of one document
@@ -43,7 +46,7 @@ def gated_delta_rule(
     k: Tensor,  # [t, heads, dk]
     v: Tensor,  # [t, heads, dv]
     g: Tensor,  # [t, heads], log of the decay, at most 0
-    beta: Tensor,  # [t, heads]
+    beta: Tensor | None,  # [t, heads]; None: no corrections
     documents: Tensor,  # [t] int64, ascending
     ends: Sequence[int] = (),  # tokens, each in a document
 ) -> tuple[Tensor, Tensor]:
@@ -55,12 +58,15 @@ def gated_delta_rule(
     padding = -tokens % CHUNK
     if padding:  # it changes nothing: nothing follows it
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
-        g, beta = (F.pad(x, (0, 0, 0, padding)) for x in (g, beta))
+        g, beta = (x if x is None else F.pad(x, (0, 0, 0, padding)) for x in (g, beta))
         documents = torch.cat((documents, documents[-1:].expand(padding)))
     q, k, v = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (q, k, v))  # [n, heads, C, d]
-    g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (g, beta))  # [n, heads, C]
+    g = g.unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [n, heads, C]
     decays = _decays(g, documents.view(-1, CHUNK))
-    updates, reads = _updates(k, v, beta[..., None], decays)
+    updates, reads = v, None
+    if beta is not None:
+        beta = beta.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        updates, reads = _updates(k, v, beta[..., None], decays)
     scores = q @ k.transpose(-1, -2) * decays.pairs
     ended = {end // CHUNK for end in ends}
     outputs, kept = _over_chunks(
@@ -109,7 +115,7 @@ def _over_chunks(
     k: Tensor,  # [n, heads, C, dk], times the decay to the state behind the chunk
     scores: Tensor,  # [n, heads, C, C], of queries with keys inside the chunk
     updates: Tensor,  # [n, heads, C, dv]
-    reads: Tensor,  # [n, heads, C, dk]
+    reads: Tensor | None,  # [n, heads, C, dk]; None: updates do not depend on the state
     through: Tensor,  # [n, heads, 1, 1]
     ended: set[int],  # chunks
 ) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
@@ -121,7 +127,7 @@ def _over_chunks(
     state = q.new_zeros(q.size(1), q.size(-1), updates.size(-1))
     outputs, kept = [], {}
     for chunk in range(q.size(0)):
-        written = updates[chunk] - reads[chunk] @ state
+        written = updates[chunk] if reads is None else updates[chunk] - reads[chunk] @ state
         if chunk in ended:
             kept[chunk] = state, written
         outputs.append(q[chunk] @ state + scores[chunk] @ written)
@@ -147,7 +153,7 @@ def delta_rule_step(
     k: Tensor,  # [n, heads, dk]
     v: Tensor,  # [n, heads, dv]
     g: Tensor,  # [n, heads], log of the decay, at most 0
-    beta: Tensor,  # [n, heads]
+    beta: Tensor | None,  # [n, heads]; None: no corrections
     states: Tensor,  # [n, heads, dk, dv], before the tokens
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of each of n documents; return the outputs [n, heads, dv] and the states behind.
@@ -155,6 +161,8 @@ def delta_rule_step(
     All inputs are fp32 (or fp64), and so are the results.
     """
     states = states * g.exp()[..., None, None]
-    written = beta[..., None, None] * (v[..., None, :] - k[..., None, :] @ states)
+    written = v[..., None, :]
+    if beta is not None:
+        written = beta[..., None, None] * (written - k[..., None, :] @ states)
     states = states + k[..., None] * written
     return (q[..., None, :] @ states)[..., 0, :], states

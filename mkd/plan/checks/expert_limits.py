@@ -48,7 +48,7 @@ def check_experts(facts: RunFacts) -> Iterator[UsageError]:
         yield from _settings_of_experts(facts.config.training, facts.student)
         has_mixers = any(layer.mixer for layer in facts.student.layers)
         if "mixer" in facts.config.training.recompute_modules and not has_mixers:
-            yield no_effect("recompute-modules mixer", "the student has no gated delta nets", "remove it")
+            yield no_effect("recompute-modules mixer", "the student has no mixers", "remove it")
 
 
 def _settings_of_experts(training: TrainingConfig, student: ModelShape) -> Iterator[UsageError]:

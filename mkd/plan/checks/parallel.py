@@ -146,14 +146,16 @@ def _fewest_groups(shape: ModelShape, sizes: Sizes) -> int:
 
 
 def _check_mixers(role: str, shape: ModelShape, sizes: Sizes) -> Iterator[UsageError]:
-    """Check that the key heads of a model's gated delta nets can be spread over the processes."""
-    for heads in sorted({layer.mixer.key_heads for layer in shape.layers if layer.mixer}):
-        if heads % sizes.row:
+    """Check that the blocks of a model's mixers can be spread over the processes."""
+    mixers = {layer.mixer for layer in shape.layers if layer.mixer}
+    for mixer in sorted(mixers, key=lambda one: one.blocks):
+        if mixer.blocks % sizes.row:
             given = f"tensor-model-parallel-size {sizes.tensor}"
             given += f" x context-parallel-size {sizes.context} = {sizes.row}" if sizes.context > 1 else ""
             yield UsageError(
-                f"the {role}'s {heads} key heads of a gated delta net are not divisible by {given}",
-                "each of these processes runs the recurrence of the same number of heads",
+                f"the {role}'s {mixer.blocks} {mixer.blocks_title} of a {mixer.title} are not divisible by "
+                f"{given}",
+                f"each of these processes runs the recurrence of the same number of {mixer.blocks_title}",
                 "lower --tensor-model-parallel-size or --context-parallel-size",
                 code="model-not-divisible",
             )
@@ -180,7 +182,7 @@ def check_ffn(facts: RunFacts) -> Iterator[UsageError]:
 def _cut_widths(shape: ModelShape) -> set[int]:
     """Return the widths of the MLPs that tensor parallelism cuts: not those of experts, which stay whole."""
     shared = {layer.moe.shared_ffn_hidden_size for layer in shape.layers if layer.moe} - {0}
-    return {layer.ffn_hidden_size for layer in shape.layers if layer.is_dense} | shared
+    return {layer.ffn_hidden_size for layer in shape.layers if layer.has_dense_mlp} | shared
 
 
 def check_layouts(facts: RunFacts) -> Iterator[MkdError]:

@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import DeltaShape, LayerShape, MLAShape, MoEShape
+from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
+from mkd.families.mixer_shape import MixerShape
 from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_gradient_bytes
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
@@ -106,7 +107,9 @@ class Activations:
         heads, groups, head_dim = self._heads(layer)
         width = self.tokens * head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
-        if layer.mixer is not None:
+        if not layer.mixes_tokens:
+            attention = 0
+        elif layer.mixer is not None:
             attention = self._mixer_bytes(layer.mixer, is_kept=not self._recomputes("mixer"))
         elif layer.mla is not None:
             attention = self._latent_attention_bytes(layer.mla, heads) + statistics
@@ -115,9 +118,10 @@ class Activations:
         if self._recomputes("core_attn") and layer.has_attention:
             # v keeps the joint projection alive
             attention += query + key_value - statistics if layer.mla is None else -statistics
-        norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens if layer.pre_norms else 2 * self.hidden_bytes
+        blocks = layer.mixes_tokens + layer.has_mlp
+        norms = blocks * (2 * self.hidden_bytes + 4 * self.tokens if layer.pre_norms else self.hidden_bytes)
         if layer.post_norms:
-            norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
+            norms += blocks * (self.hidden_bytes + 4 * self.tokens)
         if layer.qk_norm or layer.qk_norm_turned:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
         if layer.joint_qk_norm is not None:
@@ -128,7 +132,7 @@ class Activations:
             return attention + norms  # the experts' input is the norm's output
         return attention + norms + self._mlp_bytes(layer)
 
-    def _mixer_bytes(self, mixer: DeltaShape, is_kept: bool) -> int:
+    def _mixer_bytes(self, mixer: MixerShape, is_kept: bool) -> int:
         """Return what a mixer keeps from its first product on.
 
         Unless its computation `is_kept`, that is the first product's output, from which it is computed again.
@@ -224,7 +228,7 @@ class Activations:
         around = max([around + again, *map(self._mixer_backward_bytes, mixers)])
         return self.hidden_bytes + gathered + around
 
-    def _mixer_backward_bytes(self, mixer: DeltaShape) -> int:
+    def _mixer_backward_bytes(self, mixer: MixerShape) -> int:
         """Return the gradients inside a mixer, and what it keeps if it is computed again."""
         tensor = self.sizes.tensor
         again = self._mixer_bytes(mixer, is_kept=True) if self._recomputes("mixer") else 0

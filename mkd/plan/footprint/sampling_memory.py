@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import DeltaShape, LayerShape
+from mkd.families.layer_shape import LayerShape
+from mkd.families.mixer_shape import MixerShape
 from mkd.plan.models.model_shape import ModelShape
 
 LOGIT_BYTES = 16  # of a logit while a token is sampled: fp32, its exponential, products
@@ -28,9 +29,9 @@ def cache_bytes(
     return slots * (config.training.seq_length * of_token + states)
 
 
-def mixer_state_bytes(mixer: DeltaShape, element: int) -> int:
+def mixer_state_bytes(mixer: MixerShape, element: int) -> int:
     """Return the bytes of a sequence's state, in fp32, and of the inputs that its convolution sees again."""
-    state = mixer.value_heads * mixer.key_dim * mixer.value_dim * 4
+    state = mixer.heads * mixer.key_dim * mixer.value_dim * 4
     return state + mixer.convolved_width * (mixer.kernel_size - 1) * element
 
 

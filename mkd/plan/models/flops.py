@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mkd.families.layer_shape import DeltaShape, LayerShape, MoEShape
+from mkd.families.layer_shape import LayerShape, MoEShape
+from mkd.families.mixer_shape import MixerShape
 from mkd.plan.models.model_shape import ModelShape
 
 SCAN_CHUNK = 64
-"""Tokens of a chunk of the gated delta rule, in mkd's scan and in the kernels of others."""
+"""Tokens of a chunk of a mixer's recurrence, in mkd's scan and in the kernels of others."""
 
 
 def projection_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int = 1) -> int:
     """Count the matrix elements of one layer's attention or mixer on one process."""
+    if not layer.mixes_tokens:
+        return 0
     if layer.mixer is not None:
         channels = layer.mixer.projected_width + layer.mixer.output_width
         return shape.hidden_size * channels // tensor_parallel
@@ -64,21 +67,26 @@ def layer_mixing_flops(shape: ModelShape, layer: LayerShape, tokens: int, square
     half of it under the causal mask. A sliding window is not subtracted. A mixer's FLOPs do not depend on the
     length of documents.
     """
+    if not layer.mixes_tokens:
+        return 0
     if layer.mixer is not None:
         return tokens * _recurrence_flops(layer.mixer)
     shape = shape.for_layer(layer)
     return shape.num_attention_heads * (shape.head_dim + shape.value_dim) * squared_lengths
 
 
-def _recurrence_flops(mixer: DeltaShape) -> int:
-    """Count the FLOPs of a token in the convolution and in the chunked gated delta rule.
+def _recurrence_flops(mixer: MixerShape) -> int:
+    """Count the FLOPs of a token in the convolution and in the chunked recurrence.
 
-    Three products with the state count, and in a chunk q k^T, k k^T, the solution of the triangular system
-    for keys and values, and scores times values. Chunks are whole, without regard to the causal mask.
+    Two products with the state count, and in a chunk q k^T and scores times values. With corrections, a third
+    product with the state, k k^T, and the solution of a triangular system for keys and values. Chunks are
+    whole, without regard to the causal mask.
     """
-    state = 6 * mixer.key_dim * mixer.value_dim
-    in_chunk = SCAN_CHUNK * (6 * mixer.key_dim + 4 * mixer.value_dim)
-    return mixer.value_heads * (state + in_chunk) + 2 * mixer.kernel_size * mixer.convolved_width
+    keys, values = mixer.key_dim, mixer.value_dim
+    of_head = 4 * keys * values + SCAN_CHUNK * (2 * keys + 2 * values)
+    if mixer.has_corrections:
+        of_head += 2 * keys * values + SCAN_CHUNK * (4 * keys + 2 * values)
+    return mixer.heads * of_head + 2 * mixer.kernel_size * mixer.convolved_width
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:

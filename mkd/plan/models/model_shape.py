@@ -15,7 +15,8 @@ from typing import Any
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
-from mkd.families.layer_shape import DeltaShape, LayerShape, MoEShape, RopeShape
+from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
+from mkd.families.mixer_shape import mixer_facts
 from mkd.families.registry import FAMILIES
 from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
 from mkd.families.vision_shape import VisionFamily, VisionShape
@@ -89,11 +90,14 @@ class ModelShape:
     def common(self, name: str) -> Any:
         """Return the field `name` that all layers share. Megatron takes it once per model.
 
-        Of a switch of attention, only layers with attention count, if there are some.
+        Of a switch of attention, only layers with attention count, if there are some. Of the width of MLPs,
+        only layers with MLPs do.
         """
         layers = self.layers
         if name in ATTENTION_SWITCHES:
             layers = tuple(layer for layer in layers if layer.has_attention) or layers
+        elif name == "ffn_hidden_size":
+            layers = tuple(layer for layer in layers if layer.has_mlp) or layers
         values = {getattr(layer, name) for layer in layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
@@ -271,7 +275,7 @@ def _layer_facts(layer: LayerShape) -> dict[str, Any]:
     values = {one.name: getattr(layer, one.name) for one in fields(layer)}
     moe, rope, mixer = values.pop("moe"), values.pop("rope"), values.pop("mixer")
     values |= {f"rope.{one.name}": rope and getattr(rope, one.name) for one in fields(RopeShape)}
-    values |= {f"mixer.{one.name}": mixer and getattr(mixer, one.name) for one in fields(DeltaShape)}
+    values |= {f"mixer.{name}": value for name, value in mixer_facts(mixer).items()}
     return values | {f"moe.{one.name}": moe and getattr(moe, one.name) for one in fields(MoEShape)}
 
 

@@ -88,7 +88,7 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
     hidden, groups = shape.hidden_size, shape.padded_query_groups(sizes.tensor) // sizes.tensor
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
     dense = projection_parameters(shape, layer, sizes.tensor)
-    dense += 2 * hidden * (layer.pre_norms + layer.post_norms)
+    dense += (layer.mixes_tokens + layer.has_mlp) * hidden * (layer.pre_norms + layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
     dense += 2 * shape.head_dim * (layer.qk_norm or layer.qk_norm_turned)
     dense += (query + key_value) * (layer.joint_qk_norm is not None)
@@ -96,8 +96,7 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
     if layer.mla is not None:
         dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     if layer.mixer is not None:
-        of_blocks = layer.mixer.kernel_size * layer.mixer.convolved_width + 2 * layer.mixer.value_heads
-        dense += of_blocks // sizes.tensor + layer.mixer.value_dim
+        dense += layer.mixer.cut_parameters // sizes.tensor + layer.mixer.shared_parameters
     moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
     if moe is not None:
         width = moe.shared_ffn_hidden_size

@@ -70,7 +70,9 @@ def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
     """Yield the blocks of a layer that tensor parallelism splits."""
     shape = shape.for_layer(layer)
     hidden, heads, mla = shape.hidden_size, shape.num_attention_heads, layer.mla
-    if layer.mixer is not None:
+    if not layer.mixes_tokens:
+        pass
+    elif layer.mixer is not None:
         yield SplitBlock(hidden, hidden * layer.mixer.projected_width)
     elif mla is None:
         heads += layer.output_gate * heads
@@ -117,11 +119,17 @@ class ModelCollectives:
 
     def shared_experts_ms(self, layer: LayerShape) -> float:
         """Return the time of the forward of a layer's shared experts."""
-        return sum(map(self.forward_ms, list(split_blocks(self.shape, layer))[1:])) if layer.moe else 0.0
+        return (
+            sum(map(self.forward_ms, list(split_blocks(self.shape, layer))[layer.mixes_tokens :]))
+            if layer.moe
+            else 0.0
+        )
 
     def context_ms(self, layer: LayerShape, attention_ms: float) -> tuple[float, float]:
         """Return the time of context parallelism in forward and backward beside attention's forward time."""
         tensor, context = self.sizes.tensor, self.sizes.context
+        if not layer.mixes_tokens:
+            return 0.0, 0.0
         if layer.mixer is not None:
             both_ms = self._exchange_ms((layer.mixer.projected_width + layer.mixer.output_width) // tensor)
             return both_ms, both_ms

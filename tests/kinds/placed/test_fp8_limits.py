@@ -86,7 +86,9 @@ def test_models():
     assert codes(fp8, replace(TEACHER, layers=(latent,) * 36)) == [
         "fp8-not-possible: but the teacher has latent"
     ]
-    assert codes(fp8, QWEN3_5_9B) == ["fp8-not-possible: but the teacher has gated delta nets"]
+    assert codes(fp8, QWEN3_5_9B) == [
+        "fp8-not-possible: but not all layers of the teacher have attention and an MLP"
+    ]
 
 
 def test_the_length_of_packs_that_follows_from_the_data():

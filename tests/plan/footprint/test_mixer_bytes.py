@@ -1,26 +1,32 @@
-"""Compare the planned memory of a gated delta net with what autograd keeps."""
+"""Compare the planned memory of mixers with what autograd keeps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mkd.families.layer_shape import DeltaShape
+from mkd.families.mixer_shape import DeltaShape, MambaShape
 from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.mixer_bytes import mixer_bytes
 from mkd.plan.parallel_sizes import ONE_PROCESS
 from tests.plan.shapes import QWEN3_5_9B, SEQ_LENGTH, config
 
 TOKENS = 640
-MIXER = DeltaShape(key_heads=4, value_heads=8, key_dim=16, value_dim=32, kernel_size=4)
+SIZES = dict(key_dim=16, value_dim=32, kernel_size=4)
+MIXERS = (
+    DeltaShape(key_heads=4, value_heads=8, **SIZES),
+    MambaShape(groups=4, num_heads=8, least_step=0.001, **SIZES),
+)
 
 
-def kept_by_a_token(element: int) -> float:
+def kept_by_a_token(mixer: DeltaShape | MambaShape, element: int) -> float:
     """Return the bytes a token that backward needs between the projections, weights excluded."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    from mkd.models.mixers.delta_net import DeltaNet, DeltaNetParts
+    from mkd.models.mixers.delta_net import DeltaNet
+    from mkd.models.mixers.mamba import Mamba
+    from mkd.models.mixers.mixer import MixerParts
     from mkd.models.mixers.pack_rows import pack_rows
     from mkd.models.packed import packed_documents
     from mkd.parallel.context import ParallelContext
@@ -31,11 +37,12 @@ def kept_by_a_token(element: int) -> float:
     dtype = {2: torch.bfloat16, 4: torch.float32}[element]
     options = dict(params_dtype=dtype, gradient_accumulation_fusion=False)
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, **options)
-    linears = DeltaNetParts(ColumnParallelLinear, RowParallelLinear)
-    net = DeltaNet(config, linears, 1, mixer=MIXER, pg_collection=context.groups)
+    linears = MixerParts(ColumnParallelLinear, RowParallelLinear)
+    module = DeltaNet if isinstance(mixer, DeltaShape) else Mamba
+    net = module(config, linears, 1, mixer=mixer, pg_collection=context.groups)
     borders = torch.tensor([0, TOKENS // 3, TOKENS]).int()
     rows = pack_rows(packed_documents(borders, borders, TOKENS), TOKENS, 1, context.device)
-    projected = torch.randn(TOKENS, MIXER.projected_width, dtype=dtype, requires_grad=True)
+    projected = torch.randn(TOKENS, mixer.projected_width, dtype=dtype, requires_grad=True)
     with KeptTensors([*net.parameters(), rows.documents, rows.positions]) as kept:
         output = net._mix(projected, rows)
         of_token = kept.live / TOKENS
@@ -55,6 +62,7 @@ def test_recomputation_keeps_the_first_product():
 
 
 @pytest.mark.parametrize("element", [2, 4])
-def test_a_token_keeps_what_the_plan_says(element, ranks):
-    (measured,) = ranks.run(kept_by_a_token, 1, element)
-    assert mixer_bytes(MIXER, element) == pytest.approx(measured, rel=0.05)
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.title)
+def test_a_token_keeps_what_the_plan_says(mixer, element, ranks):
+    (measured,) = ranks.run(kept_by_a_token, 1, mixer, element)
+    assert mixer_bytes(mixer, element) == pytest.approx(measured, rel=0.05)

@@ -21,6 +21,8 @@ def cached_layers(parts: Sequence[LanguageModel], cache: KVCache) -> Iterator[No
             for layer in part.decoder.layers:
                 owner, number = layer.self_attention, layer.layer_number
                 shape, scale = part.shape.layers[number - 1], part.config.softmax_scale
+                if not shape.mixes_tokens:
+                    continue
                 name = "core_attention" if shape.has_attention else "recurrence"
                 inner = getattr(owner, name)
                 replaced.append((owner, name, inner))

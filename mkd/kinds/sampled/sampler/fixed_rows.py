@@ -43,7 +43,7 @@ def run_as_graphs(parts: Sequence[LanguageModel], context: ParallelContext) -> b
 
 def has_mixers(part: LanguageModel) -> bool:
     """Return True if a layer of the model has a mixer in place of attention."""
-    return not all(layer.has_attention for layer in part.shape.layers)
+    return any(layer.mixer is not None for layer in part.shape.layers)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The states of gated delta nets, and inputs of their convolutions, for each sequence that grows."""
+"""The states of mixers, and inputs of their convolutions, for each sequence that grows."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ class CachedRecurrence(PackedRecurrence):
 
     def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: PackRows) -> Tensor:
         """Return the outputs [t, heads, dv]; the state behind the last token of each sequence stays."""
+        return self._run(q, k, v, g, beta, rows)
+
+    def decayed_sum(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, rows: PackRows) -> Tensor:
+        """Return the outputs [t, heads, dv]; the state behind the last token of each sequence stays."""
+        return self._run(q, k, v, g, None, rows)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, rows: PackRows) -> Tensor:
         row, heads = self.cache.row, g.size(1)
         states = self.cache.state(self.number, "state", v, heads, k.size(-1), v.size(-1))
         if isinstance(row, PromptRow):
@@ -47,5 +54,6 @@ class CachedRecurrence(PackedRecurrence):
             return outputs
         assert row is not None, "the decoder says what runs"
         n = len(row.slots)
-        outputs, states[row.place] = delta_rule_step(q[:n], k[:n], v[:n], g[:n], beta[:n], states[row.place])
+        strengths = None if beta is None else beta[:n]
+        outputs, states[row.place] = delta_rule_step(q[:n], k[:n], v[:n], g[:n], strengths, states[row.place])
         return F.pad(outputs, (0, 0, 0, 0, 0, q.size(0) - n))
