@@ -239,7 +239,7 @@ class TrainingConfig:
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",),
         "parts of a layer that selective recomputation recomputes: core_attn (attention), moe (experts "
-        "with their router), mixer (a gated delta net between its projections)",
+        "with their router), mixer (a gated delta net or Mamba-2 between its projections)",
     )
     moe_aux_loss_coeff: float = option(
         0.0,

@@ -22,12 +22,16 @@ PP2 = (
 CP2 = "--context-parallel-size", 2, "--use-distributed-optimizer"
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Make a Qwen3.5 student with further tensors, a Qwen3-Next teacher, and a text."""
+PAIRS = (("qwen3_5", "qwen3_next"), pytest.param(("nemotron_h", "qwen3"), marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def files(request, tmp_path_factory):
+    """Make a student of the first family with further tensors, a teacher of the second, and a text."""
+    student, teacher = request.param
     folder = tmp_path_factory.mktemp("delta_resume")
-    add_tokenizer(with_more(folder / "student", "qwen3_5"))
-    add_tokenizer(make_model(folder / "teacher", "qwen3_next", seed=2))
+    add_tokenizer(with_more(folder / "student", student))
+    add_tokenizer(make_model(folder / "teacher", teacher, seed=2))
     lines = (f'{{"text": "document {i}: {"the quick brown fox " * (i % 7 + 1)}"}}\n' for i in range(60))
     (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder

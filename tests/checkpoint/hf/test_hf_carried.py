@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mkd.checkpoint.hf.hf_carried import carried_bytes, find_carried, tell_of_skipped
+from mkd.checkpoint.hf.hf_names import carried_names
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_shards import export_plan
 from mkd.families.weight_rules import EMBEDDING, KEPT_IN_FP32, LM_HEAD
@@ -32,7 +33,12 @@ CARRIED = {
 def with_more(folder: Path, family: str) -> Path:
     """Make a bf16 model whose folder has further tensors of several dtypes, in one file."""
     make_model(folder, family, dtype=torch.bfloat16, shard_size="5GB")
-    save_file(tensors(folder) | CARRIED, folder / "model.safetensors", metadata={"format": "pt"})
+    names = carried_names(ModelShape.from_hf_dir(folder), CARRIED)
+    save_file(
+        tensors(folder) | {name: CARRIED[name] for name in names},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return with_config(folder, mtp_num_hidden_layers=1)
 
 
@@ -63,6 +69,7 @@ def stored_bytes(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
         ("qwen3_next", 2, (2, 1, 2)),
         pytest.param("qwen3_5_moe", 2, (2, 1, 1), marks=pytest.mark.slow),
         pytest.param("qwen3_next", 4, (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("nemotron_h", 4, (1, 2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_every_byte_comes_back(family, size, layout, tmp_path, ranks):

@@ -1,4 +1,4 @@
-"""Check sampling from students with gated delta nets against transformers, at every layout."""
+"""Check sampling from students with mixers against transformers, at every layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ CASES = (  # family, layout, rows, temperature; the other cases are slow
     ("qwen3_5", TP2_SP, "off", 1.0),
     ("qwen3_5", PP2, "off", 0.0),
     ("qwen3_5", SINGLE, "plain", 1.0),
+    ("nemotron_h", TP2_SP, "off", 1.0),
 )
 SLOW_CASES = (
+    ("nemotron_h", SINGLE, "plain", 0.0),
+    ("nemotron_h", PP2, "off", 1.0),
+    ("nemotron_h", Place("PP2 VPP2", 2, pp=2, vp=2), "off", 0.0),
     ("qwen3_next", SINGLE, "off", 0.0),
     ("qwen3_5", SINGLE, "off", 1.0),
     ("qwen3_5_moe", SINGLE, "off", 0.0),

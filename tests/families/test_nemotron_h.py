@@ -1,0 +1,93 @@
+"""Check how configurations of Nemotron-H read, and what mkd refuses for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.errors import CheckpointError, UsageError
+from mkd.families.mixer_shape import MambaShape
+from mkd.plan.checks.parallel import check_heads
+from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import model_parameters
+from mkd.pruning.request import refuse_other_kinds
+from tests.plan.shapes import STUDENT, config
+from tests.reported import refused
+from tests.run_facts import facts_of
+from tests.tiny_models import config_of
+
+SIZES = dict(model_type="nemotron_h", vocab_size=131072, hidden_size=4096, num_attention_heads=32)
+
+
+def read(**more: object) -> ModelShape:
+    return ModelShape.from_hf_config(config_of("nemotron_h") | more)
+
+
+def kinds(shape: ModelShape) -> str:
+    return "".join("M" if one.mixer else "*" if one.has_attention else "-" for one in shape.layers)
+
+
+def test_a_configuration_with_sizes_alone_is_that_of_transformers():
+    from transformers import NemotronHConfig
+
+    ours, theirs = ModelShape.from_hf_config(SIZES | {"hybrid_override_pattern": "M-*"}), NemotronHConfig()
+    assert ours.layers[0].mixer == MambaShape(
+        groups=theirs.n_groups,
+        num_heads=theirs.mamba_num_heads,
+        key_dim=theirs.ssm_state_size,
+        value_dim=theirs.mamba_head_dim,
+        kernel_size=theirs.conv_kernel,
+        least_step=theirs.time_step_min,
+    )
+    assert ours.layers[1].ffn_hidden_size == theirs.intermediate_size and not ours.layers[1].is_gated
+    assert (ours.head_dim, ours.num_query_groups) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert ours.norm_epsilon == theirs.layer_norm_epsilon and ours.ropes == ()
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+
+
+def test_kinds_of_layers_are_words_or_letters():
+    """`num_hidden_layers` of a release does not count."""
+    named = {"layers_block_type": None, "num_hidden_layers": 9}
+    assert kinds(read()) == "M-*M"
+    assert kinds(read(**named, hybrid_override_pattern="MM-*-M")) == "MM-*-M"
+    assert kinds(read(**named, layer_types=["mamba", "attention", "mlp"])) == "M*-"
+    former = read(mamba_n_groups=2, mamba_d_conv=3, mamba_dt_min=0.5).layers[0].mixer
+    assert (former.groups, former.kernel_size, former.least_step) == (2, 3, 0.5)
+
+
+def test_the_size_of_a_release():
+    """Nemotron-H-8B-Base: 52 layers, 8.1 billion parameters by its card."""
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    shape = ModelShape.from_hf_config(SIZES | {"hybrid_override_pattern": pattern})
+    assert shape.num_layers == 52
+    assert model_parameters(shape).total / 1e9 == pytest.approx(8.1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "error"),
+    [
+        ({"mlp_hidden_act": "silu"}, "model-feature-not-supported: mlp_hidden_act 'silu'", UsageError),
+        ({"use_bias": True}, "model-feature-not-supported: use_bias True", UsageError),
+        ({"mamba_conv_bias": False}, "model-feature-not-supported: use_conv_bias False", UsageError),
+        ({"tie_word_embeddings": True}, "model-feature-not-supported: tie_word_embeddings", UsageError),
+        ({"layers_block_type": ["conv"]}, "model-feature-not-supported: layer type 'conv'", UsageError),
+        ({"n_groups": 3}, "model-config-not-valid: mamba_num_heads 8", CheckpointError),
+        ({"ssm_state_size": 0}, "model-config-not-valid", CheckpointError),
+    ],
+)
+def test_what_cannot_run_exactly_is_refused(more, code, error):
+    with refused(code, error):
+        read(**more)
+
+
+def test_differences_name_the_kinds_of_layers():
+    found = read().differences(read(layers_block_type=["linear_attention", "mlp", "mlp", "linear_attention"]))
+    assert "layer 2: mixes_tokens True instead of False" in found
+
+
+def test_limits_are_found_before_the_run():
+    shape = ModelShape.from_hf_config(SIZES | {"hybrid_override_pattern": "M-*"})
+    sizes = "--tensor-model-parallel-size", 8, "--context-parallel-size", 2
+    (groups,) = check_heads(facts_of(config(*sizes), 16, shape, (STUDENT,)))
+    assert groups.what.startswith("the student's 8 groups of a Mamba-2 mixer are not divisible by")
+    with refused("cut-not-supported: mkd cannot cut a nemotron_h model", UsageError):
+        refuse_other_kinds(shape)
