@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mkd.families.layer_shape import QUICK_GELU_GAIN
+from mkd.families.layer_shape import QUICK_GELU_GAIN, LayerShape
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
@@ -91,12 +91,15 @@ def transformer_config(
         **_mlp_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
         # Layers with unlike parameters (sic): checkpoints do not stack them.
-        hetereogenous_dist_checkpoint=any(
-            not layer.is_transformer_layer or layer.heads for layer in shape.layers
-        ),
+        hetereogenous_dist_checkpoint=any(map(_is_unlike, shape.layers)),
     )
     config.recompute_modules = list(options.recompute_modules)  # Megatron does not know mkd's mixers
     return config
+
+
+def _is_unlike(layer: LayerShape) -> bool:
+    """Return True if other layers of the model have other parameters, beside dense and expert ones."""
+    return not layer.is_transformer_layer or layer.heads is not None
 
 
 def _rope_switches(shape: ModelShape, has_fused: bool) -> dict[str, bool]:
