@@ -109,7 +109,7 @@ class DeltaShape(MixerShape):
 
     @property
     def cut_parameters(self) -> int:
-        """Those of the convolution, decays and their biases."""
+        """Numbers of the convolution, decays and their biases."""
         return self.kernel_size * self.convolved_width + 2 * self.heads
 
     @property
@@ -157,7 +157,7 @@ class MambaShape(MixerShape):
 
     @property
     def cut_parameters(self) -> int:
-        """Those of the convolution with its bias, decays, steps' biases, D, and the norm's weight."""
+        """Numbers of the convolution with its bias, decays, steps' biases, D, and the norm's weight."""
         return (self.kernel_size + 1) * self.convolved_width + 3 * self.heads + self.output_width
 
     @property
