@@ -39,8 +39,10 @@ def make_released(folder: Path, text: Path, family: str) -> Path:
     config = getattr(transformers, f"{name}Config")(text_config=own, vision_config=vision)
     torch.manual_seed(9)
     tower = getattr(transformers, f"{name}VisionModel")._from_config(config.vision_config)
-    tensors = {f"model.visual.{key}": value for key, value in tower.state_dict().items()} | FURTHER
-    tensors |= {released_name(key): value for key, value in stacked(load_tensors(text)).items()}
+    texts = load_tensors(text)
+    dtype = texts["model.norm.weight"].dtype
+    tensors = {f"model.visual.{key}": value.to(dtype) for key, value in tower.state_dict().items()} | FURTHER
+    tensors |= {released_name(key): value for key, value in stacked(texts).items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)

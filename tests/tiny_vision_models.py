@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,6 +31,32 @@ TOWER = dict(hidden_size=32, intermediate_size=40)
 IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 QWEN = dict(TOWER, depth=3, num_heads=2, patch_size=4, temporal_patch_size=2, spatial_merge_size=2)
 TILES = dict(TOWER, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
+DELTA_NETS = dict(  # gated attention in every second layer; half of a head rotates
+    head_dim=16,
+    full_attention_interval=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=1e4,
+        partial_rotary_factor=0.5,
+        mrope_section=[2, 1, 1],
+        mrope_interleaved=True,
+    ),
+)
+GATED_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)
+WITHOUT_DEEPSTACK = dict(QWEN, num_position_embeddings=36)
+WITH_DEEPSTACK = dict(WITHOUT_DEEPSTACK, deepstack_visual_indexes=[0, 1])
+SECTIONS = dict(
+    head_dim=16,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2], mrope_interleaved=True
+    ),
+)
 FAMILIES = {
     "smolvlm": ("SmolVLM", dict(scale_factor=2, image_token_id=IMAGE, pad_token_id=2), {}, TILES),
     "idefics3": ("Idefics3", dict(scale_factor=2, image_token_id=IMAGE, pad_token_id=2), {}, TILES),
@@ -40,17 +67,15 @@ FAMILIES = {
         # like the released 3,420, 42 is no multiple of 8
         dict(QWEN, intermediate_size=42, window_size=16, fullatt_block_indexes=[2]),
     ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        dict(IDS, tie_word_embeddings=True),
-        dict(
-            head_dim=16,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2], mrope_interleaved=True
-            ),
-        ),
-        dict(QWEN, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
+    "qwen3_vl": ("Qwen3VL", dict(IDS, tie_word_embeddings=True), SECTIONS, WITH_DEEPSTACK),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        IDS,
+        SECTIONS | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1]),
+        WITH_DEEPSTACK,
     ),
+    "qwen3_5": ("Qwen3_5", dict(IDS, tie_word_embeddings=True), DELTA_NETS, WITHOUT_DEEPSTACK),
+    "qwen3_5_moe": ("Qwen3_5Moe", IDS, DELTA_NETS | GATED_EXPERTS, WITHOUT_DEEPSTACK),
 }
 
 
@@ -79,7 +104,17 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, dtype=torch.floa
             else:
                 parameter.mul_(2)
     model.to(dtype).save_pretrained(folder, max_shard_size="200KB")
+    if family == "qwen3_vl_moe":
+        turn_experts(folder)
     return folder
+
+
+def turn_experts(folder: Path) -> None:
+    """Turn the matrices of stacked experts, [out, in] as transformers 5 writes them, or as released."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        turned = {name: one.mT.contiguous() if ".experts." in name else one for name, one in tensors.items()}
+        save_file(turned, file, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
@@ -209,7 +244,7 @@ def make_row(shape: VisionShape, documents: list[Document], multiple: int, total
 def reference_model(folder: Path, dtype=torch.float32):
     """Return the model as transformers runs it."""
     return transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 

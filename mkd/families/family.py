@@ -34,6 +34,8 @@ class Family:
     # True if files may hold all experts of a layer in two tensors: `mlp.experts.gate_up_proj` [E, 2f, h]
     # and `mlp.experts.down_proj` [E, h, f]. An export has tensors for each expert, as `tensors` says.
     reads_stacked_experts: bool = False
+    # True if these tensors may have each matrix as [out, in] in place of [in, out], which an export has.
+    reads_turned_stacks: bool = False
     model_tensors: Mapping[str, Entry] = field(default_factory=lambda: MODEL_TABLE)  # outside the layers
 
 

@@ -25,7 +25,7 @@ from mkd.families.experts.glm4_moe_lite import GLM4_MOE_LITE
 from mkd.families.experts.gpt_oss import GPT_OSS
 from mkd.families.experts.minimax_m2 import MINIMAX_M2
 from mkd.families.experts.mixtral import MIXTRAL
-from mkd.families.experts.qwen3_moe import QWEN3_MOE
+from mkd.families.experts.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from mkd.families.hybrid.nemotron_h import NEMOTRON_H
 from mkd.families.hybrid.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from mkd.families.hybrid.qwen3_next import QWEN3_NEXT
@@ -33,7 +33,7 @@ from mkd.families.hybrid.qwen3_next import QWEN3_NEXT
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GEMMA4, SEED_OSS, SMOLLM3, MINISTRAL3),
     *(GRANITE, GRANITE_HYBRID, OLMO3, EXAONE4, HUNYUAN_V1_DENSE, ERNIE4_5),
-    *(QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
+    *(QWEN3_MOE, QWEN3_VL_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
     GPT_OSS,
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, NEMOTRON_H),
 )

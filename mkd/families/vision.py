@@ -6,28 +6,27 @@ tokens three rotary positions. transformers' own modules are the towers (see `mk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.family import HFConfig
-from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.families.layer_shape import RopeShape
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "the tokens of an image attend to each other both ways, mkd's attention is causal",
-        "qwen3_vl_moe": "mkd's models with images are dense",
         "qwen2_vl": "mkd knows the tower of Qwen2.5-VL and Qwen3-VL",
-        "llama4": "mkd's models with images are dense",
+        "llama4": "mkd does not know the attention and the tower of Llama 4",
     }
 )
 
 WITH_KNOWN_TEXT = ("gemma3",)  # those of REFUSED whose text model mkd runs
 
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of models whose `text_config` names its family
 _ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
 laplace leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
 TOWER_ACTIVATIONS = tuple(_ACTIVATIONS.split())  # those of transformers that have no weights
@@ -86,23 +85,25 @@ def read_tiles(config: HFConfig) -> VisionShape:
 
 
 def read_qwen(config: HFConfig) -> VisionShape:
-    """Read Qwen2.5-VL's and Qwen3-VL's tower."""
-    is_newer = config["model_type"] == "qwen3_vl"
+    """Read the tower of Qwen2.5-VL, Qwen3-VL or Qwen3.5; that of the last gives layers no features."""
+    kind = config["model_type"]
+    is_newer, has_deepstack = kind != "qwen2_5_vl", kind.startswith("qwen3_vl")
     defaults: dict[str, Any] = dict(
         hidden_size=3584, depth=32, num_heads=16, intermediate_size=3420, patch_size=14
     )
     defaults |= dict(window_size=112, fullatt_block_indexes=(7, 15, 23, 31))
     if is_newer:
         defaults = dict(hidden_size=1152, depth=27, num_heads=16, intermediate_size=4304, patch_size=16)
-        defaults |= dict(num_position_embeddings=2304, deepstack_visual_indexes=(8, 16, 24))
+        defaults |= dict(num_position_embeddings=2304)
+        defaults |= dict(deepstack_visual_indexes=(8, 16, 24)) if has_deepstack else {}
     common = dict(spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
     vision: dict[str, Any] = defaults | common | dict(config["vision_config"])
     _check_activation(vision)
-    deepstack = vision["deepstack_visual_indexes"] if is_newer else ()
+    deepstack = vision["deepstack_visual_indexes"] if has_deepstack else ()
     _check_sizes(vision["hidden_size"], vision["num_heads"], vision["depth"], deepstack)
     return VisionShape(
-        family=config["model_type"],
-        image_token_id=config.get("image_token_id", 151655),
+        family=kind,
+        image_token_id=config.get("image_token_id", 248056 if kind.startswith("qwen3_5") else 151655),
         depth=vision["depth"],
         hidden_size=vision["hidden_size"],
         ffn_hidden_size=vision["intermediate_size"],
@@ -143,26 +144,40 @@ _ALL = (
         _QWEN_TEXT | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
         ties_by_text=True,
     ),
-    VisionFamily(
-        "qwen3_vl",
-        "qwen3",
-        "model.language_model.",
-        {"model.visual.": "visual."},
-        ("visual.merger.", "visual.deepstack_merger_list."),
-        read_qwen,
-        _QWEN_TEXT | {"rope_theta": 5e5, "max_position_embeddings": 128000},
-        interleaved_sections=True,
-    ),
-    *(  # positions of text are the same in all three sections: plain ones
+    *(
         VisionFamily(
-            name, f"{name}_text", "model.language_model.", {"model.visual.": "model.visual."}, (), None, {}
+            name,
+            text_family,
+            "model.language_model.",
+            {"model.visual.": "visual."},
+            ("visual.merger.", "visual.deepstack_merger_list."),
+            read_qwen,
+            defaults,
+            sections=(24, 20, 20),
+            interleaved_sections=True,
+        )
+        for name, text_family, defaults in (
+            ("qwen3_vl", "qwen3", _QWEN_TEXT | {"rope_theta": 5e5, "max_position_embeddings": 128000}),
+            ("qwen3_vl_moe", "qwen3_vl_moe_text", {}),
+        )
+    ),
+    *(
+        VisionFamily(
+            name,
+            f"{name}_text",
+            "model.language_model.",
+            {"model.visual.": "visual."},
+            ("visual.merger.",),
+            read_qwen,
+            {},
+            sections=(11, 11, 10),
+            interleaved_sections=True,
         )
         for name in ("qwen3_5", "qwen3_5_moe")
     ),
 )
 VISION_FAMILIES = MappingProxyType({one.model_type: one for one in _ALL})
-TEXT_ALONE = tuple(one.model_type for one in _ALL if one.read_vision is None)
-WITH_IMAGES = tuple(sorted(VISION_FAMILIES.keys() - set(TEXT_ALONE)))
+WITH_IMAGES = tuple(sorted(VISION_FAMILIES))
 
 
 def refuse_known(model_type: object, source: str) -> None:
@@ -176,15 +191,11 @@ def refuse_known(model_type: object, source: str) -> None:
         raise UsageError(what, why, do, code="model-type-not-supported")
 
 
-def refuse_text_model(layers: Iterable[LayerShape], family: str, source: str) -> None:
+def refuse_text_model(family: VisionFamily, text_family: str, source: str) -> None:
     """Raise `UsageError` for a text model of a family that mkd has not proved behind a tower."""
-    why = None
-    if any(layer.moe is not None for layer in layers):
-        why = "mkd's models with images are dense, and its text model has experts"
-    elif family not in TEXT_FAMILIES:
+    if family.text_family is None and text_family not in TEXT_FAMILIES:
+        what = f"{source}: a model with images whose text model is of {text_family} is not supported"
         why = f"its text model may be of {', '.join(TEXT_FAMILIES)}; others treat embeddings in another way"
-    if why is not None:
-        what = f"{source}: a model with images whose text model is of {family} is not supported"
         do = f"use a published model of {', '.join(WITH_IMAGES)}"
         raise UsageError(what, why, do, code="model-type-not-supported")
 
@@ -205,9 +216,10 @@ def text_config(family: VisionFamily, config: HFConfig) -> dict[str, Any]:
     text["model_type"] = family.text_family or text["model_type"]
     tied = config.get("tie_word_embeddings", False)
     text["tie_word_embeddings"] = tied or (family.ties_by_text and given.get("tie_word_embeddings", False))
-    if family.text_family is not None and family.read_vision is not None:
+    if family.text_family is not None:
         text["rope_parameters"] = _plain_rope(text)
         text.pop("rope_scaling", None)
+    if family.text_family in TEXT_FAMILIES:
         text.pop("layer_types", None)  # full attention, or Qwen's windows by their own switch
     return {name: value for name, value in text.items() if value is not None}
 
@@ -219,7 +231,8 @@ def _rope_object(text: HFConfig) -> dict[str, Any]:
 def _plain_rope(text: HFConfig) -> dict[str, Any]:
     """Return the rope as a text model has it: `mrope` is the default rope with three positions."""
     rope = _rope_object(text)
-    rope.setdefault("rope_theta", text["rope_theta"])
+    if "rope_theta" in text:
+        rope.setdefault("rope_theta", text["rope_theta"])
     kind = rope.pop("type", None) or rope.get("rope_type", "default")
     rope["rope_type"] = "default" if kind in ("mrope", "default") else kind
     return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
@@ -233,10 +246,7 @@ def with_sections(family: VisionFamily, rope: RopeShape, config: HFConfig) -> Ro
     if family.text_family is None:
         return rope
     text = config.get("text_config") or config
-    given = _rope_object(text).get(
-        "mrope_section", (24, 20, 20) if family.interleaved_sections else (16, 24, 24)
-    )
-    sections = tuple(given)
+    sections = tuple(_rope_object(text).get("mrope_section", family.sections))
     if len(sections) != 3 or sum(sections) != rope.rotary_dim // 2:
         what = f"mrope_section {list(sections)} does not make up {rope.rotary_dim // 2} channel pairs"
         why = "every channel pair of a head turns by one of three positions"

@@ -184,10 +184,7 @@ def _grouped_query_attention(
 def _attention_module(layer: LayerShape, rope_index: int | None) -> tuple[type, dict[str, object]]:
     """Return the class of grouped-query attention with the layer's positions and norms; its parameters."""
     rope, bases, params = layer.rope, list[type](), dict[str, object]()
-    if layer.output_gate:
-        assert rope_index is None and rope and not rope.sections, "gated attention has one rope"
-        bases.append(GatedAttention)
-    elif rope is None:
+    if rope is None:
         bases.append(UnrotatedAttention)
     elif rope.query_growth:
         assert rope_index is None and not rope.sections, "no family has both"
@@ -199,6 +196,9 @@ def _attention_module(layer: LayerShape, rope_index: int | None) -> tuple[type, 
         bases.append(TurnedNormAttention if layer.qk_norm_turned else LayerRopeAttention)
         params |= dict(rope_index=rope_index, attention_factor=rope.attention_factor)
         params["rotary_dim"] = rope.rotary_dim
+    if layer.output_gate:  # it makes the queries that a class before it turns
+        assert rope_index is None and rope, "gated attention has one rope"
+        bases.append(GatedAttention)
     if layer.joint_qk_norm is not None:  # before the rotation, so behind its class
         bases.append(JointNormAttention)
         params["norm_channels"] = layer.joint_qk_norm

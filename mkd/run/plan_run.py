@@ -87,3 +87,17 @@ def with_ends_of(train_set, plan: Plan) -> Plan:
     for line in (now or [KEPT_STOPS]) if now != before else ():
         LOG.info(line)
     return exact
+
+
+def with_seen_parts(train_set, plan: Plan) -> Plan:
+    """Return the plan whose student trains its text model alone if the training data has no image.
+
+    Projector and tower would have no gradient, and weight decay would make them smaller.
+    """
+    config, shape = plan.config, plan.student.shape
+    sees_images = train_set is not None and any(one.store.images for one in train_set.members)
+    if shape.vision is None or sees_images or config.student.train_parts == ("text",):
+        return plan
+    LOG.info("no training text has an image: the student trains as with --student-train-parts text")
+    frozen = replace(config, student=replace(config.student, train_parts=("text",)))
+    return replace(plan, facts=replace(plan.facts, config=frozen))

@@ -19,7 +19,7 @@ from mkd.resolve.chat_setup import describe_chat
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.run.build_data import build_data, quarantine_file
-from mkd.run.plan_run import with_ends_of
+from mkd.run.plan_run import with_ends_of, with_seen_parts
 
 FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
 
@@ -37,7 +37,7 @@ def read_texts(
         length, multiple = plan.config.training.seq_length, context.document_multiple
         teachers = [one.with_room(prompts, length, multiple) for one in teachers]
     train_set, valid_set = build_data(plan, context, teachers, signals, phases, prompts)
-    plan = with_ends_of(train_set, plan)
+    plan = with_seen_parts(train_set, with_ends_of(train_set, plan))
     tasks = build_tasks(plan.config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.

@@ -94,12 +94,26 @@ def test_missing_sizes_of_a_tower_are_those_of_transformers():
     assert ours.vision.pixel_unit == (3, 512, 512) and ours.family == "llama"
 
 
-def test_sections_alternate_in_qwen3_vl_alone():
+def test_sections_alternate_in_newer_qwen():
     shapes = {name: ModelShape.from_hf_config(vision_config(name).to_dict()) for name in FAMILIES}
     ropes = {name: shape.common("rope") for name, shape in shapes.items()}
-    assert [name for name, rope in ropes.items() if rope.interleaved_sections] == ["qwen3_vl"]
-    assert [name for name, rope in ropes.items() if rope.sections] == ["qwen2_5_vl", "qwen3_vl"]
-    assert [shape.vision.deepstack for shape in shapes.values()] == [0, 0, 0, 2]
+    newer = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+    assert [name for name, rope in ropes.items() if rope.interleaved_sections] == newer
+    assert [name for name, rope in ropes.items() if rope.sections] == ["qwen2_5_vl", *newer]
+    assert [name for name, shape in shapes.items() if shape.vision.deepstack] == newer[:2]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"])
+def test_missing_keys_of_newer_qwen_are_those_of_transformers(kind):
+    """A config.json that says next to nothing is what transformers completes."""
+    import transformers
+
+    theirs = getattr(transformers, f"{kind}Config")()
+    least = {"model_type": theirs.model_type, "vision_config": {}}
+    given = {**theirs.text_config.to_dict(), "rope_parameters": None, "layer_types": None}
+    ours = ModelShape.from_hf_config(least | {"text_config": given})
+    assert ours.differences(ModelShape.from_hf_config(theirs.to_dict())) == []
+    assert ours.vision.image_token_id == theirs.image_token_id
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -171,9 +171,15 @@ def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
             else "images-not-read: nothing here can read them"
         )
         assert refused.exit_code == 65 and code in reported_codes(refused.stderr), refused.stderr
-        (done,) = run_main(ranks, argv(files, run, *cross, **given | dict(data_path="texts.jsonl")))
+        export = () if cross else ("--export-hf", files / "of text")
+        texts = given | dict(data_path="texts.jsonl")
+        (done,) = run_main(ranks, argv(files, run, *cross, *export, **texts))
         assert done.exit_code == 0, done.stderr
         assert read_metrics(files / run)[-1]["iteration"] == STEPS
+        assert "no training text has an image" in done.stdout + done.stderr
+    before, after = all_tensors(files / "student"), all_tensors(files / "of text")
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert unchanged == {name for name in before if "visual" in name}, "weight decay moves the rest"
 
 
 def test_simpo_learns_from_pairs_of_text_and_refuses_those_with_pictures(files, ranks):

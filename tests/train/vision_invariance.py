@@ -27,12 +27,15 @@ from tests.train.invariance import (
     measure,
 )
 from tests.train.invariance_tables import print_tables
+from tests.train.moe_invariance import EP2
 
 SEQ_LENGTH = 96
 BUCKET_SIZE = 5000  # parameters
 LENGTH = ("--seq-length", str(SEQ_LENGTH))
 ALL_PARTS = (*LENGTH, "--student-train-parts", "text", "projector", "tower")
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+MIXER_RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "mixer", "moe")
+ADAM = ("--adam-eps", "1e-6")  # see test_latent_invariance.py
 UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "6,2")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 LAYOUTS = (
@@ -69,6 +72,25 @@ TILE_LAYOUTS = (
     Layout("PP2 DP2 + overlapped communication", 4, pp=2, flags=OVERLAP),
 )
 
+EXPERT_LAYOUTS = (
+    Layout("EP2 TP2 CP2 + SP, distributed optimizer", 4, tp=2, cp=2, flags=EP2 + SP + DISTRIBUTED),
+    Layout("TP2 + SP, mixer recomputed", 2, tp=2, flags=SP + MIXER_RECOMPUTED),
+    Layout("EP2 PP2 DP2 + overlapped communication", 4, pp=2, flags=EP2 + OVERLAP),
+    Layout("PP2 VPP2, single layers recomputed", 2, pp=2, vp=2, flags=BLOCK),
+    Layout("PP2 auto", 2, pp=2, flags=("--pipeline-layout", "auto")),
+    Layout("CP2 micro-batch 2", 2, cp=2, micro=2),
+    Layout("EP2, teacher on the host", 2, flags=EP2 + ("--teacher-residency", "host")),
+    Layout("micro-batch 4", micro=4),
+)
+DEEP_EXPERT_LAYOUTS = (
+    Layout("EP2 PP2 VPP2, single layers recomputed", 4, pp=2, vp=2, flags=EP2 + BLOCK),
+    Layout("EP2 TP2 + SP, micro-batch 2", 2, tp=2, micro=2, flags=EP2 + SP),
+    Layout("EP2 CP2", 2, cp=2, flags=EP2),
+    Layout("EP2 TP2 CP2 DP2 + SP, overlapped", 8, tp=2, cp=2, flags=EP2 + SP + OVERLAP),
+    Layout("PP2, units of 2 layers recomputed", 2, pp=2, flags=(*RECOMPUTED, "2")),
+    Layout("DP2, teacher over 2 peers", 2, flags=PEERS[2]),
+)
+
 
 def make_qwen_pair(folder: Path) -> tuple[Path, Path]:
     """Make a Qwen3-VL student of 8 layers and a wider Qwen2.5-VL teacher with patches of the same size."""
@@ -97,6 +119,25 @@ def make_tile_pair(folder: Path) -> tuple[Path, Path]:
     student = make_vision_model(folder / "student", "smolvlm", seed=1)
     wide = dict(num_hidden_layers=6, hidden_size=64, vocab_size=330)
     return add_text(student), make_vision_model(folder / "teacher", "idefics3", seed=2, text=wide)
+
+
+def make_expert_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen3.5 student with experts, and a wider Qwen3-VL teacher with experts and deepstack."""
+    student = make_vision_model(folder / "student", "qwen3_5_moe", seed=1)
+    wide = dict(num_hidden_layers=6, hidden_size=64, vocab_size=330)
+    teacher = make_vision_model(
+        folder / "teacher", "qwen3_vl_moe", seed=2, text=wide, vision=dict(hidden_size=48)
+    )
+    return add_text(student), teacher
+
+
+def make_deep_expert_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen3-VL student with experts behind two layers with deepstack, and a dense Qwen3.5 teacher."""
+    student = make_vision_model(
+        folder / "student", "qwen3_vl_moe", seed=1, text=dict(num_hidden_layers=8, mlp_only_layers=[0])
+    )
+    wide = dict(num_hidden_layers=8, hidden_size=64, vocab_size=330)
+    return add_text(student), make_vision_model(folder / "teacher", "qwen3_5", seed=2, text=wide)
 
 
 def rows_of_packs(vision) -> list[Row]:
@@ -169,6 +210,18 @@ TABLES = (
     ("Qwen3-VL learns from Qwen2.5-VL, tower trained", make_qwen_pair, LAYOUTS, ALL_PARTS),
     ("Qwen2.5-VL learns from Qwen3-VL, tower trained", make_window_pair, WINDOW_LAYOUTS, ALL_PARTS),
     ("SmolVLM learns from Idefics3, tower frozen", make_tile_pair, TILE_LAYOUTS, LENGTH),
+    (
+        "Qwen3.5 learns from Qwen3-VL, both with experts, tower trained",
+        make_expert_pair,
+        EXPERT_LAYOUTS,
+        (*ALL_PARTS, *ADAM),
+    ),
+    (
+        "Qwen3-VL with experts learns from Qwen3.5, tower trained",
+        make_deep_expert_pair,
+        DEEP_EXPERT_LAYOUTS,
+        (*ALL_PARTS, *ADAM),
+    ),
 )
 
 

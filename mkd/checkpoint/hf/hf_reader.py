@@ -16,7 +16,7 @@ from mkd.checkpoint.finite import is_finite, not_finite
 from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_names import Cut
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
-from mkd.checkpoint.hf.hf_stacked import split_stacks
+from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
@@ -70,7 +70,7 @@ class HFCheckpoint:
         self._stored = self._read_headers(weight_map)
         quantised = find_quantised(self.directory, self._stored)
         self.names = DiskNames.of_folder(self.directory)
-        headers, experts = split_stacks(self.directory, logical_headers(self._stored, quantised), quantised)
+        headers, experts = read_stacks(self.directory, logical_headers(self._stored, quantised), quantised)
         self._derived = quantised | experts
         renamed = {self.names.ours(name): header for name, header in headers.items()}
         self.headers = {name: one for name, one in renamed.items() if not name.startswith(TOWER)}

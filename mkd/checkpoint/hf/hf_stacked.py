@@ -1,7 +1,8 @@
-"""Tensors of a Hugging Face folder that hold all experts of a layer, read as tensors of single experts.
+"""Tensors of a Hugging Face folder that hold all experts of a layer, in a form that a table does not have.
 
-A family whose files may have either form says so (`Family.reads_stacked_experts`). A family whose files
-always have stacks describes them in its table (`Stack`).
+A family whose files may have such stacks in place of tensors of single experts says so
+(`Family.reads_stacked_experts`). A family whose files always have stacks describes them in its table
+(`Stack`). Each matrix may be turned in some of its files (`Family.reads_turned_stacks`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,34 @@ class ExpertMatrix:
         return read_stored(self.stored[0], (slice(self.expert, self.expert + 1), rows, cut[1]))[0]
 
 
-def split_stacks(
+@dataclass(frozen=True)
+class TurnedStack:
+    """A stack [experts, out, in] in place of [experts, in, out]."""
+
+    stored: tuple[str]  # name on disk
+    header: TensorHeader  # of the turned stack, [experts, in, out]
+
+    def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
+        """Return the part `cut`, [experts, in, out] in the dtype on disk."""
+        return read_stored(self.stored[0], (cut[0], cut[2], cut[1])).mT
+
+
+def read_stacks(
     directory: Path,
     headers: Mapping[str, TensorHeader],  # names on disk
     quantised: Container[str],  # names of tensors that are not read as they are on disk
-) -> tuple[dict[str, TensorHeader], dict[str, ExpertMatrix]]:
-    """Return the headers with a matrix for each expert in place of stacks, and these matrices by name."""
+) -> tuple[dict[str, TensorHeader], dict[str, ExpertMatrix | TurnedStack]]:
+    """Return the headers in the form of the family's table, and by name what is not so on disk."""
     model_type = model_type_of(directory)
     outer = VISION_FAMILIES.get(model_type)
     family = FAMILIES.get((outer and outer.text_family) or model_type)
+    if family is not None and family.reads_turned_stacks:
+        turned = dict(_turned(headers))
+        return dict(headers) | {name: one.header for name, one in turned.items()}, dict(turned)
     if family is None or not family.reads_stacked_experts:
         return dict(headers), {}
     found: dict[str, TensorHeader] = {}
-    matrices: dict[str, ExpertMatrix] = {}
+    matrices: dict[str, ExpertMatrix | TurnedStack] = {}
     for name, header in headers.items():
         match = STACK.fullmatch(name)
         if match is None or len(header.shape) != 3 or name in quantised:
@@ -61,6 +77,19 @@ def split_stacks(
         found |= {expert: matrix.header for expert, matrix in own.items()}
         matrices |= own
     return found, matrices
+
+
+def _turned(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, TurnedStack]]:
+    """Yield the stacks [experts, out, in]: those of a layer share the hidden size where only they can."""
+    for name, gate_up in headers.items():
+        match = STACK.fullmatch(name)
+        down = headers.get(name.replace("gate_up_proj", "down_proj"))
+        if match is None or match[2] != "gate_up_proj" or down is None:
+            continue
+        if len(gate_up.shape) == len(down.shape) == 3 and gate_up.shape[2] == down.shape[1]:
+            for one, header in ((name, gate_up), (f"{match[1]}down_proj", down)):
+                experts, rows, columns = header.shape
+                yield one, TurnedStack((one,), replace(header, shape=(experts, columns, rows)))
 
 
 def _matrices(match: re.Match[str], header: TensorHeader) -> Iterator[tuple[str, ExpertMatrix]]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mkd.errors import UsageError
-from mkd.families.vision import TEXT_ALONE
 from mkd.parallel.image_row import Grid, num_patches
 from mkd.tokenizers.tokenizer import Tokenizer, sha256_of
 
@@ -25,7 +24,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # of transformers 5; it counts before the other
 IDEFICS_TYPES = ("idefics3", "smolvlm")
 TILE_NAME = re.compile(r"<row_\d+_col_\d+>")
-QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class ImageProcessor(ABC):
 
 
 class QwenImages(ImageProcessor):
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one grid of patches for an image."""
+    """Qwen2-VL to Qwen3.5: one grid of patches for an image."""
 
     structure = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
     has_mrope = True
@@ -246,7 +245,7 @@ def has_vision_part(folder: str | Path) -> bool:
     """Return True for the folder of a model that reads images in mkd, with or without its image processor."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return config.get("vision_config") is not None and config.get("model_type") not in TEXT_ALONE
+    return config.get("vision_config") is not None
 
 
 def load_image_processor(
@@ -262,7 +261,7 @@ def load_image_processor(
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind, vision = config.model_type, getattr(config, "vision_config", None)
-    if vision is None or kind in TEXT_ALONE:
+    if vision is None:
         return None
     if kind not in (*IDEFICS_TYPES, *QWEN_TYPES):
         raise UsageError(

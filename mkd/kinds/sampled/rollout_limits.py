@@ -60,9 +60,7 @@ def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     if not config.rollout.is_on or student is None:
         return
     length, reason = config.training.seq_length, None
-    if student.vision is not None:
-        reason = "images"
-    elif any(layer.mla for layer in student.layers):
+    if any(layer.mla for layer in student.layers):
         reason = "latent attention"
     elif any(layer.attention_sinks for layer in student.layers):
         reason = "attention sinks"
@@ -74,6 +72,3 @@ def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
         what = f"the student has {reason}, with which mkd cannot sample yet"
         why = "keys and values of earlier tokens are cached as they are"
         yield UsageError(what, why, f"use another student, {OFF}", code="rollouts-exclude")
-    if any(one is not None and one.vision for one in facts.teachers):
-        what, why = "rollouts cannot have a teacher that reads images yet", "completions are packed as text"
-        yield UsageError(what, why, f"use a teacher that reads text, {OFF}", code="rollouts-exclude")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,15 @@ if TYPE_CHECKING:  # it loads the compiler, which models of text do not need
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MULTIPLE = 8  # of the channels of `AlignedMLP`
+QWEN_TOWERS = MappingProxyType(  # family -> class of transformers
+    {
+        "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+        "qwen3_vl": "Qwen3VLVisionModel",
+        "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
+        "qwen3_5": "Qwen3_5VisionModel",
+        "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+    }
+)
 
 
 class VisionTower(nn.Module):
@@ -120,16 +131,9 @@ def _recompute_blocks(module: PreTrainedModel) -> None:
 
 def _modules(family: str, config: PreTrainedConfig) -> dict[str, nn.Module]:
     """Return name -> module of a family, with random weights."""
-    if family == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
-
-        return {"visual": Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)}
-    if family == "qwen3_vl":
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        return {"visual": Qwen3VLVisionModel._from_config(config.vision_config)}
+    if family in QWEN_TOWERS:
+        module = import_module(f"transformers.models.{family}.modeling_{family}")
+        return {"visual": getattr(module, QWEN_TOWERS[family])._from_config(config.vision_config)}
     if family == "idefics3":
         from transformers.models.idefics3.modeling_idefics3 import (
             Idefics3Connector,

@@ -156,9 +156,7 @@ def test_an_adapter_is_to_be_merged(llama, tmp_path):
         check(unmerged)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "text"), [("qwen3_vl_moe", "qwen3_vl_moe_text"), ("qwen2_vl", "qwen2_vl_text")]
-)
+@pytest.mark.parametrize(("model_type", "text"), [("llama4", "llama4_text"), ("qwen2_vl", "qwen2_vl_text")])
 def test_no_hint_names_a_model_that_is_refused_too(model_type, text):
     config = {"model_type": model_type} | ({"text_config": {"model_type": text}} if text else {})
     with pytest.raises(UsageError) as caught:

@@ -23,7 +23,7 @@ from mkd.platform import detect
 from tests.checkpoint.hf.test_hf_writer import import_export
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.reported import reports
-from tests.tiny_vision_models import FAMILIES, make_vision_model
+from tests.tiny_vision_models import FAMILIES, make_vision_model, turn_experts
 
 LAYOUTS = {"smolvlm": (2, (1, (3, 1), 1)), "qwen3_vl": (4, (2, (2, 2), 1))}  # the others on one process
 
@@ -43,6 +43,19 @@ def test_export_is_bitwise_the_model_that_was_read(family, tmp_path, ranks):
     _, report = transformers.AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert not report["mismatched_keys"]
+
+
+def test_experts_are_read_in_either_direction(tmp_path, ranks):
+    """An export has them as released, whatever transformers wrote."""
+    folders = [make_vision_model(tmp_path / name, "qwen3_vl_moe") for name in ("released", "turned")]
+    turn_experts(folders[1])
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    released, turned = (all_tensors(folder) for folder in folders)
+    assert torch.equal(released[name], turned[name].mT) and released[name].shape != turned[name].shape
+    layout = (1, (4,), 1)
+    assert not any(ranks.run(import_export, 1, folders[1], tmp_path / "out", layout, torch.float32))
+    exported = all_tensors(tmp_path / "out")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in released.items())
 
 
 def save_at_tp2(source, folder):

@@ -1,4 +1,7 @@
-"""Check sampling from students with mixers against transformers, at every layout."""
+"""Check sampling from students with mixers against transformers, at every layout.
+
+Those with a vision tower complete texts too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch.utils import deterministic
 from tests.kinds.sampled.decoded import VOCAB_SIZE, Place, requests, sample
 from tests.kinds.sampled.test_decoding import by_completion
 from tests.tiny_models import make_model
+from tests.tiny_vision_models import make_vision_model, reference_model
 
 SINGLE = Place("one process")
 SLOW = pytest.mark.slow
@@ -18,7 +22,7 @@ PP2 = Place("PP2", 2, pp=2)
 CASES = (  # family, layout, rows, temperature; the other cases are slow
     ("qwen3_next", SINGLE, "off", 1.0),
     ("qwen3_5", TP2_SP, "off", 1.0),
-    ("qwen3_5", PP2, "off", 0.0),
+    ("qwen3_5 with images", PP2, "off", 0.0),
     ("qwen3_5", SINGLE, "plain", 1.0),
     ("nemotron_h", TP2_SP, "off", 1.0),
 )
@@ -26,6 +30,7 @@ SLOW_CASES = (
     ("nemotron_h", SINGLE, "plain", 0.0),
     ("nemotron_h", PP2, "off", 1.0),
     ("nemotron_h", Place("PP2 VPP2", 2, pp=2, vp=2), "off", 0.0),
+    ("qwen3_5", PP2, "off", 0.0),
     ("qwen3_next", SINGLE, "off", 0.0),
     ("qwen3_5", SINGLE, "off", 1.0),
     ("qwen3_5_moe", SINGLE, "off", 0.0),
@@ -36,6 +41,9 @@ SLOW_CASES = (
     ("qwen3_next", Place("PP2 VPP2", 2, pp=2, vp=2), "off", 1.0),
     ("qwen3_next", Place("TP2 PP2 + sequence parallel", 4, tp=2, pp=2, sequence_parallel=True), "off", 1.0),
     ("qwen3_5_moe", Place("PP2 DP2", 4, pp=2), "off", 1.0),
+    ("qwen3_5_moe with images", TP2_SP, "off", 1.0),
+    ("qwen3_vl with images", SINGLE, "plain", 1.0),
+    ("qwen2_5_vl with images", PP2, "off", 0.0),
 )
 NEW_TOKENS = 24
 STOP_IDS = frozenset(range(0, VOCAB_SIZE, 10))  # completions end one by one, and others move to their slots
@@ -86,12 +94,20 @@ def test_log_probabilities_are_those_of_transformers(family, place, fixed_rows, 
     """Every token of every completion, whose slots others have had before."""
     from transformers import AutoModelForCausalLM
 
-    folder, asked = make_model(tmp_path / family, family), long_and_short()
+    name, _, sees_images = family.partition(" ")
+    if sees_images:
+        folder = make_vision_model(tmp_path / name, name, text=dict(vocab_size=VOCAB_SIZE))
+    else:
+        folder = make_model(tmp_path / name, name)
+    asked = long_and_short()
     found = by_completion(
         ranks.run(sample_poisoned, place.ranks, folder, place, asked, fixed_rows, temperature)
     )
     assert len(found) == len(asked) > 5
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if sees_images:
+        model = reference_model(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for one in asked:
         ids, logp, finish = found[one.prompt, one.sample]
         assert len(ids) == NEW_TOKENS or (finish == "stop" and ids[-1] in STOP_IDS)

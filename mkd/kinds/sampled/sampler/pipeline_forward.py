@@ -14,6 +14,7 @@ from torch import Tensor
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.zigzag import RowShard
 
 
 class _Sends:
@@ -47,13 +48,14 @@ class PipelineForward:
         context = self.context
         config = self.parts[0].config
         shards = context.tp_size if config.sequence_parallel else 1
+        positions = _positions(tokens.numel(), packed)[None]
         for part in self.parts:
             if not part.pre_process:
                 size = tokens.numel() // shards, 1, config.hidden_size
                 received = torch.empty(size, dtype=config.params_dtype, device=context.device)
                 dist.recv(received, self._rank_of(context.pp_rank - 1), group=context.pp_group)
                 part.set_input_tensor(received)
-            hidden = part(tokens[None], tokens[None], packed_seq_params=packed)
+            hidden = part(tokens[None], positions, packed_seq_params=packed)
             part.set_input_tensor(None)
             if not part.post_process:
                 target = self._rank_of(context.pp_rank + 1)
@@ -93,3 +95,10 @@ class PipelineForward:
     def on_device(self, values: np.ndarray) -> Tensor:
         """Return the values on the device of this rank."""
         return torch.from_numpy(values).to(self.context.device)
+
+
+def _positions(tokens: int, packed: PackedDocuments) -> Tensor:
+    """Return the position of each token in its text, int64 [t]. Models with images turn by them."""
+    if packed.token_positions is not None:
+        return packed.token_positions
+    return RowShard().places(packed.cu_seqlens_q_padded, tokens)[1].long()
