@@ -59,11 +59,13 @@ def random_documents(vocab_size: int, num_documents: int, num_tokens: int, seed:
 @torch.no_grad()
 def transformers_logits(folder: Path, documents: list[Tensor], device: torch.device) -> Tensor:
     """Return logits [tokens of all documents, v] fp32 on the CPU, computed one document at a time."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    sees_images = ModelShape.from_hf_dir(folder).vision is not None
+    loader = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     options = dict(dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
+        model = loader.from_pretrained(folder, **options).eval().to(device)
     except ValueError as error:  # of a model_type that it does not know, as kimi_k2
         do = "give a copy of the folder whose config.json has a model_type that it knows, such as deepseek_v3"
         why = str(error).splitlines()[0]

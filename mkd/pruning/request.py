@@ -67,13 +67,6 @@ def require_room(request: StudentRequest) -> None:
 
 def refuse_other_kinds(teacher: ModelShape) -> None:
     """Raise UsageError for a model with images, with unlike layers or with experts."""
-    if teacher.vision is not None:
-        raise UsageError(
-            f"mkd cannot cut a {teacher.vision.family} model",
-            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
-            "cut its text model saved on its own",
-            code="cut-not-supported",
-        )
     if not all(layer.is_transformer_layer for layer in teacher.layers):
         raise UsageError(
             f"mkd cannot cut a {teacher.family} model",
@@ -93,6 +86,13 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
             f"mkd cannot cut a {teacher.family} model with experts",
             "which layers have experts is counted by position, and a cut would move them",
             "cut a dense model",
+            code="cut-not-supported",
+        )
+    if teacher.vision is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.vision.family} model",
+            "its vision tower makes features as wide as the text model, and a cut knows only the text model",
+            "cut its text model saved on its own",
             code="cut-not-supported",
         )
 

@@ -37,8 +37,24 @@ def make_wide_pair(folder: Path) -> tuple[Path, Path]:
     )
 
 
-def test_a_gpu_equals_a_cpu(ranks, gpu_ranks, tmp_path):
-    pair = make_wide_pair(tmp_path)
+def make_wide_expert_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen3.5 student and a Qwen3-VL teacher, both with experts, with heads of 64 channels."""
+    common = dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
+    deep = dict(num_hidden_layers=4, hidden_size=128, head_dim=64)
+    rope = dict(partial_rotary_factor=0.5, mrope_section=[6, 5, 5])
+    deep |= dict(rope_parameters=common | rope, linear_key_head_dim=32, linear_value_head_dim=32)
+    wide = dict(num_hidden_layers=4, hidden_size=256, head_dim=64, vocab_size=330)
+    wide |= dict(rope_parameters=common | dict(mrope_section=[16, 8, 8]))
+    student = make_vision_model(folder / "student", "qwen3_5_moe", seed=1, text=deep)
+    tower = dict(hidden_size=48)
+    return add_text(student), make_vision_model(
+        folder / "teacher", "qwen3_vl_moe", seed=2, text=wide, vision=tower
+    )
+
+
+@pytest.mark.parametrize("make_pair", [make_wide_pair, make_wide_expert_pair])
+def test_a_gpu_equals_a_cpu(make_pair, ranks, gpu_ranks, tmp_path):
+    pair = make_pair(tmp_path)
     (single,) = ranks.run(run_vision_layout, 1, SINGLE, *pair, tmp_path / "single")
     found = gpu_ranks.run(run_vision_layout, 1, SINGLE, *pair, tmp_path / "layout")
     errors = errors_of(found, tmp_path, single)

@@ -124,7 +124,7 @@ def make_tile_pair(folder: Path) -> tuple[Path, Path]:
 def make_expert_pair(folder: Path) -> tuple[Path, Path]:
     """Make a Qwen3.5 student with experts, and a wider Qwen3-VL teacher with experts and deepstack."""
     student = make_vision_model(folder / "student", "qwen3_5_moe", seed=1)
-    wide = dict(num_hidden_layers=6, hidden_size=64, vocab_size=330)
+    wide = dict(num_hidden_layers=8, hidden_size=64, vocab_size=330)
     teacher = make_vision_model(
         folder / "teacher", "qwen3_vl_moe", seed=2, text=wide, vision=dict(hidden_size=48)
     )

@@ -106,7 +106,7 @@ def test_one_call_for_all_images_and_windows_equals_a_loop(family):
     assert [48, 8, 40] in calls
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_pass_takes_its_indices_from_the_host(family):
     """transformers computes nothing from grids: on a GPU the host would wait for it."""
     shape = ModelShape.from_hf_config(vision_config(family).to_dict())

@@ -18,6 +18,7 @@ GRIDS = [(18, 24), (6, 4), (10, 30)]
 SIZES = {  # heads of 80 and 72 channels, as in the real towers
     "qwen2_5_vl": dict(hidden_size=160, intermediate_size=200, window_size=32),
     "qwen3_vl": dict(hidden_size=144, intermediate_size=200),
+    "qwen3_5": dict(hidden_size=144, intermediate_size=200),
     "smolvlm": dict(hidden_size=144, intermediate_size=200),
 }
 
@@ -57,7 +58,7 @@ def errors(found, exact):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_varlen_attention_equals_the_loop(family):
     """In bf16 both are as far from fp32: features, and the gradients of the whole tower."""
     device = torch.device("cuda")
