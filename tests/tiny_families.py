@@ -93,6 +93,14 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         | dict(layer_types=_THREE_OF_FOUR, hidden_size_per_layer_input=0, pad_token_id=None)
         | dict(final_logit_softcapping=3.0, rope_parameters=_GEMMA_ROPES),
     ),
+    "gemma4-experts": (  # Gemma 4 26B-A4B
+        "Gemma4",
+        dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, sliding_window=12)
+        | dict(attention_k_eq_v=True, num_global_key_value_heads=2, global_head_dim=16)
+        | dict(layer_types=_THREE_OF_FOUR, hidden_size_per_layer_input=0, pad_token_id=None)
+        | dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24)
+        | dict(final_logit_softcapping=3.0, rope_parameters=_GEMMA_ROPES),
+    ),
     "gemma4-values": (  # full attention with values of its own, many key/value heads, and no bound of logits
         "Gemma4",
         dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, sliding_window=12, global_head_dim=12)

@@ -108,6 +108,9 @@ class MoEShape:
     shared_ffn_hidden_size: int = 0  # width of the MLP that every token passes beside its experts; 0: none
     shared_gate: bool = False  # the output of that MLP is multiplied by a sigmoid, one number a token
     correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
+    # MLP and experts have norms of their inputs and outputs; the router normalises and scales its input, and
+    # scales each expert's weights.
+    inner_norms: bool = False
     biases: bool = False  # the router's product and both products of each expert have a bias
     is_gated: bool = True  # experts, shared ones too, have gates, as `LayerShape.is_gated`
 
@@ -198,6 +201,11 @@ class LayerShape:
     def has_shared_gate(self) -> bool:
         """True if a gate multiplies the output of the MLP beside the experts."""
         return self.moe is not None and self.moe.shared_gate
+
+    @property
+    def has_inner_norms(self) -> bool:
+        """True if experts, and the MLP beside them, have norms of their own."""
+        return self.moe is not None and self.moe.inner_norms
 
     @property
     def has_correction_bias(self) -> bool:

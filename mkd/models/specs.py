@@ -133,14 +133,15 @@ def layer_spec(
         mlp = ModuleSpec(module=module, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
-        mlp = moe_spec(layer.moe, parts.experts, groups)
+        mlp = moe_spec(layer.moe, parts.experts, groups, parts.norm)
     attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
     mlp_norm = parts.first_norm if layer.is_dense else parts.norm
+    has_mlp_norm = layer.pre_norms and not layer.has_inner_norms
     submodules = TransformerLayerSubmodules(
         input_layernorm=attention_norm if layer.pre_norms else IdentityOp,
         self_attention=attention,
         self_attn_bda=residual_add(layer.residual_scale),
-        pre_mlp_layernorm=mlp_norm if layer.pre_norms else IdentityOp,
+        pre_mlp_layernorm=mlp_norm if has_mlp_norm else IdentityOp,
         mlp=mlp,
         mlp_bda=residual_add(layer.residual_scale),
         sharded_state_dict_keys_map=norms,

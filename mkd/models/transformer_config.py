@@ -142,7 +142,7 @@ def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
     Megatron's fused gated GELU is called `F.gelu` and has the tanh form.
     """
     if name == "gelu_tanh":
-        return F.gelu if is_fused else _gelu_tanh
+        return F.gelu if is_fused else gelu_tanh
     if name == "quick_gelu":
         return _quick_gelu
     if name == "squared_relu":
@@ -159,7 +159,8 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU in its tanh form."""
     return F.gelu(x, approximate="tanh")
 
 

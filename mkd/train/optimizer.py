@@ -49,6 +49,8 @@ def wrap_stages(
     wrap = partial(DistributedDataParallel, ddp_config=ddp_config, pg_collection=context.groups)
     # As Megatron suggests: one bucket for each later part of an interleaved schedule.
     wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
+    for one in wrapped:
+        _store_padding(one)
     for stage in stages:
         stage.config.finalize_model_grads_func = partial(_finalize, after_backward)
         accumulate_inside_products(stage)
@@ -60,6 +62,18 @@ def wrap_stages(
     if parallel.overlap_param_gather and len(wrapped) > 1:
         first.param_sync_func = [stage.start_param_sync for stage in wrapped]
     return wrapped
+
+
+def _store_padding(wrapped: DistributedDataParallel) -> None:
+    """Let the distributed optimizer's checkpoints have the padding behind each bucket of gradients.
+
+    Megatron joins the buckets without their padding, then cuts parameters at places that count it: behind the
+    first padded bucket, each parameter would get moments of its neighbour, and the last ones zeros.
+    """
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
 
 
 def accumulate_inside_products(model: nn.Module) -> None:

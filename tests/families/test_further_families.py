@@ -28,7 +28,7 @@ NOISE = 1.5  # of transformers' own error in fp32
 # Models for the layouts of daily tests: their layers have parts that tensor, or context parallelism cuts.
 BY_HEADS, BY_TOKENS = (
     ("glm4_moe", "olmo3", "hunyuan_v1_dense", "minimax_m2", "gemma4"),
-    ("smollm3", "ministral3", "granite"),
+    ("smollm3", "ministral3", "granite", "gemma4-experts"),
 )
 NIGHTLY = (
     "gemma4-values",

@@ -36,6 +36,7 @@ ROPES = {
         SHARED | {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"},
         SHARED | {"global_head_dim": 40, "head_dim": 20, "num_key_value_heads": 8, "rope_parameters": ROPES},
         {"num_global_key_value_heads": 2},  # transformers ignores it unless keys are values
+        dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=20),
         {"layer_types": 4 * [FULL, SLIDING], "tie_word_embeddings": False, "sliding_window": 7},
     ],
 )
@@ -61,6 +62,10 @@ def test_layers_are_those_of_transformers(more):
     assert ours.logits_cap == theirs.final_logit_softcapping and not ours.zero_centered_norms
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.max_position_embeddings == theirs.max_position_embeddings
+    moe = ours.moe
+    found = moe and (moe.num_experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size)
+    given = (theirs.num_experts, theirs.top_k_experts, theirs.moe_intermediate_size, 96)
+    assert found == (given if theirs.enable_moe_block else None)
     written = ModelShape.from_hf_config(json.loads(theirs.to_json_string()))
     assert ours.differences(written) == []
 
@@ -85,6 +90,7 @@ def test_layers_are_those_of_transformers(more):
             "model-feature-not-supported: per_layer_config has other",
             {"per_layer_config": {"1": {"head_dim": 12}}},
         ),
+        ("model-config-not-valid: key 'num_experts' is missing", {"enable_moe_block": True}),
         ("model-config-not-valid: per_layer_config is 3", {"per_layer_config": 3}),
         ("model-config-not-valid: num_attention_heads 8 is no", SHARED | {"num_global_key_value_heads": 3}),
     ],

@@ -1,5 +1,7 @@
 """Gemma 4 text models: full attention has other heads than windows, and its keys are its values.
 
+26B-A4B has experts beside the MLP of every layer.
+
 transformers never trains the number that multiplies a layer's output (`layer_scalar`), and neither does mkd.
 It gives the embedding of `pad_token_id` no gradient from its inputs; mkd trains it like any other row.
 """
@@ -13,10 +15,23 @@ from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.dense.gemma3 import GEMMA3
+from mkd.families.experts.expert_shapes import softmax_experts
 from mkd.families.family import FULL, SLIDING, Family, HFConfig, changed_by_kind, layer_kinds, with_windows
 from mkd.families.layer_shape import HeadsShape, LayerShape, RopeShape
 from mkd.families.rope_config import read_rope
-from mkd.families.weight_rules import LAYER, ONE_NUMBER, Entry
+from mkd.families.weight_rules import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    HIDDEN,
+    LAYER,
+    ONE_NUMBER,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_DOWN,
+    SHARED_GATE_UP,
+    Entry,
+    Stack,
+)
 
 THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 UNSUPPORTED = (  # keys of config.json, and why mkd cannot follow a value other than null, 0 or false
@@ -24,6 +39,15 @@ UNSUPPORTED = (  # keys of config.json, and why mkd cannot follow a value other 
     ("num_kv_shared_layers", "every layer of mkd makes its own keys and values"),
     ("attention_bias", "Gemma 4 normalises the output of attention, which has no bias"),
 )
+
+
+INNER_NORMS = {
+    "shared_input_norm.weight": "pre_feedforward_layernorm",
+    "shared_output_norm.weight": "post_feedforward_layernorm_1",
+    "expert_input_norm.weight": "pre_feedforward_layernorm_2",
+    "expert_output_norm.weight": "post_feedforward_layernorm_2",
+    "output_norm.weight": "post_feedforward_layernorm",
+}
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
@@ -42,6 +66,12 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     full = _full_heads(config, kinds)
     changes = dict(rope=_rope(config, FULL, full.head_dim), heads=full)
     changes["shared_key_value"] = config["attention_k_eq_v"]
+    if config["enable_moe_block"]:
+        experts = softmax_experts(
+            config["num_experts"], config["top_k_experts"], config["moe_intermediate_size"]
+        )
+        width = config["intermediate_size"]
+        layer = replace(layer, moe=replace(experts, shared_ffn_hidden_size=width, inner_norms=True))
     layers = changed_by_kind((layer,) * config["num_hidden_layers"], kinds, FULL, **changes)
     return with_windows(layers, config, kinds)
 
@@ -121,8 +151,38 @@ def _read_model(config: HFConfig) -> dict[str, Any]:
 
 
 def _tensors() -> Mapping[str, Entry]:
+    """Return the weight table: Gemma 3's, then experts, each of whose tensors has all experts of a layer."""
+    dense = {
+        name: replace(entry, needs="is_dense") if name.startswith(("mlp.", "pre_mlp")) else entry
+        for name, entry in GEMMA3.tensors.items()
+        if not name.endswith(".bias")
+    }
+    gate_up, down = (
+        (f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")),
+        f"{LAYER}mlp.down_proj.weight",
+    )
+    of_shared = {
+        "mlp.shared_experts.linear_fc1.weight": Entry(SHARED_GATE_UP, tuple(gate_up), "has_inner_norms"),
+        "mlp.shared_experts.linear_fc2.weight": Entry(SHARED_DOWN, (down,), "has_inner_norms"),
+    }
+    router, experts, expert = f"{LAYER}router.", f"{LAYER}experts.", "mlp.experts.local_experts.{expert}."
+    routed = {
+        "mlp.router.weight": Entry(ROUTER, (f"{router}proj.weight",), "has_inner_norms"),
+        "mlp.router.input_scale": Entry(HIDDEN, (f"{router}scale",), "has_inner_norms"),
+        "mlp.router.expert_scale": Entry(ROUTER_BIAS, (f"{router}per_expert_scale",), "has_inner_norms"),
+        f"{expert}linear_fc1.weight": Entry(
+            EXPERT_GATE_UP, (f"{experts}gate_up_proj",) * 2, "has_inner_norms", Stack()
+        ),
+        f"{expert}linear_fc2.weight": Entry(
+            EXPERT_DOWN, (f"{experts}down_proj",), "has_inner_norms", Stack()
+        ),
+    }
+    norms = {
+        f"mlp.{ours}": Entry(HIDDEN, (f"{LAYER}{theirs}.weight",), "has_inner_norms")
+        for ours, theirs in INNER_NORMS.items()
+    }
     scale = {"output_scale": Entry(ONE_NUMBER, (f"{LAYER}layer_scalar",), "output_scale")}
-    return MappingProxyType({**GEMMA3.tensors, **scale})
+    return MappingProxyType(dense | of_shared | routed | norms | scale)
 
 
 GEMMA4 = Family(
@@ -132,6 +192,7 @@ GEMMA4 = Family(
     defaults={
         "attention_bias": False,
         "attention_k_eq_v": False,
+        "enable_moe_block": False,
         "global_head_dim": 512,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",

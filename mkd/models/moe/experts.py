@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from mkd.models.moe.clamped_gate import ClampedGate, add_biases
 from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side
+from mkd.models.transformer_config import gelu_tanh
 
 
 class LocalExperts(SequentialMLP):
     """One MLP after another, without Transformer Engine."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(num_local_experts, _with_gate(config), *args, **options)
         mark_as_experts(self.parameters())
 
 
@@ -30,8 +33,8 @@ class GroupedExperts(TEGroupedMLP):
     Transformer Engine launches a kernel for each expert, and waits for the counts on the host.
     """
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(num_local_experts, _with_gate(config), *args, **options)
         mark_as_experts(self.parameters())
         for linear in (self.linear_fc1, self.linear_fc2):
             place_side_by_side(linear, [f"weight{expert}" for expert in range(self.num_local_experts)])
@@ -73,12 +76,24 @@ class GroupedExperts(TEGroupedMLP):
         return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
 
     def _gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        assert self.config.activation_func is silu, "all families of experts without biases have SwiGLU"
+        if self.config.activation_func is gelu_tanh:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return (gelu_tanh(gate) * up * weights[:, None]).to(gate_up.dtype)
+        assert self.config.activation_func is silu, "all other experts without biases have SwiGLU"
         return weighted_bias_swiglu_impl(gate_up, None, weights[:, None])
 
     def _clamped_gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
         return ClampedGate.apply(gate_up, weights[:, None], limit, offset)
+
+
+def _with_gate(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration of experts: for them Megatron has no fused gate of GELU."""
+    if config.activation_func not in (gelu, gelu_tanh):
+        return config
+    config = copy(config)
+    config.activation_func, config.bias_activation_fusion = gelu_tanh, False
+    return config
 
 
 class ExpertRowLinear(RowParallelLinear):

@@ -15,11 +15,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from torch import Tensor
+from torch import Tensor, nn
 
 from mkd.families.layer_shape import MoEShape
 from mkd.models.moe.experts import ExpertRowLinear, GroupedExperts, LocalExperts
-from mkd.models.moe.router import DocumentRouter
+from mkd.models.moe.router import DocumentRouter, ScaledRouter
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -100,7 +100,12 @@ class ExpertLayer(MoELayer):
 
     def _compute(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
         shared = self.shared_experts(hidden_states) if self.use_shared_expert else None
-        weights, selected = self.router(hidden_states, documents)
+        output = self._routed(hidden_states, hidden_states, documents)
+        return output if shared is None else output + shared
+
+    def _routed(self, hidden_states: Tensor, router_input: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the output of the experts, [t(/tp), 1, h]; both inputs have this shape."""
+        weights, selected = self.router(router_input, documents)
         exchange = self.token_dispatcher
         tokens, weights = exchange.dispatch_preprocess(hidden_states, selected, weights)
         tokens, weights = exchange.token_dispatch(tokens, weights)
@@ -110,7 +115,35 @@ class ExpertLayer(MoELayer):
         output = exchange.token_combine(exchange.combine_preprocess(output))
         output = exchange.combine_postprocess(output)
         exchange.probs = exchange.routing_map = None  # else the graph, and with it the model, stays in memory
-        return output if shared is None else output + shared
+        return output
+
+
+NORMS = ("shared_input_norm", "shared_output_norm", "expert_input_norm", "expert_output_norm", "output_norm")
+
+
+class NormedExpertLayer(ExpertLayer):
+    """Takes the residual itself: the MLP and the experts normalise their inputs and outputs, then the sum.
+
+    Source: transformers, `Gemma4TextDecoderLayer`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        groups: ProcessGroupCollection,
+        norm: type[nn.Module],
+        **options: Any,
+    ):
+        super().__init__(config, submodules, groups, **options)
+        for name in NORMS:
+            made = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.add_module(name, made)
+
+    def _compute(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
+        shared = self.shared_output_norm(self.shared_experts(self.shared_input_norm(hidden_states)))
+        routed = self._routed(self.expert_input_norm(hidden_states), hidden_states, documents)
+        return self.output_norm(shared + self.expert_output_norm(routed))
 
 
 @dataclass(frozen=True)
@@ -134,17 +167,20 @@ TRANSFORMER_ENGINE_EXPERTS = ExpertParts(
 )
 
 
-def moe_spec(moe: MoEShape, parts: ExpertParts, groups: ProcessGroupCollection | None) -> ModuleSpec:
+def moe_spec(
+    moe: MoEShape, parts: ExpertParts, groups: ProcessGroupCollection | None, norm: type[nn.Module]
+) -> ModuleSpec:
     """Return the module in place of a layer's MLP.
 
     `groups` travel with the specification, because Megatron's layer hands them to its own classes only.
     """
     shared = ModuleSpec(module=SharedExpertMLP, submodules=parts.shared_linears)
+    params = {"groups": groups, "has_biases": moe.biases}
     return ModuleSpec(
-        module=ExpertLayer,
-        params={"groups": groups, "has_biases": moe.biases},
+        module=NormedExpertLayer if moe.inner_norms else ExpertLayer,
+        params=params | {"norm": norm} if moe.inner_norms else params,
         submodules=MoESubmodules(
-            router=DocumentRouter,
+            router=ScaledRouter if moe.inner_norms else DocumentRouter,
             experts=ModuleSpec(module=parts.experts, submodules=parts.linears),
             shared_experts=shared if moe.shared_ffn_hidden_size else None,
         ),

@@ -127,6 +127,8 @@ class Activations:
         if layer.joint_qk_norm is not None:
             norms += query + key_value + 4 * self.tokens * 2
         norms += layer.value_norm * (key_value + 4 * self.tokens * groups)
+        if layer.has_inner_norms:  # two outputs, the experts' input and the router's
+            norms += 4 * (self.hidden_bytes + 4 * self.tokens)
         norms += layer.output_scale * self.hidden_bytes  # the sum behind the last residual addition
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output

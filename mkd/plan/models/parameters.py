@@ -102,6 +102,7 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
         width = moe.shared_ffn_hidden_size
         dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
         dense += moe.shared_gate * hidden
+        dense += moe.inner_norms * (4 * hidden + moe.num_experts)  # three norms, the router's scales
         experts = moe.num_experts // sizes.expert * expert_parameters(shape, moe)
     ffn = width // sizes.tensor
     dense += layer.mlp_matrices * hidden * ffn

@@ -30,9 +30,9 @@ CARRIED = {
 }
 
 
-def with_more(folder: Path, family: str) -> Path:
+def with_more(folder: Path, family: str, **sizes: object) -> Path:
     """Make a bf16 model whose folder has further tensors of several dtypes, in one file."""
-    make_model(folder, family, dtype=torch.bfloat16, shard_size="5GB")
+    make_model(folder, family, dtype=torch.bfloat16, shard_size="5GB", **sizes)
     names = carried_names(ModelShape.from_hf_dir(folder), CARRIED)
     save_file(
         tensors(folder) | {name: CARRIED[name] for name in names},
