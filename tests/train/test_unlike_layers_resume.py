@@ -70,5 +70,8 @@ def test_resume_is_bitwise_after_saves_at_other_layouts(files, ranks):
     assert before.keys() == whole.keys() == rest.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor.view(torch.uint8), rest[name].view(torch.uint8)), name
+        if name.endswith("layer_scalar"):  # it is not trained, but may have another dtype
+            assert torch.equal(tensor, before[name].to(tensor.dtype))
+            continue
         is_unchanged = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
-        assert is_unchanged == (name in CARRIED or name.endswith("layer_scalar")), name
+        assert is_unchanged == (name in CARRIED), name
