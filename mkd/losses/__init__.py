@@ -1,4 +1,4 @@
-"""Distillation losses on vocabulary shards.
+"""Distillation losses on vocabulary shards, and `DistillationLoss` for other trainers.
 
 kd_objective.py          settings of a loss, its columns on a rank, and its result
 divergences.py           one class for each divergence between teacher and student
@@ -7,7 +7,9 @@ softmax.py               softmax over a split vocabulary: the local part and the
 statistics.py            row statistics after one pass over the logits, merged over ranks
 torch_rows.py            the passes over logits in plain torch
 vocab_parallel.py        the loss of logits that exist in full, and the choice of passes
+lm_head.py               an LM head in a fused loss: logits of some rows, gradients summed block by block
 fused_linear.py          LM heads and loss in one, block by block, for training
+fused_rows.py            the same with a value for each row
 softcap.py               logits that stay within a bound
 scores.py                log-probability and entropy of given tokens, for evaluation
 triton_divergences.py    the formulas of the divergences for GPU kernels
@@ -15,18 +17,25 @@ triton_kernels.py        the passes as GPU kernels
 triton_merge.py          the merge of row statistics as a GPU kernel
 triton_rows.py           launches these kernels, with the functions of torch_rows.py
 stored/                  the loss of a teacher whose top-k log-probabilities are stored
+library/                 the loss as a module, without Megatron unless the vocabulary is split
 """
 
 from mkd.losses.divergences import build_divergence
-from mkd.losses.fused_linear import HeadInput, fused_linear_kd
+from mkd.losses.fused_linear import fused_linear_kd
 from mkd.losses.kd_objective import KDObjective, KDOutput
+from mkd.losses.library.distillation_loss import DistillationLoss, DistillationOutput
+from mkd.losses.library.language_head import LMHead
+from mkd.losses.lm_head import HeadInput
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
 from mkd.losses.vocab_parallel import vocab_parallel_kd
 
 __all__ = [
+    "DistillationLoss",
+    "DistillationOutput",
     "HeadInput",
     "KDObjective",
     "KDOutput",
+    "LMHead",
     "build_divergence",
     "fused_linear_kd",
     "vocab_parallel_kd",

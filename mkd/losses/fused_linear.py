@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
-from mkd.losses.softcap import softcap, softcap_and_tanh, through_softcap
+from mkd.losses.lm_head import HeadGradients, HeadInput, whole_sequence
+from mkd.losses.softcap import softcap_and_tanh, through_softcap
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
@@ -28,17 +27,9 @@ from mkd.parallel.axes import place_in
 from mkd.plan.footprint.head import head_block_rows
 
 
-class HeadInput(NamedTuple):
-    """Final hidden states of one model and its LM head."""
-
-    hidden: Tensor  # [t, h] final hidden states; [t/tp, h] with sequence_parallel
-    weight: Tensor  # [w, h] this rank's rows of the padded LM head
-    logits_cap: float | None = None  # see `softcap`
-
-
 def fused_linear_kd(
     student: HeadInput,
-    teachers: Sequence[HeadInput],  # frozen, heads as wide as the student's; several count as one
+    teachers: Sequence[HeadInput],  # frozen; several count as one
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
     objective: KDObjective,  # of several teachers: with the smallest of their vocabularies
@@ -50,13 +41,15 @@ def fused_linear_kd(
     loss_gradient: Tensor | None = None,  # 0-dim
     block_rows: int | None = None,
     fp32_logits: bool = False,
+    shard: VocabShard | None = None,  # None: all ranks have as many rows of the head
 ) -> KDOutput:
-    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden and weight.
+    """Compute `vocab_parallel_kd` of the heads' logits, differentiable by the student's hidden and head.
 
     Logits have the dtype of the hidden states, or fp32 with `fp32_logits`. bf16 logits put an error of about
-    3e-2 into the gradients, fp32 ones 2e-3. Several teachers count as the weighted mean of their
-    probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [block_rows, w]
-    each; three if the student's logits are soft-capped.
+    3e-2 into the gradients, fp32 ones 2e-3. A head of another dtype is cast; its gradient has its dtype.
+    Several teachers count as the weighted mean of their probabilities (see `mixture_logits`). A teacher's
+    head begins at the id at which the student's begins, and has at least the ids that both have. Memory
+    beyond the gradients: two blocks of logits, [block_rows, w] each; three if the student's are soft-capped.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
     it is given, gradients are final in the forward pass. A weight that has `main_grad` (fp32, Megatron's DDP)
@@ -69,39 +62,67 @@ def fused_linear_kd(
     in backward. In evaluation (no_grad) it stops after the statistics. Raises UsageError if the objective
     needs a teacher and there is none.
     """
-    objective.require_teacher(len(teachers) > 0)
-    rows, width = labels.shape[0] if loss_rows is None else loss_rows.shape[0], student.weight.shape[0]
-    shard = VocabShard.of_group(width, tp_group, objective)
-    dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
-    block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, labels.is_cuda)
-    blocks, with_gradient = _blocks(rows, block_rows), torch.is_grad_enabled()
-    head = _Head(objective, shard, tp_group, blocks, with_gradient, loss_gradient, dtype)
+    call = head_call(
+        student,
+        teachers,
+        objective,
+        rows=labels.shape[0] if loss_rows is None else loss_rows.shape[0],
+        tp_group=tp_group,
+        teacher_shares=teacher_shares,
+        loss_rows=loss_rows,
+        sequence_parallel=sequence_parallel,
+        loss_gradient=loss_gradient,
+        block_rows=block_rows,
+        fp32_logits=fp32_logits,
+        shard=shard,
+    )
     hidden = whole_sequence(student.hidden, tp_group, sequence_parallel)
-    whole = _whole_teachers(teachers, tp_group, sequence_parallel) if objective.uses_teacher else []
-    if whole:
-        assert [len(one.weight) for one in whole] == [width] * len(teacher_shares), "heads of one width"
     assert hidden.shape[:1] == labels.shape == loss_mask.shape, "one length of hidden states, labels, mask"
-    tensors = hidden, student.weight, labels, loss_mask.to(compute_dtype(hidden)), loss_rows
-    cap = student.logits_cap
-    loss, sums = _FusedLinearKD.apply(*tensors, whole, teacher_shares, head, cap)
+    tensors = hidden, student.weight, student.bias, labels, loss_mask.to(compute_dtype(hidden))
+    loss, sums = _FusedLinearKD.apply(*tensors, call)
     return KDOutput(loss=loss, **sums)
 
 
-def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Return [t, h] on every rank; backward: reduce-scatter, or all-reduce SUM if nothing was split."""
-    if tp_group is None or dist.get_world_size(tp_group) == 1:
-        return hidden
-    if sequence_parallel:
-        gather = tensor_parallel.gather_from_sequence_parallel_region
-        return gather(hidden, tensor_parallel_output_grad=True, group=tp_group)
-    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+def head_call(
+    student: HeadInput,
+    teachers: Sequence[HeadInput],
+    objective: KDObjective,
+    *,
+    rows: int,  # rows that are computed
+    tp_group: dist.ProcessGroup | None,
+    teacher_shares: Sequence[float] = (1.0,),
+    loss_rows: Tensor | None,
+    sequence_parallel: bool = False,
+    loss_gradient: Tensor | None = None,
+    block_rows: int | None,
+    fp32_logits: bool,
+    shard: VocabShard | None,
+) -> HeadCall:
+    """Return the settings and the teachers of one call; see `fused_linear_kd`."""
+    objective.require_teacher(len(teachers) > 0)
+    width = student.weight.shape[0]
+    shard = shard or VocabShard.of_group(width, tp_group, objective)
+    dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
+    block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, student.hidden.is_cuda)
+    whole = []
+    if objective.uses_teacher:
+        assert len(teachers) == len(teacher_shares), "a share for each teacher"
+        whole = [_whole_teacher(one, width, tp_group, sequence_parallel) for one in teachers]
+        assert all(len(one.weight) >= shard.shared for one in whole), "a teacher's head has the shared ids"
+    return HeadCall(
+        objective, shard, tp_group, _blocks(rows, block_rows), loss_rows, student, whole, teacher_shares,
+        torch.is_grad_enabled(), loss_gradient, dtype,
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def _whole_teachers(
-    teachers: Sequence[HeadInput], tp_group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> list[HeadInput]:
-    return [one._replace(hidden=whole_sequence(one.hidden, tp_group, sequence_parallel)) for one in teachers]
+def _whole_teacher(
+    teacher: HeadInput, width: int, tp_group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> HeadInput:
+    """Return the teacher's head, cut to `width` ids, and its hidden states of the whole sequence."""
+    hidden = whole_sequence(teacher.hidden, tp_group, sequence_parallel)
+    one = teacher.first_rows(width)
+    return one._replace(hidden=hidden, weight=one.weight.to(hidden.dtype))
 
 
 def _blocks(rows: int, size: int) -> list[slice]:
@@ -110,103 +131,60 @@ def _blocks(rows: int, size: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Head:
-    """The settings of one call."""
+class HeadCall:
+    """The settings and the teachers of one call."""
 
     objective: KDObjective
     shard: VocabShard
     tp_group: dist.ProcessGroup | None
     blocks: list[slice]
+    loss_rows: Tensor | None
+    student: HeadInput
+    teachers: list[HeadInput]  # hidden states of the whole sequence
+    shares: Sequence[float]
     with_gradient: bool
     loss_gradient: Tensor | None
     logits_dtype: torch.dtype
 
-    def teacher_logits(
-        self, teachers: Sequence[HeadInput], shares: Sequence[float], rows: Tensor | slice
-    ) -> Tensor | None:
-        """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
-        dtype = self.logits_dtype
-        logits = (head_logits(one.hidden[rows], one.weight, dtype, one.logits_cap) for one in teachers)
-        if len(teachers) < 2:
-            return next(logits, None)
-        return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
+    def rows(self, block: slice) -> Tensor | slice:
+        """Return the rows of a block, as an index of the sequence."""
+        return block if self.loss_rows is None else self.loss_rows[block]
 
-    def logit_gradient(self, dtype: torch.dtype, data: LossRows, merged: MergedStatistics) -> Tensor:
-        """Return the gradient [n, w] in `dtype`, written over the student's logits if they have it."""
-        student = data.student
+    def student_head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadInput:
+        """Return the student's head of these tensors, in the dtype of the hidden states."""
+        return self.student._replace(hidden=hidden, weight=weight.to(hidden.dtype), bias=bias)
+
+    def data(
+        self, student: HeadInput, labels: Tensor, mask: Tensor, rows: Tensor | slice
+    ) -> tuple[LossRows, Tensor | None]:
+        """Return the rows with both models' logits, and the tanh of the student's if they are capped."""
+        logits, tanh = softcap_and_tanh(student.product(rows, self.logits_dtype), student.logits_cap)
+        return LossRows(logits, self.teacher_logits(rows), labels[rows], mask[rows]), tanh
+
+    def teacher_logits(self, rows: Tensor | slice) -> Tensor | None:
+        """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
+        width = self.student.weight.shape[0]
+        logits = (one.logits(rows, self.logits_dtype, width) for one in self.teachers)
+        if len(self.teachers) < 2:
+            return next(logits, None)
+        return mixture_logits(
+            logits, self.shares, self.objective.temperature, self.shard.shared, self.tp_group
+        )
+
+    def product_gradient(
+        self, data: LossRows, tanh: Tensor | None, merged: MergedStatistics, weight: Tensor
+    ) -> Tensor:
+        """Return the gradient [n, w] by hidden @ weight.T + bias, in the dtype of the hidden states.
+
+        `weight` [n] is the derivative of the final scalar by each row's loss. The gradient of the logits is
+        written over them if they have that dtype.
+        """
+        student, dtype = data.student, self.student.hidden.dtype
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
-        weight = data.mask if self.loss_gradient is None else data.mask * self.loss_gradient
         write_gradient = passes_for(student, self.objective).write_gradient
         write_gradient(result, data, weight, merged, self.shard, self.objective)
-        return result
-
-
-def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, logits_cap: float | None) -> Tensor:
-    """Return the logits [n, w] in `dtype` of hidden [n, h] and weight [w, h]; see `softcap`."""
-    return softcap(head_product(hidden, weight, dtype), logits_cap)
-
-
-def head_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return hidden [n, h] @ weight [w, h] transposed, [n, w] in `dtype`."""
-    if dtype == hidden.dtype:
-        return torch.mm(hidden, weight.t())
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=dtype)
-    return torch.mm(hidden.to(dtype), weight.t().to(dtype))
-
-
-class HeadGradients:
-    """Gradients of hidden states and head weight, summed block by block in forward, returned in backward."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
-        self.weight = weight
-        has_main_grad = getattr(weight, "main_grad", None) is not None
-        self.in_main_grad = into_main_grad and weight.requires_grad and has_main_grad
-        self.hidden = (torch.zeros_like if compacted else torch.empty_like)(hidden)
-        self.of_weight = None
-        if self.in_main_grad:
-            self.of_weight = weight.main_grad
-        elif weight.requires_grad:
-            self.of_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
-
-    def add(self, rows: Tensor | slice, hidden: Tensor, logit_gradient: Tensor) -> None:
-        """Add a block: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
-        self.hidden[rows] = torch.mm(logit_gradient, self.weight)
-        if self.of_weight is not None:
-            add_product(self.of_weight, logit_gradient.t(), hidden)
-
-    def finish(self, loss_gradient: Tensor, announced: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients (of hidden states, of the weight), times `loss_gradient`.
-
-        They contain it already if it was `announced`.
-        """
-        hidden, weight = self.hidden, self.for_weight()
-        if announced is None:
-            hidden.mul_(loss_gradient)
-            weight = None if weight is None else weight.mul_(loss_gradient)
-        else:
-            torch._assert_async(loss_gradient == announced)
-        return hidden, weight if weight is None else weight.to(self.weight.dtype)
-
-    def for_weight(self) -> Tensor | None:
-        """Return the weight's gradient for autograd; DDP wants a tensor even if it has the gradient."""
-        if not self.in_main_grad:
-            return self.of_weight
-        if getattr(self.weight, "zero_out_wgrad", False):
-            # tied: autograd adds the embedding's gradient, and DDP adds the sum to `main_grad`
-            return torch.zeros_like(self.weight)
-        self.weight.grad_added_to_main_grad = True  # DDP then ignores the values
-        return torch.empty_like(self.weight)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, accumulated in the dtype of `total` (fp32 for bf16 factors)."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        result = through_softcap(result, tanh)
+        return result if self.student.scale == 1.0 else result.mul_(self.student.scale)
 
 
 def mixture_logits(
@@ -258,30 +236,35 @@ def _centred(
 
 
 class _FusedLinearKD(torch.autograd.Function):
-    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], ...) -> (loss, rest of `KDOutput`)."""
+    """([t, h_s], [w, h_s], [w] | None, [t], [t], HeadCall) -> (loss, rest of `KDOutput`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head, cap):
-        gradients = None
-        if head.with_gradient:
-            gradients = HeadGradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
+    def forward(ctx, hidden, weight, bias, labels, loss_mask, call):
+        gradients, student = None, call.student_head(hidden, weight, bias)
+        if call.with_gradient:
+            gradients = HeadGradients(
+                hidden,
+                weight,
+                call.loss_rows is not None,
+                call.loss_gradient is not None,
+                operand=student.weight,
+                bias=bias,
+            )
         loss, sums = 0.0, {}
-        for block in head.blocks:
-            rows = block if loss_rows is None else loss_rows[block]
-            own = hidden[rows]
-            student, tanh = softcap_and_tanh(head_product(own, weight, head.logits_dtype), cap)
-            teacher = head.teacher_logits(teachers, shares, rows)
-            data = LossRows(student, teacher, labels[rows], loss_mask[rows])
-            merged = row_losses(data, head.shard, head.objective, head.tp_group)
-            block_loss, block_sums = weighted_sums(merged, data.mask, head.objective)
+        for block in call.blocks:
+            rows = call.rows(block)
+            data, tanh = call.data(student, labels, loss_mask, rows)
+            merged = row_losses(data, call.shard, call.objective, call.tp_group)
+            block_loss, block_sums = weighted_sums(merged, data.mask, call.objective)
             loss = loss + block_loss
             sums = {name: None if v is None else v + sums.get(name, 0) for name, v in block_sums.items()}
             if gradients is not None:
-                gradient = head.logit_gradient(hidden.dtype, data, merged)
-                gradients.add(rows, own, through_softcap(gradient, tanh))
+                row_weight = data.mask if call.loss_gradient is None else data.mask * call.loss_gradient
+                gradient = call.product_gradient(data, tanh, merged, row_weight)
+                gradients.add(rows, hidden[rows], gradient)
                 del gradient
-            del student, tanh, teacher, data  # before the next block's logits are made
-        ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
+            del data, tanh  # before the next block's logits are made
+        ctx.gradients, ctx.loss_gradient = gradients, call.loss_gradient
         return loss, sums
 
     @staticmethod
@@ -289,5 +272,4 @@ class _FusedLinearKD(torch.autograd.Function):
     def backward(ctx, loss_gradient, _):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
-        hidden, weight = gradients.finish(loss_gradient, ctx.loss_gradient)
-        return hidden, weight, None, None, None, None, None, None, None
+        return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
-from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
 from mkd.errors import UsageError
@@ -175,6 +174,7 @@ class VocabShard:
     start: int
     student: int  # local columns that are real rows of the student
     shared: int  # local columns that are real rows of both models
+    is_split: bool  # other ranks have other columns
 
     @classmethod
     def of_group(cls, width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
@@ -191,7 +191,23 @@ class VocabShard:
     @classmethod
     def of(cls, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:
         """Return shard `rank` of `size` shards of `width` columns (Megatron's `VocabUtility` layout)."""
-        start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
+        return cls.at(shard_start(width, rank, size), width, rank, size, objective)
+
+    @classmethod
+    def at(cls, start: int, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:
+        """Return the shard of the `width` columns from id `start` on; shards may differ in width."""
         student = min(max(objective.student_vocab_size - start, 0), width)
         shared = min(max(objective.num_shared_ids - start, 0), width)
-        return cls(rank, start, student, shared if objective.uses_teacher else 0)
+        return cls(rank, start, student, shared if objective.uses_teacher else 0, size > 1)
+
+
+def shard_start(width: int, rank: int, size: int) -> int:
+    """Return the first id of shard `rank` of `size` shards of `width` columns, by Megatron's rule.
+
+    Without shards Megatron is not imported: the losses work in processes that do not use it.
+    """
+    if size == 1:
+        return 0
+    from megatron.core.tensor_parallel.utils import VocabUtility
+
+    return VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)[0]

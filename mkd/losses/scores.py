@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mkd.losses.fused_linear import head_logits
+from mkd.losses.lm_head import head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
 from mkd.parallel.axes import place_in
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
@@ -49,7 +48,7 @@ def token_scores(
     all-reduce SUM of [3, n]; with `sequence_parallel` an all-gather of the hidden states. No backward.
     """
     if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, group=tp_group)
+        hidden = whole_sequence(hidden, tp_group, sequence_parallel)
     if exchange is not None:
         hidden = exchange(hidden)
     width = weight.shape[0]

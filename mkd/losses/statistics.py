@@ -98,6 +98,40 @@ def _cross_entropy(normaliser: Normaliser, label_logits: Tensor) -> Tensor:
     return normaliser.log_sum - (label_logits.amax(dim=0) - normaliser.maximum)
 
 
+@dataclass(frozen=True)
+class RowValues:
+    """Values of rows, [n] each in the compute dtype, each times the row's mask.
+
+    Only `loss` has a graph; None: not computed for this objective. See `KDOutput`.
+    """
+
+    loss: Tensor
+    ce: Tensor | None
+    kd: Tensor | None
+    teacher_ce: Tensor | None
+    teacher_entropy: Tensor | None
+    top1_agreement: Tensor | None
+
+
+VALUE_NAMES = ("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement")
+
+
+def row_values(
+    merged: MergedStatistics, loss_mask: Tensor, objective: KDObjective
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return (the loss, the other fields of `RowValues`) from row values and row weights [n].
+
+    A row of weight 0 may hold NaN.
+    """
+    values: dict[str, Tensor | None] = {}
+    for name in VALUE_NAMES:
+        value = getattr(merged, name)
+        values[name] = None if value is None else torch.where(loss_mask != 0, loss_mask * value, 0.0)
+    if objective.uses_teacher:
+        values["kd"] = objective.scale * values["kd"]
+    return objective.mixed(values["ce"], values["kd"]), values
+
+
 def weighted_sums(
     merged: MergedStatistics, loss_mask: Tensor, objective: KDObjective
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -105,12 +139,13 @@ def weighted_sums(
 
     A row of weight 0 may hold NaN.
     """
-    names = ("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement")
-    present = [name for name in names if getattr(merged, name) is not None]
+    present = [name for name in VALUE_NAMES if getattr(merged, name) is not None]
     is_loss_row = loss_mask != 0
     values = torch.stack([getattr(merged, name) for name in present])
     totals = torch.where(is_loss_row, loss_mask * values, 0.0).sum(dim=1)
-    sums: dict[str, Tensor | None] = dict.fromkeys(names) | dict(zip(present, totals.unbind(), strict=True))
+    sums: dict[str, Tensor | None] = dict.fromkeys(VALUE_NAMES) | dict(
+        zip(present, totals.unbind(), strict=True)
+    )
     if objective.uses_teacher:
         sums["kd"] = objective.scale * sums["kd"]
     sums["num_loss_tokens"] = is_loss_row.sum()

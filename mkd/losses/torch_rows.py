@@ -5,10 +5,10 @@ dtype ever exists. None of them modifies its arguments (except `result` of `writ
 w local columns, k statistics.
 
 The cross-entropy side follows Megatron's `VocabParallelCrossEntropy`: its rule for targets of other shards,
-and its `prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot. Its
-forward helpers are not called. `calculate_logits_max` rounds fp64 to fp32. `calculate_predicted_logits`
-overwrites the logits that the divergence still reads. In sequence they take a collective each where one is
-enough.
+and on shards its `prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot.
+A vocabulary that is not split takes the same arithmetic without Megatron. Its forward helpers are not called.
+`calculate_logits_max` rounds fp64 to fp32. `calculate_predicted_logits` overwrites the logits that the
+divergence still reads. In sequence they take a collective each where one is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from torch import Tensor
 
 from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
@@ -187,7 +186,12 @@ def _gradient(
 def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:
     """Return weight * (softmax - one-hot), written over `probabilities` [n, shard.student]."""
     outside, index = _foreign_labels(labels, shard.start, shard.student)
-    helper = VocabParallelCrossEntropy
+    if not shard.is_split:
+        rows = torch.arange(len(labels), device=labels.device)
+        probabilities[rows, index] -= outside.logical_not().to(probabilities.dtype)
+        return probabilities.mul_(weight[:, None])
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy as helper
+
     flat, row_index, one_hot, operand = helper.prepare_gradient_calculation_operands(probabilities, outside)
     one_hot = one_hot.to(probabilities.dtype)
     return helper.calculate_gradients(flat, row_index, index, one_hot, operand, weight)

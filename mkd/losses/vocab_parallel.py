@@ -13,6 +13,7 @@ autograd every slice's backward would rebuild a full-size gradient.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -25,7 +26,14 @@ from mkd.losses import torch_rows
 from mkd.losses.divergences import Divergence
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
-from mkd.losses.statistics import MergedStatistics, add_terms, gather_statistics, weighted_sums
+from mkd.losses.statistics import (
+    MergedStatistics,
+    RowValues,
+    add_terms,
+    gather_statistics,
+    row_values,
+    weighted_sums,
+)
 
 
 def vocab_parallel_kd(
@@ -37,6 +45,7 @@ def vocab_parallel_kd(
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
     overwrite_student_logits: bool = False,
+    shard: VocabShard | None = None,  # None: all ranks have as many columns
 ) -> KDOutput:
     """Sum `mask * [(1 - r) CE + r s(T) KD]` over rows, differentiable by the student's logits.
 
@@ -56,15 +65,47 @@ def vocab_parallel_kd(
 
     Raises UsageError if the objective needs a teacher and there is none.
     """
+    rows = student_logits, teacher_logits, labels, loss_mask
+    loss, sums = _apply(weighted_sums, *rows, objective, tp_group, overwrite_student_logits, shard)
+    return KDOutput(loss=loss, **sums)
+
+
+def vocab_parallel_rows(
+    student_logits: Tensor,  # [..., w], and so on as for `vocab_parallel_kd`
+    teacher_logits: Tensor | None,
+    labels: Tensor,
+    loss_mask: Tensor,
+    objective: KDObjective,
+    *,
+    tp_group: dist.ProcessGroup | None,
+    overwrite_student_logits: bool = False,
+    shard: VocabShard | None = None,
+) -> RowValues:
+    """Return the values of each row, [n], instead of their sums: the caller may weight rows as it likes."""
+    rows = student_logits, teacher_logits, labels, loss_mask
+    loss, values = _apply(row_values, *rows, objective, tp_group, overwrite_student_logits, shard)
+    return RowValues(loss=loss, **values)
+
+
+def _apply(
+    reduce: Callable[..., tuple[Tensor, dict[str, Tensor | None]]],  # `weighted_sums` or `row_values`
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    labels: Tensor,
+    loss_mask: Tensor,
+    objective: KDObjective,
+    tp_group: dist.ProcessGroup | None,
+    overwrite: bool,
+    shard: VocabShard | None,
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     objective.require_teacher(teacher_logits is not None)
     teacher = teacher_logits if objective.uses_teacher else None
     _check_shapes(student_logits, teacher, labels, loss_mask)
     width = student_logits.shape[-1]
     logits = student_logits.reshape(-1, width), None if teacher is None else teacher.reshape(-1, width)
     rows = labels.reshape(-1), loss_mask.reshape(-1).to(compute_dtype(student_logits))
-    settings = VocabShard.of_group(width, tp_group, objective), objective, tp_group, overwrite_student_logits
-    loss, sums = _VocabParallelKD.apply(*logits, *rows, *settings)
-    return KDOutput(loss=loss, **sums)
+    shard = shard or VocabShard.of_group(width, tp_group, objective)
+    return _VocabParallelKD.apply(*logits, *rows, shard, objective, tp_group, overwrite, reduce)
 
 
 def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_mask: Tensor) -> None:
@@ -78,14 +119,14 @@ def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_
 
 
 class _VocabParallelKD(torch.autograd.Function):
-    """([n, w], [n, w] | None, [n], [n], shard, objective, ...) -> (loss, other fields of `KDOutput`)."""
+    """([n, w], [n, w] | None, [n], [n], shard, objective, ...) -> (loss, what `reduce` adds)."""
 
     @staticmethod
-    def forward(ctx, student, teacher, labels, loss_mask, shard, objective, tp_group, overwrite):
+    def forward(ctx, student, teacher, labels, loss_mask, shard, objective, tp_group, overwrite, reduce):
         merged = row_losses(LossRows(student, teacher, labels, loss_mask), shard, objective, tp_group)
         ctx.save_for_backward(student, teacher, labels, loss_mask)
         ctx.merged, ctx.shard, ctx.objective, ctx.overwrite = merged, shard, objective, overwrite
-        return weighted_sums(merged, loss_mask, objective)
+        return reduce(merged, loss_mask, objective)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +135,7 @@ class _VocabParallelKD(torch.autograd.Function):
         result = data.student.detach() if ctx.overwrite else torch.empty_like(data.student)
         write_gradient = passes_for(data.student, ctx.objective).write_gradient
         write_gradient(result, data, data.mask * loss_gradient, ctx.merged, ctx.shard, ctx.objective)
-        return result, None, None, None, None, None, None, None
+        return result, None, None, None, None, None, None, None, None
 
 
 def row_losses(

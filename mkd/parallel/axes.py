@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.plan.parallel_sizes import Sizes
+
+if TYPE_CHECKING:  # the losses import this module, and do without Megatron on one process
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 # Axis -> what it divides, in Megatron's order of ranks: along the first axis neighbours differ by 1.
 AXES = {"tp": "every matrix", "cp": "every sequence", "dp": "the batch", "pp": "the layers"}
@@ -108,6 +111,8 @@ def build_groups(sizes: Sizes, timeout: timedelta) -> ProcessGroupCollection:
     A process that is in no group of a field (an inner pipeline stage for `embd`) has None there, as in
     Megatron.
     """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     grid = dict(zip(AXES, (sizes.tensor, sizes.context, sizes.data, sizes.pipeline), strict=True))
     assert math.prod(grid.values()) == dist.get_world_size(), "the axes span the world"
     members = {field: grid_groups(grid, span) for field, span in SPANS.items()}
@@ -121,6 +126,8 @@ def build_expert_groups(
     groups: ProcessGroupCollection, expert_parallel: int, timeout: timedelta
 ) -> ProcessGroupCollection:
     """Return `groups` with other groups of experts, over all processes. Collective."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     members = _expert_members(groups.pp.size(), expert_parallel)
     return ProcessGroupCollection(**vars(groups) | _create(members, timeout))
 

@@ -14,7 +14,7 @@ from mkd.convert.models import load_from_hf
 from mkd.data.batch import PackedBatch
 from mkd.errors import NonFiniteError
 from mkd.losses import KDObjective, vocab_parallel_kd
-from mkd.losses.fused_linear import head_logits
+from mkd.losses.lm_head import head_logits
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
 from mkd.models.rope import query_factors

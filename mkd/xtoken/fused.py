@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, head_product, whole_sequence
+from mkd.losses.lm_head import HeadGradients, HeadInput, head_logits, head_product, whole_sequence
 from mkd.losses.softcap import softcap_and_tanh, through_softcap
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.vocab_parallel import use_triton
@@ -80,6 +80,7 @@ def fused_chunk_kd(
     each side that has an exchange, and one for the student in backward. A rank without chunks joins the
     collectives of the hidden states.
     """
+    assert student.is_bare and teacher.is_bare, "chunk losses know no bias and no scale"
     assert teacher.weight.shape[0] == vocabulary.teacher_width, "the teacher's head is in slot order"
     assert student.weight.shape[0] == vocabulary.student_width, "the slots were made for this student's head"
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
@@ -199,7 +200,8 @@ class _FusedChunkKD(torch.autograd.Function):
     def backward(ctx, loss_gradient, _):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
-        return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None, None
+        hidden, weight, _ = gradients.finish(loss_gradient, ctx.loss_gradient)
+        return hidden, weight, None, None, None, None
 
 
 def _no_sums(hidden: Tensor) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def model_and_logits(folder, dtype, transformer_engine, texts=None, fp32_logits=
     """Return the model, and its logits of the real tokens of the pack, [tokens, v] on the GPU."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
     from mkd.checkpoint.hf.hf_weights import load_hf_weights
-    from mkd.losses.fused_linear import head_logits
+    from mkd.losses.lm_head import head_logits
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
+from mkd.losses.kd_objective import shard_start
 from mkd.losses.softmax import LOWEST, Normaliser, ShardSoftmax, real_columns
 from mkd.losses.statistics import gather_statistics
 from mkd.losses.torch_rows import row_blocks
@@ -39,7 +39,7 @@ def vocab_parallel_topk(
     assert 0 < k <= vocab_size
     rank, size = place_in(tp_group)
     width = logits.shape[1]
-    start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
+    start = shard_start(width, rank, size)
     count = min(max(vocab_size - start, 0), width)
     blocks = []
     for rows in row_blocks(logits):

@@ -14,7 +14,7 @@ from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDObjective, KDOutput, build_divergence
-from mkd.losses.fused_linear import HeadInput, head_logits, whole_sequence
+from mkd.losses.lm_head import HeadInput, head_logits, whole_sequence
 from mkd.losses.scores import TokenScores
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel

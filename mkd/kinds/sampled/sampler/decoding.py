@@ -24,7 +24,7 @@ from mkd.kinds.sampled.sampler.lockstep import Lockstep
 from mkd.kinds.sampled.sampler.pipeline_forward import PipelineForward
 from mkd.kinds.sampled.sampler.rollouts import LENGTH, STOP, Request, Rollout, Sampling
 from mkd.kinds.sampled.sampler.sampling import barred_columns, sample_tokens, uniforms
-from mkd.losses.fused_linear import head_logits
+from mkd.losses.lm_head import head_logits
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents

@@ -19,7 +19,7 @@ from mkd.kinds.sampled.sampler.kv_cache import KVCache, TokenRow
 from mkd.kinds.sampled.sampler.pipeline_forward import PipelineForward
 from mkd.kinds.sampled.sampler.rollouts import Sampling
 from mkd.kinds.sampled.sampler.sampling import barred_columns, sample_tokens
-from mkd.losses.fused_linear import head_logits
+from mkd.losses.lm_head import head_logits
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
