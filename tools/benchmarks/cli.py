@@ -29,6 +29,7 @@ from tools.benchmarks.runners import (
     run_experts,
     run_graphs,
     run_head,
+    run_library,
     run_logits,
     run_pipeline,
     run_step,
@@ -55,6 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "--block-rows",
         type=int,
         help="rows of a block of logits in mkd's head (default: the engine's choice)",
+    )
+    library = _add(commands, "library", run_library, "DistillationLoss beside Liger, TRL and torch.compile")
+    library.add_argument(
+        "--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary"
     )
     step = _add(
         commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"

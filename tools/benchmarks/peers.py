@@ -42,7 +42,9 @@ def installed_file(package: str, file: str) -> Path:
 def load_source(
     path: Path, names: tuple[str, ...] = (), given: Mapping[str, object] | None = None
 ) -> ModuleType:
-    """Run a source file without its package; `given` replaces what its relative imports would bring.
+    """Run a source file without its package; `given` replaces what its imports would bring.
+
+    Relative imports are left out, and others all of whose names are given.
 
     With `names`, run only these top-level definitions; `Class.method` takes a static method out of its class.
     Raises PeerMissing for a name that does not exist.
@@ -51,7 +53,7 @@ def load_source(
     if names:
         tree.body = [_definition(tree, path, name) for name in names]
     else:
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.level)]
+        tree.body = [node for node in tree.body if not _is_given(node, given or {})]
     module = ModuleType(f"mkd_bench_peer_{path.stem}")
     module.__file__ = str(path)
     module.__dict__.update(given or {})
@@ -60,6 +62,12 @@ def load_source(
     # types that are not imported.
     exec(compile(tree, str(path), "exec"), module.__dict__)
     return module
+
+
+def _is_given(node: ast.stmt, given: Mapping[str, object]) -> bool:
+    if not isinstance(node, ast.ImportFrom) or node.module == "__future__":
+        return False
+    return bool(node.level) or all(one.name in given for one in node.names)
 
 
 def _definition(tree: ast.Module, path: Path, name: str) -> ast.stmt:
@@ -100,7 +108,9 @@ def trl_jsd(beta: float) -> LogitsLoss:
 
 def trl_chunked() -> Callable:
     """Load TRL's chunked head: both hidden states and heads -> (divergence [n], entropy [n])."""
-    logprob = load_source(installed_file("trl", "kernels/chunked_logprob.py"))
+    has_triton = importlib.util.find_spec("triton") is not None
+    common = dict(is_triton_available=lambda: has_triton)  # of newer versions of transformers
+    logprob = load_source(installed_file("trl", "kernels/chunked_logprob.py"), given=common)
     names = (
         "_BLOCK_SIZE",
         "_MM_OUT_DTYPE",
@@ -112,7 +122,7 @@ def trl_chunked() -> Callable:
     )
     if missing := [name for name in names if not hasattr(logprob, name)]:
         raise PeerMissing(f"chunked_logprob.py: this version has no {missing[0]}, skipped")
-    given = {name: getattr(logprob, name) for name in names}
+    given = common | {name: getattr(logprob, name) for name in names}
     # the real function without DeepSpeed ZeRO-3 does the same
     given["maybe_gather_lm_head_ctx"] = lambda *parameters: nullcontext()
     path = installed_file("trl", "kernels/chunked_divergence.py")

@@ -41,6 +41,16 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     return merge([benchmark(machine, HeadShape(*shape), args.block_rows) for shape in shapes])
 
 
+def run_library(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.head_case import HeadShape
+    from tools.benchmarks.library_benchmark import benchmark
+
+    if machine.compile:
+        compile_every_shape()
+    shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
+    return merge([benchmark(machine, HeadShape(*shape)) for shape in shapes])
+
+
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.step_benchmark import benchmark
 

@@ -123,6 +123,39 @@ def test_denominators_and_labels():
     assert all(torch.count_nonzero(one) == 0 for one in gradients(nothing.loss, hidden, head))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd", "skewed_reverse_kl"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_equals_plain_torch_on_a_gpu(divergence, reduction):
+    """fp32 through the kernels, with scales, soft-caps, biases and both orders of vocabulary sizes."""
+    declared = DECLARATIONS[divergence].parameter
+    parameter = None if declared is None else declared.default
+    for index, (student_ids, teacher_ids, form, teacher_form) in enumerate(FORMS):
+        hidden, head, teacher_hidden, teacher_weight, labels = case(student_ids, teacher_ids, seed=index)
+        student = plain_logits(hidden, head.weight, head.bias, **form)
+        teacher = plain_logits(teacher_hidden, teacher_weight, **teacher_form)
+        rows = plain_rows(student, teacher, shifted(labels), divergence=divergence, parameter=parameter)
+        expected = torch.where(shifted(labels) != -100, rows, 0.0)
+        wanted = gradients(expected.sum(), hidden, head)
+        own, states = (one.detach().float().cuda() for one in (hidden, teacher_hidden))
+        own.requires_grad_()
+        moved = nn.Linear(STUDENT, student_ids).cuda()
+        moved.load_state_dict(head.state_dict())
+        loss = DistillationLoss(divergence, reduction=reduction, block_rows=4)
+        output = loss(
+            own,
+            states,
+            labels=labels.cuda(),
+            student_head=LMHead(moved.weight, moved.bias, **form),
+            teacher_head=LMHead(teacher_weight.float().cuda(), **teacher_form),
+        )
+        close(output.loss.cpu(), expected if reduction == "none" else expected.sum(), 1e-4)
+        for found, right in zip(gradients(output.loss.sum(), own, moved), wanted, strict=True):
+            close(found.cpu(), right, 1e-4)
+        plain = loss(student.detach().float().cuda(), teacher.float().cuda(), labels=labels.cuda())
+        close(plain.loss.cpu(), expected if reduction == "none" else expected.sum(), 1e-4)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_bf16_and_autocast(reduction):
     """bf16 is near float64; under autocast fp32 weights get fp32 gradients from bf16 products."""
@@ -155,9 +188,7 @@ def test_never_a_tensor_of_all_logits(reduction):
     labels = labels.clamp(min=0)
     module = DistillationLoss("jsd", reduction=reduction, block_rows=5)
     with Recorder() as recorder:
-        output = module(
-            hidden, teacher_hidden, labels=labels, student_head=head, teacher_head=teacher_weight
-        )
+        output = module(hidden, teacher_hidden, labels=labels, student_head=head, teacher_head=teacher_weight)
         output.loss.sum().backward()
     assert recorder.largest[torch.float32] <= max(5 * 900, 900 * TEACHER) < BATCH * LENGTH * 900
     assert hidden.grad is not None and head.weight.grad is not None

@@ -49,6 +49,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("ceilings",), set()),
         (("logits", "--shape", "24,400", "5,37"), {"R8", "R12"}),
         (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R6"}),
+        (("library", "--shape", "24,16,24,400"), set()),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
         (("trainers", "--documents", "5"), {"R13"}),
         (("pipeline",), {"R11"}),
