@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def plain_logits(hidden: Tensor, weight: Tensor, bias=None, scale=1.0, softcap=None) -> Tensor:
+def plain_logits(hidden: Tensor, weight: Tensor, bias=None, scale=1.0, logits_cap=None) -> Tensor:
     logits = functional.linear(hidden, weight, bias) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits if logits_cap is None else logits_cap * torch.tanh(logits / logits_cap)
 
 
 def plain_divergence(name: str, parameter: float | None, teacher: Tensor, student: Tensor) -> Tensor:

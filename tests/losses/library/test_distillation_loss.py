@@ -21,7 +21,7 @@ from tests.reported import refused
 BATCH, LENGTH, STUDENT, TEACHER = 3, 11, 12, 20
 FORMS = [  # (student ids, teacher ids, how each head makes logits)
     (70, 70, {}, {}),
-    (70, 83, dict(scale=0.4, softcap=2.5), dict(softcap=3.0)),
+    (70, 83, dict(scale=0.4, logits_cap=2.5), dict(logits_cap=3.0)),
     (83, 70, dict(scale=1.7), dict(scale=0.5)),
 ]
 

@@ -16,7 +16,7 @@ from tests.losses.library.plain_loss import plain_logits, plain_rows
 
 ROWS, STUDENT, TEACHER = 18, 12, 20
 SETTINGS = dict(divergence="jsd", parameter=0.5, kd_ratio=0.6, temperature=1.5)
-FORM = dict(scale=0.7, softcap=4.0)
+FORM = dict(scale=0.7, logits_cap=4.0)
 
 
 def case(student_ids, teacher_ids):
