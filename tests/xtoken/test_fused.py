@@ -58,7 +58,7 @@ def test_is_exact_in_float64(loss):
     for divergence, chunk_rows in zip(DIVERGENCES, itertools.cycle((None, 1, 7, 1000)), strict=False):
         case, settings = random_case(seed=5), dict(MIXED, loss=loss, divergence=divergence, temperature=1.7)
         positional, shared = arguments(case, **settings)
-        hidden, weight, _ = positional[0]
+        hidden, weight = positional[0][:2]
         factor = torch.tensor(3.0, dtype=torch.float64)
         announced = factor if chunk_rows == 7 else None
         output = fused_chunk_kd(*positional, **shared, chunk_rows=chunk_rows, loss_gradient=announced)
@@ -215,7 +215,7 @@ def arguments(case: Case, **settings):
 def test_adds_the_weight_gradient_to_main_grad(dtype):
     case, scale = random_case().to(dtype), torch.tensor(0.25)
     positional, shared = arguments(case)
-    hidden, weight, _ = positional[0]
+    hidden, weight = positional[0][:2]
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
     output = fused_chunk_kd(*positional, **shared, loss_gradient=scale, fp32_logits=True)
     (output.loss * scale).backward()
