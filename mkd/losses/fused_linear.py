@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -239,7 +240,15 @@ class _FusedLinearKD(torch.autograd.Function):
     """([t, h_s], [w, h_s], [w] | None, [t], [t], HeadCall) -> (loss, rest of `KDOutput`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, loss_mask, call):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss_mask: Tensor,
+        call: HeadCall,
+    ) -> tuple[Tensor, dict[str, Tensor | None]]:
         gradients, student = None, call.student_head(hidden, weight, bias)
         if call.with_gradient:
             gradients = HeadGradients(
@@ -250,7 +259,8 @@ class _FusedLinearKD(torch.autograd.Function):
                 operand=student.weight,
                 bias=bias,
             )
-        loss, sums = 0.0, {}
+        loss: Any = 0.0
+        sums: dict[str, Any] = {}
         for block in call.blocks:
             rows = call.rows(block)
             data, tanh = call.data(student, labels, loss_mask, rows)
@@ -269,7 +279,7 @@ class _FusedLinearKD(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, loss_gradient, _):
+    def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
         return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None

@@ -49,7 +49,15 @@ class _FusedRows(torch.autograd.Function):
     """([t, h_s], [w, h_s], [w] | None, [t], [t], HeadCall) -> (loss [n], rest of `RowValues`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, loss_mask, call: HeadCall):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss_mask: Tensor,
+        call: HeadCall,
+    ) -> tuple[Tensor, dict[str, Tensor | None]]:
         student, blocks = call.student_head(hidden, weight, bias), []
         ctx.call, ctx.merged = call, []
         for block in call.blocks:
@@ -66,7 +74,7 @@ class _FusedRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, loss_gradient, _):
+    def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, loss_mask = ctx.saved_tensors
         call: HeadCall = ctx.call
         student = call.student_head(hidden, weight, bias)

@@ -92,7 +92,7 @@ class HeadGradients:
         operand: Tensor | None = None,  # `weight` in the dtype of the hidden states; None: it has that dtype
         bias: Tensor | None = None,
     ):
-        self.weight, self.operand, self.bias = weight, weight if operand is None else operand, bias
+        self.weight, self.operand = weight, weight if operand is None else operand
         has_main_grad = getattr(weight, "main_grad", None) is not None
         self.in_main_grad = into_main_grad and weight.requires_grad and has_main_grad
         self.hidden = (torch.zeros_like if compacted else torch.empty_like)(hidden)
@@ -101,6 +101,7 @@ class HeadGradients:
             self.of_weight = weight.main_grad
         elif weight.requires_grad:
             self.of_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
+        self.bias_dtype = weight.dtype if bias is None else bias.dtype
         if bias is not None and bias.requires_grad:
             self.of_bias = torch.zeros_like(bias, dtype=compute_dtype(bias))
 
@@ -126,7 +127,7 @@ class HeadGradients:
     def whole(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the same without a check, times `factor` if there is one."""
         hidden = _scaled(self.hidden, self.hidden.dtype, factor)
-        bias = None if self.of_bias is None else _scaled(self.of_bias, self.bias.dtype, factor)
+        bias = None if self.of_bias is None else _scaled(self.of_bias, self.bias_dtype, factor)
         if self.in_main_grad:
             return hidden, self._placeholder(), bias
         weight = None if self.of_weight is None else _scaled(self.of_weight, self.weight.dtype, factor)

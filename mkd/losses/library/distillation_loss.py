@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,23 +73,24 @@ class DistillationLoss(nn.Module):
         if reduction not in REDUCTIONS:
             do = f"choose one of: {', '.join(REDUCTIONS)}"
             raise UsageError(f"reduction is {reduction!r}", "mkd has no such rule", do, code="value-unknown")
-        self.settings = dict(
-            kd_ratio=kd_ratio,
-            temperature=temperature,
-            temperature_scaling=temperature_scaling,
-            divergence=build_divergence(divergence, _parameter(divergence, parameter)),
-            with_ce_metric=with_ce_metric,
+        self.objective = KDObjective(  # of each call with its vocabularies
+            1,
+            1,
+            kd_ratio,
+            temperature,
+            temperature_scaling,
+            build_divergence(divergence, _parameter(divergence, parameter)),
+            with_ce_metric,
         )
-        KDObjective(1, 1, **self.settings)  # checks them
-        self.divergence_name, self.reduction, self.ignore_index = divergence, reduction, ignore_index
+        self.reduction, self.ignore_index = reduction, ignore_index
         self.student_vocab_size, self.teacher_vocab_size = student_vocab_size, teacher_vocab_size
         self.tp_group = dtensors.group_of(tp_group)
         self.fp32_logits, self.block_rows = fp32_logits, block_rows
         self.skip_ignored_rows = skip_ignored_rows
 
     def extra_repr(self) -> str:
-        shown = {name: value for name, value in self.settings.items() if name != "with_ce_metric"}
-        return ", ".join(f"{name}={value}" for name, value in shown.items()) + f", {self.reduction}"
+        names = ("divergence", "kd_ratio", "temperature", "temperature_scaling")
+        return ", ".join(f"{name}={getattr(self.objective, name)}" for name in names) + f", {self.reduction}"
 
     def forward(
         self,
@@ -107,13 +108,13 @@ class DistillationLoss(nn.Module):
 
         With heads no tensor of all logits exists. Raises UsageError for inputs that do not fit each other.
         """
-        if self.settings["kd_ratio"] == 0.0:
+        if not self.objective.uses_teacher:
             teacher = teacher_head = None
         if teacher is not None:
             _require_pair(student, teacher, student_head is not None, teacher_head is not None)
-        needs_labels = self.settings["kd_ratio"] < 1.0 or self.settings["with_ce_metric"]
-        given = labels, shift_labels, loss_mask, self.ignore_index, needs_labels
-        target = target_rows(student.shape[:-1], student.device, *given)
+        given = labels, shift_labels, loss_mask, self.ignore_index
+        needs_labels = self.objective.measures_ce
+        target = target_rows(student.shape[:-1], student.device, *given, needs_labels=needs_labels)
         divisor = denominator(target.mask, self.reduction, num_items_in_batch)
         dtype = _autocast_dtype(student)
         with nullcontext() if dtype is None else torch.autocast(student.device.type, enabled=False):
@@ -141,19 +142,28 @@ class DistillationLoss(nn.Module):
         target: TargetRows,
         rows: Tensor | None,  # [n] rows with a loss
     ) -> KDOutput | RowValues:
-        own, other, split, ids = split_heads(heads[0], heads[1] if len(states) > 1 else None, self.tp_group)
+        local, split, ids = split_heads(heads[: len(states)], self.tp_group)
         objective, shard = self._objective(split, ids)
         student, *teachers = (
             HeadInput(hidden, head.weight, head.logits_cap, head.bias, head.scale)
-            for hidden, head in zip(states, (own, other), strict=False)
+            for hidden, head in zip(states, local, strict=True)
         )
         count = len(target.mask) if rows is None else len(rows)
         itemsize = 4 if self.fp32_logits else student.hidden.dtype.itemsize
         block_rows = self.block_rows or head_block_rows(count, split.widest, itemsize, target.mask.is_cuda)
-        settings = dict(block_rows=block_rows, fp32_logits=self.fp32_logits, loss_rows=rows, shard=shard)
         loss = fused_linear_rows if self.reduction == "none" else fused_linear_kd
-        tensors = target.labels, target.mask, objective
-        return loss(student, teachers, *tensors, tp_group=self.tp_group, **settings)
+        return loss(
+            student,
+            teachers,
+            target.labels,
+            target.mask,
+            objective,
+            tp_group=self.tp_group,
+            loss_rows=rows,
+            block_rows=block_rows,
+            fp32_logits=self.fp32_logits,
+            shard=shard,
+        )
 
     def _states(self, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return hidden states [t, h] of all rows, in `dtype` if there is one."""
@@ -164,8 +174,11 @@ class DistillationLoss(nn.Module):
         """Return the objective of these vocabularies, and this process's ids."""
         if self.teacher_vocab_size is not None and teacher_ids is not None:
             require_columns("teacher_vocab_size", self.teacher_vocab_size, teacher_ids)
-        sizes = self.student_vocab_size or split.total, self.teacher_vocab_size or teacher_ids
-        objective = KDObjective(*sizes, **self.settings)  # type: ignore[arg-type]
+        objective = replace(
+            self.objective,
+            student_vocab_size=self.student_vocab_size or split.total,
+            teacher_vocab_size=self.teacher_vocab_size or teacher_ids,
+        )
         objective.require_teacher(teacher_ids is not None)
         return objective, split.shard(objective)
 

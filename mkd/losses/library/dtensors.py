@@ -61,7 +61,7 @@ class _OwnPart(torch.autograd.Function):
     """DTensor -> local tensor; the gradient is the mean over processes with other rows."""
 
     @staticmethod
-    def forward(ctx, tensor: DTensor, kept: int | None) -> Tensor:
+    def forward(ctx: Any, tensor: DTensor, kept: int | None) -> Tensor:
         ctx.mesh, ctx.placements, ctx.kept = tensor.device_mesh, tensor.placements, kept
         ctx.shape, ctx.stride = tensor.shape, tensor.stride()
         wanted = [p if index == kept else Replicate() for index, p in enumerate(tensor.placements)]
@@ -69,7 +69,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         kept: int | None = ctx.kept
         others = [size for index, size in enumerate(ctx.mesh.shape) if index != kept]
         mean = gradient / torch.Size(others).numel()

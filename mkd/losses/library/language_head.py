@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from mkd.errors import UsageError
 
 # Start of a model_type in transformers -> the key of its configuration that scales the logits, and how.
-SCALES = {
+SCALES: dict[str, tuple[str, Callable[[float], float]]] = {
     "cohere": ("logit_scale", lambda value: value),
     "falcon_h1": ("lm_head_multiplier", lambda value: value),
     "granite": ("logits_scaling", lambda value: 1.0 / value),

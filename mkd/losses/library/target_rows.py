@@ -25,6 +25,7 @@ def target_rows(
     shift_labels: Tensor | None,  # of that shape: what each row predicts
     loss_mask: Tensor | None,  # of that shape: weights of `labels` or of `shift_labels`
     ignore_index: int,
+    *,
     needs_labels: bool,
 ) -> TargetRows:
     """Return the targets of all rows. Raises UsageError for labels that are missing or of another shape."""

@@ -6,11 +6,13 @@ splits it, plain tensors in shards of as many rows. The teacher's shard begins w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mkd.errors import UsageError
 from mkd.losses.kd_objective import KDObjective, VocabShard, require_columns
@@ -57,13 +59,15 @@ class VocabularySplit:
 
 
 def split_heads(
-    student: LMHead, teacher: LMHead | None, tp_group: dist.ProcessGroup | None
-) -> tuple[LMHead, LMHead | None, VocabularySplit, int | None]:
-    """Return both heads with plain tensors of this process, the split, and the number of the teacher's ids.
+    heads: Sequence[LMHead],  # the student's, and the teacher's if there is one
+    tp_group: dist.ProcessGroup | None,
+) -> tuple[list[LMHead], VocabularySplit, int | None]:
+    """Return the heads with plain tensors of this process, the split, and the number of the teacher's ids.
 
     Communication: an all-gather of a head that other processes hold parts of; see `dtensors.py`.
     """
-    is_dtensor = isinstance(student.weight, dtensors.DTensor)
+    student, *teachers = heads
+    is_dtensor = isinstance(student.weight, DTensor)
     if is_dtensor and tp_group is not None and not dtensors.is_split(student.weight, tp_group, 0):
         raise UsageError(
             f"the student's LM head has the placements {student.weight.placements}",
@@ -72,12 +76,12 @@ def split_heads(
             code="layout-not-valid",
         )
     split = VocabularySplit.of(len(student.weight), is_dtensor, tp_group)
-    own = _local(student, tp_group)
-    if teacher is None:
-        return own, None, split, None
+    local, ids = [_local(student, tp_group)], None
     with torch.no_grad():
-        local, ids = _teacher_rows(teacher, split, tp_group)
-    return own, local, split, ids
+        for teacher in teachers:
+            rows, ids = _teacher_rows(teacher, split, tp_group)
+            local.append(rows)
+    return local, split, ids
 
 
 def _local(head: LMHead, tp_group: dist.ProcessGroup | None) -> LMHead:
@@ -92,7 +96,7 @@ def _teacher_rows(
     ids = len(teacher.weight)
     if split.size == 1:
         return _local(teacher, None), ids
-    if not isinstance(teacher.weight, dtensors.DTensor):
+    if not isinstance(teacher.weight, DTensor):
         _require_width("rows of the teacher's LM head", ids, split)
         return teacher, split.total
     if dtensors.is_split(teacher.weight, tp_group, 0) and split.is_alike(ids):
@@ -109,14 +113,14 @@ def split_logits(
 
     The teacher's have the student's columns: others are cut off, missing ones are zeros, in a copy.
     """
-    is_dtensor = isinstance(student, dtensors.DTensor)
+    is_dtensor = isinstance(student, DTensor)
     split = VocabularySplit.of(student.shape[-1], is_dtensor, tp_group)
     own = dtensors.own_columns(student, tp_group)
     if teacher is None:
         return own, None, split, None
     ids = teacher.shape[-1]
     with torch.no_grad():
-        if isinstance(teacher, dtensors.DTensor):
+        if isinstance(teacher, DTensor):
             dtensors.require_mesh(teacher, tp_group, "logits of the teacher are")
             if dtensors.is_split(teacher, tp_group, -1) and split.is_alike(ids):
                 local = dtensors.own_columns(teacher, tp_group)
