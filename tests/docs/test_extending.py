@@ -120,6 +120,7 @@ def test_a_recipe_works_on_a_copy_of_the_tree(title, tree):
         apply(tree, *change)
     environment = os.environ | {
         "PYTHONPATH": str(tree),
+        "TMPDIR": str(tree.parent),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     done = subprocess.run(

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.tiny_models import add_tokenizer, make_model
+from mkd.kinds.judged.pair_losses.pair_loss import Answers
 from tests.train.command import write_records
 from tests.train.rollout_run import EOS, documents_of
 
@@ -62,6 +63,21 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     return {"sums": sums, "documents": documents}
 
 
+def dpo(chosen: Answers, rejected: Answers) -> tuple[torch.Tensor, torch.Tensor]:
+    log_ratios = [one.logp - one.reference_logp for one in (chosen, rejected)]
+    margin = BETA * (log_ratios[0] - log_ratios[1])
+    return margin, -torch.nn.functional.logsigmoid(margin)
+
+
+def simpo(chosen: Answers, rejected: Answers) -> tuple[torch.Tensor, torch.Tensor]:
+    margin = SIMPO_BETA * (chosen.logp / chosen.length - rejected.logp / rejected.length)
+    return margin, -torch.nn.functional.logsigmoid(margin - GAMMA)
+
+
+FORMULAS = {DPO: dpo, SIMPO: simpo}
+"""Flags of a loss -> its definition: (margin, loss) of one pair, fp64 []."""
+
+
 def reference_loss(folder: Path, documents: list, out_dir: Path, loss: tuple = DPO) -> dict[str, float]:
     """Write float64 gradients as a folder; return the mean loss, margin and accuracy.
 
@@ -73,13 +89,8 @@ def reference_loss(folder: Path, documents: list, out_dir: Path, loss: tuple = D
     pairs = list(zip(documents[::2], documents[1::2], strict=True))
     found = dict(loss=0.0, margin=0.0, accuracy=0.0)
     for pair in pairs:
-        if loss == DPO:
-            scores = [sum_logp(student, *document) - sum_logp(frozen, *document) for document in pair]
-            margin, wanted = BETA * (scores[0] - scores[1]), 0.0
-        else:
-            scores = [sum_logp(student, *document) / document[2].sum() for document in pair]
-            margin, wanted = SIMPO_BETA * (scores[0] - scores[1]), GAMMA
-        of_pair = -torch.nn.functional.logsigmoid(margin - wanted)
+        scores = ((sum_logp(student, *one), sum_logp(frozen, *one), one[2].sum()) for one in pair)
+        margin, of_pair = FORMULAS[loss](*(Answers(*score) for score in scores))
         (of_pair / len(pairs)).backward()
         for name, value in (("loss", of_pair), ("margin", margin), ("accuracy", margin > 0)):
             found[name] += torch.as_tensor(value).item() / len(pairs)

@@ -149,7 +149,7 @@ def test_a_run_reports_both_losses_and_resumes_with_its_key_alone(files, ranks):
         (("--kd-ratio", 1, "--teacher-hf", "student"), "remove-flag: at kd-ratio 1 the loss has no cross"),
         (("--simpo-beta", 2), "exclude-each-other: a loss of pairs takes the place of the cross entropy"),
         (("--on-policy-fraction", 1), "exclude-each-other: records have weights"),
-        (("--weight-key", "other"), "record-value-not-valid: the loss of this run reads a number there"),
+        (("--weight-key", "other"), "record-value-not-valid: it weighs the record in the loss"),
     ],
 )
 def test_what_excludes_weights_is_refused(more, code, files, ranks):
