@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.tiny_models import add_tokenizer, make_model
 from mkd.kinds.judged.pair_losses.pair_loss import Answers
+from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import write_records
 from tests.train.rollout_run import EOS, documents_of
 
