@@ -13,7 +13,7 @@ QUICK = [
     {"TP2 CP2", "PP2, units of 4 layers recomputed"},
     set(),
     {"PP2 DP2 + overlapped communication"},
-    {"EP2 TP2 CP2 + SP, distributed optimizer"},
+    set(),
     {"EP2 PP2 VPP2, single layers recomputed"},
     {"TP2 CP2 + SP, micro-batch 4"},
     {"PP2 VPP2, micro-batch 2", "PP2 DP2"},

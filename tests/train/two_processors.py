@@ -22,6 +22,10 @@ SPAN_MULTIPLE = 8  # context parallelism of 4 needs it
 SIZES = ((40, 40), (60, 20), (16, 16), (24, 50), (9, 9))  # pixels
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
 FLAGS = ("--seq-length", str(SEQ_LENGTH), "--student-train-parts", "text", "projector", "tower")
+DELTA_NETS = dict(linear_key_head_dim=4, linear_value_head_dim=6, linear_num_key_heads=4)
+DELTA_NETS |= dict(linear_num_value_heads=8, full_attention_interval=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[])
+EXPERTS |= dict(shared_expert_intermediate_size=12)
 UNITS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
@@ -53,22 +57,26 @@ def make_mixed_pair(folder: Path) -> tuple[Path, Path]:
 def with_weights(folder: Path, seed: int) -> Path:
     """Add random weights of eight decoder layers to a folder of `tiny_processors`; return it."""
     config = json.loads((folder / "config.json").read_text())
+    kind, vision = config["model_type"], config["vision_config"]
     config["text_config"] |= dict(num_hidden_layers=8)
-    vision = config["vision_config"]
-    if config["model_type"] != "smolvlm":
+    if kind != "smolvlm":
         config["text_config"] |= dict(head_dim=8)
-        rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+        rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], partial_rotary_factor=1.0)
         config["text_config"]["rope_parameters"] = rope
         vision |= dict(out_hidden_size=32, intermediate_size=24)
-        newer = dict(num_position_embeddings=36, deepstack_visual_indexes=[0, 1])
-        vision |= (
-            newer if config["model_type"] == "qwen3_vl" else dict(fullatt_block_indexes=[1], window_size=16)
-        )
+        windows = dict(fullatt_block_indexes=[1], window_size=16)
+        vision |= windows if kind == "qwen2_5_vl" else dict(num_position_embeddings=36)
+    if kind.startswith("qwen3_vl"):
+        vision |= dict(deepstack_visual_indexes=[0, 1])
+    if kind.startswith("qwen3_5"):
+        config["text_config"] |= DELTA_NETS
+    if kind.endswith("_moe"):
+        config["text_config"] |= EXPERTS
     for part in (config, config["text_config"]):
         part.pop("layer_types", None)
     made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     made.image_token_id = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(
-        "<image>" if config["model_type"] == "smolvlm" else "<|image_pad|>"
+        "<image>" if kind == "smolvlm" else "<|image_pad|>"
     )
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(made)

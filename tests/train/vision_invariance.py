@@ -36,6 +36,7 @@ ALL_PARTS = (*LENGTH, "--student-train-parts", "text", "projector", "tower")
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
 MIXER_RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "mixer", "moe")
 ADAM = ("--adam-eps", "1e-6")  # see test_latent_invariance.py
+UNEVEN_EXPERTS = ("--student-pipeline-layout", "3,1", "--teacher-pipeline-layout", "2,6")
 UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "6,2")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 LAYOUTS = (
@@ -77,7 +78,7 @@ EXPERT_LAYOUTS = (
     Layout("TP2 + SP, mixer recomputed", 2, tp=2, flags=SP + MIXER_RECOMPUTED),
     Layout("EP2 PP2 DP2 + overlapped communication", 4, pp=2, flags=EP2 + OVERLAP),
     Layout("PP2 VPP2, single layers recomputed", 2, pp=2, vp=2, flags=BLOCK),
-    Layout("PP2 auto", 2, pp=2, flags=("--pipeline-layout", "auto")),
+    Layout("PP2 uneven", 2, pp=2, flags=UNEVEN_EXPERTS),
     Layout("CP2 micro-batch 2", 2, cp=2, micro=2),
     Layout("EP2, teacher on the host", 2, flags=EP2 + ("--teacher-residency", "host")),
     Layout("micro-batch 4", micro=4),

@@ -28,7 +28,12 @@ from tests.tiny_vision_models import FAMILIES, make_vision_model, turn_experts
 LAYOUTS = {"smolvlm": (2, (1, (3, 1), 1)), "qwen3_vl": (4, (2, (2, 2), 1))}  # the others on one process
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LIKE_OTHERS = "idefics3", "qwen3_5"  # smolvlm, and qwen3_5_moe
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.slow] if one in LIKE_OTHERS else []) for one in FAMILIES]
+)
 def test_export_is_bitwise_the_model_that_was_read(family, tmp_path, ranks):
     source = make_vision_model(tmp_path / "source", family, dtype=torch.bfloat16)
     (source / "preprocessor_config.json").write_text('{"size": 1}', encoding="utf-8")
