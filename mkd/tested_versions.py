@@ -40,6 +40,8 @@ TRANSFORMER_ENGINE = {  # first digits of megatron-core -> versions of Transform
     "0.16": Range((2, 9), (2, 12)),
     "0.19": Range((2, 11), (2, 12)),
 }
+FUSED_MIXERS = Range((0, 6), (0, 7))
+"""Versions of fla-core, whose kernels run gated delta nets on GPUs."""
 FP8_TRANSFORMER_ENGINE = "2.9"
 """First version of Transformer Engine with `transformer_engine.pytorch.autocast`, which FP8 teachers need."""
 

@@ -46,6 +46,14 @@ LATENT = LLAMA | dict(
     tie_word_embeddings=False,
 )
 del LATENT["head_dim"]
+DELTA = LLAMA | dict(
+    model_type="qwen3_5_text",
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    tie_word_embeddings=False,
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,10 @@ class GraphRow:
     vp: int = 1
     cp: int = 1
     graphed: tuple[str, ...] = ("student", "teacher")
+    tuned: bool = False  # kernels that a process tunes, and then repeats: not in --deterministic-mode
 
 
-CONFIGS = {"llama": LLAMA, "wider": WIDER, "gemma3": GEMMA3, "latent": LATENT}
+CONFIGS = {"llama": LLAMA, "wider": WIDER, "gemma3": GEMMA3, "latent": LATENT, "delta": DELTA}
 
 
 def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
@@ -161,7 +170,7 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     }
     argv = [str(word) for pair in values.items() for word in pair]
     argv += ["--teacher-hf", row.teachers[0]]
-    argv += ["--deterministic-mode"] if deterministic else []
+    argv += ["--deterministic-mode"] if deterministic and not row.tuned else []
     argv += ["--sequence-parallel"] if row.tp > 1 else []
     argv += ["--num-virtual-stages-per-pipeline-rank", str(row.vp)] if row.vp > 1 else []
     config = load_config([*argv, "--bf16", *row.flags]).config

@@ -31,6 +31,7 @@ from tools.benchmarks.runners import (
     run_head,
     run_library,
     run_logits,
+    run_mixer,
     run_pipeline,
     run_step,
     run_trainers,
@@ -75,8 +76,9 @@ def parser() -> argparse.ArgumentParser:
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
     trainers.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
-    _add_pair_flags((step, pipeline, graphs, trainers, _add_decode_command(commands)))
-    _add_layout_flags((step, pipeline, graphs))
+    mixer = _add_mixer_command(commands)
+    _add_pair_flags((step, pipeline, graphs, trainers, mixer, _add_decode_command(commands)))
+    _add_layout_flags((step, pipeline, graphs, mixer))
     _add_expert_command(commands)
     _add_corpus_command(commands)
     return main
@@ -90,6 +92,15 @@ def _add_decode_command(commands) -> argparse.ArgumentParser:
     decode.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: 128, on a CPU 16)")
     decode.add_argument("--new-tokens", type=int, help="tokens of a completion (default: 512, on a CPU 24)")
     return decode
+
+
+def _add_mixer_command(commands) -> argparse.ArgumentParser:
+    text = "gated delta nets: fused kernels beside plain torch, and a step with them: R20 R26 R27"
+    mixer = _add(commands, "mixer", run_mixer, text)
+    parts = ("kernels", "step")
+    mixer.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
+    mixer.add_argument("--kernels", type=int, default=14, help="longest kernels to list (default: 14)")
+    return mixer
 
 
 def _add_expert_command(commands) -> None:

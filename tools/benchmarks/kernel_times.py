@@ -15,6 +15,7 @@ ALL_TO_ALL = "all-to-all"
 KINDS = (  # the first that matches; a pipeline's messages would count as all-to-all
     (ALL_TO_ALL, r"nccl\w*(SendRecv|AlltoAll)|gloo:all_?to_?all"),
     ("other collectives", r"nccl|gloo:"),
+    ("mixers", r"delta_rule|_w_u_|chunk_(fwd|bwd)_kernel|wy_repr|local_cumsum|l2norm|norm_gated|conv1d"),
     ("attention", r"fmha|flash|attention|sdpa"),
     ("products", r"gemm|nvjet|cutlass|xmma|_mm\b|::mm|addmm"),
     ("optimizer", r"multi_tensor|adam"),

@@ -95,6 +95,15 @@ def run_experts(args: argparse.Namespace, machine: Machine) -> Report:
     return benchmark(machine, detect(), settings, teachers, chat_lengths(machine), fits, args.kernels)
 
 
+def run_mixer(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.mixer_benchmark import benchmark
+
+    args.student_shape = args.student_shape or ("qwen3.5-2b" if machine.is_cuda else "tiny-delta")
+    args.teacher_shape = args.teacher_shape or ("qwen3.5-9b" if machine.is_cuda else "tiny-delta")
+    settings, lengths = pair_settings(args, machine), chat_lengths(machine)
+    return benchmark(machine, detect(), settings, lengths, tuple(args.parts), args.kernels)
+
+
 def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.trainers_benchmark import benchmark
 

@@ -65,6 +65,26 @@ def _llama3(
     )
 
 
+def _qwen3_5(hidden: int, layers: int, heads: tuple[int, int], values: int, ffn: int, tied: bool) -> dict:
+    """Return a text model with a gated delta net in three of four layers; `values` are its value heads."""
+    return dict(
+        model_type="qwen3_5_text",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=256,
+        intermediate_size=ffn,
+        linear_num_key_heads=16,
+        linear_num_value_heads=values,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        vocab_size=248320,
+        tie_word_embeddings=tied,
+        max_position_embeddings=262144,
+    )
+
+
 def _tiny(hidden: int, layers: int, tied: bool) -> dict:
     return dict(
         model_type="qwen3",
@@ -119,6 +139,8 @@ _SMOLLM2 = dict(
 SHAPES = {
     "tiny-student": _tiny(32, 2, tied=True),
     "tiny-teacher": _tiny(64, 4, tied=False),
+    "tiny-delta": _qwen3_5(32, 4, (2, 1), 32, 64, tied=True)
+    | dict(head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, vocab_size=500),
     "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
     "smollm2-135m": _SMOLLM2,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -129,6 +151,8 @@ SHAPES = {
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 128, (128, 8, 768)),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 128, (128, 8, 1536)),
+    "qwen3.5-2b": _qwen3_5(2048, 24, (8, 2), 16, 6144, tied=True),
+    "qwen3.5-9b": _qwen3_5(4096, 32, (16, 4), 32, 12288, tied=False),
     "qwen2.5-vl-3b": _qwen2_5_vl(2048, 36, 16, 2, 11008, 151936, tied=True),
     "qwen2.5-vl-7b": _qwen2_5_vl(3584, 28, 28, 4, 18944, 152064, tied=False),
     "llama3.2-1b": _llama3(2048, 16, 32, 64, 8192, tied=True, rope_factor=32.0),

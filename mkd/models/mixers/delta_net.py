@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from mkd.models.mixers.mixer import Mixer, wide
+from mkd.models.mixers.mixer import Mixer
 from mkd.models.mixers.pack_rows import PackRows
-
-NORM_EPSILON = 1e-6  # added to the squared length of queries and keys
+from mkd.models.mixers.recurrence import wide
 
 
 class DeltaNet(Mixer):
@@ -43,23 +42,11 @@ class DeltaNet(Mixer):
         mixed, z, b, a = projected.split(
             (sum(mixer.convolved_parts), each * mixer.value_dim, each, each), dim=-1
         )
-        mixed = F.silu(self.recurrence.convolve(mixed.flatten(1), filters, rows))
+        mixed = self.recurrence.convolve(mixed.flatten(1), filters, None, rows)
         q, k, v = mixed.unflatten(1, (-1, sum(mixer.convolved_parts))).split(mixer.convolved_parts, dim=-1)
-        q, k = (_unit(wide(x)).repeat_interleave(each, dim=1) for x in (q, k))
         v, z = (x.reshape(x.size(0), -1, mixer.value_dim) for x in (v, z))
         b, a = (x.reshape(x.size(0), -1) for x in (b, a))
         g = -wide(a_log).exp() * F.softplus(wide(a) + dt_bias)
-        output = self.recurrence.delta_rule(q * mixer.key_dim**-0.5, k, wide(v), g, wide(b.sigmoid()), rows)
-        return self._gated_norm(output.to(projected.dtype), z).flatten(1)
-
-    def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:  # [t, heads, dv] twice -> the same
-        """Return RMSNorm of every head times SiLU of the gate."""
+        output = self.recurrence.delta_rule(q, k, v, g, wide(b.sigmoid()), rows)
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        x32 = wide(x)
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
-        return ((weight * (x32 * scale).to(x.dtype)) * F.silu(wide(gate))).to(x.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Return `x` with vectors of length 1 in the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
+        return self.recurrence.gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)

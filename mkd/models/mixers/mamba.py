@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mkd.models.mixers.mixer import Mixer, wide
+from mkd.models.mixers.mixer import Mixer
 from mkd.models.mixers.pack_rows import PackRows
+from mkd.models.mixers.recurrence import wide
 
 
 class Mamba(Mixer):
@@ -51,7 +52,7 @@ class Mamba(Mixer):
         )
         projected = projected.unflatten(1, (-1, sum(mixer.projected_parts)))
         z, mixed, step = projected.split((each * mixer.value_dim, sum(mixer.convolved_parts), each), dim=-1)
-        mixed = F.silu(self.recurrence.convolve(mixed.flatten(1), filters, rows) + bias)
+        mixed = self.recurrence.convolve(mixed.flatten(1), filters, bias, rows)
         x, b, c = mixed.unflatten(1, (-1, sum(mixer.convolved_parts))).split(mixer.convolved_parts, dim=-1)
         x = wide(x).reshape(x.size(0), -1, mixer.value_dim)
         b, c = (wide(one).repeat_interleave(each, dim=1) for one in (b, c))

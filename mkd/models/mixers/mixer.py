@@ -24,9 +24,11 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from mkd.families.mixer_shape import MixerShape
+from mkd.models.mixers.fused_recurrence import FusedRecurrence
 from mkd.models.mixers.pack_rows import PackRows, channels_to_rows, pack_rows, rows_to_channels
 from mkd.models.mixers.recurrence import PackedRecurrence
 from mkd.models.packed import PackedDocuments
+from mkd.plan.models.mixer_kernels import unfused_reason
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Mixer(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.mixer: Any = mixer  # of the kind of the class
-        self.recurrence = PackedRecurrence()
+        self.recurrence = _recurrence(config, mixer)
         self.is_recomputed = (
             config.recompute_granularity == "selective" and "mixer" in config.recompute_modules
         )
@@ -157,6 +159,8 @@ class Mixer(MegatronModule):
         return state
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32, or in fp64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _recurrence(config: TransformerConfig, mixer: MixerShape) -> PackedRecurrence:
+    """Return the operations of a mixer: fused kernels on GPUs where they can run."""
+    settings = dict(is_bf16=config.params_dtype == torch.bfloat16, is_exact=config.deterministic_mode)
+    has_gpu = torch.cuda.is_available()
+    return FusedRecurrence() if has_gpu and unfused_reason(mixer, **settings) is None else PackedRecurrence()

@@ -7,6 +7,7 @@ document, so ranks trade rows for channels: all rows of a block of heads come to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,15 +18,48 @@ from torch.autograd.function import once_differentiable
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import RowShard
 
+CHUNK = 64  # tokens of a chunk of fused kernels
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The documents of a pack of t tokens, in the form that fused kernels take. Some may have no tokens."""
+
+    borders: Tensor  # [documents + 1] int64, from 0 to t
+    chunks: Tensor  # [n, 2] int64, the document of each chunk, and its number there
+
+    @classmethod
+    def of(cls, borders: Tensor, tokens: int) -> Segments:
+        """Return the segments; chunks of `CHUNK` tokens begin with a document.
+
+        There are t / CHUNK + documents chunks at most, and so many are listed: those beyond the documents are
+        chunks of the first one, far behind its end. The host does not wait for the device.
+        """
+        most = tokens // CHUNK + borders.numel() - 1
+        behind = (-(-borders.diff() // CHUNK)).cumsum(0)  # [documents], number of the chunk behind each
+        chunk = torch.arange(most, device=borders.device)
+        document = torch.searchsorted(behind, chunk, right=True)
+        is_chunk = document < behind.numel()
+        document = torch.where(is_chunk, document, 0)
+        first = torch.where(document > 0, behind[document - 1], 0)
+        number = torch.where(is_chunk, chunk - first, tokens)
+        return cls(borders, torch.stack((document, number), dim=1))
+
 
 @dataclass(frozen=True)
 class PackRows:
     """The rows of one whole pack of t tokens, padding included."""
 
+    borders: Tensor  # [documents + 1] int64, of documents with their padding, from 0 to t
     documents: Tensor  # [t] int64, index of each row's document; padding belongs to the document before it
     positions: Tensor  # [t] int64, place of each row in its document
     held: Tensor  # [t] int64, the rows of the first shard, of the second ..
     order: Tensor  # [t] int64, inverse of `held`
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The documents for fused kernels. They keep what they derive from the same tensors."""
+        return Segments.of(self.borders, self.documents.numel())
 
 
 def pack_rows(packed: PackedDocuments, num_held: int, shards: int, device: torch.device) -> PackRows:
@@ -41,7 +75,9 @@ def pack_rows(packed: PackedDocuments, num_held: int, shards: int, device: torch
             document, position = RowShard(rank, shards).places(borders, num_held)
             held.append(borders[document] + position)
         rows = torch.cat(held).long()
-        packed.rows = PackRows(documents, positions, rows, rows.argsort())
+        whole = borders.long()  # a copy
+        whole[-1] = num_held * shards
+        packed.rows = PackRows(whole, documents, positions, rows, rows.argsort())
     return packed.rows
 
 

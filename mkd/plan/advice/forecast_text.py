@@ -8,6 +8,7 @@ from mkd.human import counted, duration, floating_point, gpu_hours, milliseconds
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.forecast import MOST_PLANNED, Forecast
+from mkd.plan.models.mixer_kernels import fla_version, unfused_reason
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, checkpoint_bytes, model_parameters, weight_bytes
 from mkd.plan.times.bubble import balanced_bubble
@@ -16,7 +17,7 @@ from mkd.plan.times.bubble import balanced_bubble
 def describe_forecast(forecast: Forecast) -> str:
     """Return batch, layouts, times and memory as a few lines."""
     lines = [forecast.batch.equation(), *_layouts(forecast), *_features(forecast), *parameters(forecast)]
-    lines += [*_padded_attention(forecast), *_times(forecast)]
+    lines += [*_padded_attention(forecast), *_mixers(forecast), *_times(forecast)]
     return "\n".join([*lines, forecast.memory().describe(), planned_graphs(forecast).describe()])
 
 
@@ -36,7 +37,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
             f"predicted on H200: {milliseconds(step_ms)} a step, {duration(steps * step_ms / 1000)} for "
             f"{counted(steps, 'step')}; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"
         )
-        lines.append(planned_graphs(forecast).describe())
+        lines += [planned_graphs(forecast).describe(), *_mixers(forecast)]
     return lines
 
 
@@ -83,6 +84,18 @@ def _padded_attention(forecast: Forecast) -> list[str]:
         for shape in dict.fromkeys(map(whole.for_layer, whole.layers))
         if shape.num_query_groups % tensor
     ]
+
+
+def _mixers(forecast: Forecast) -> Iterator[str]:
+    """Yield how mixers run on GPUs, if there are some."""
+    shapes = [shape for _, shape, _ in models(forecast)]
+    mixers = {layer.mixer for shape in shapes for layer in shape.layers if layer.mixer}
+    training = forecast.config.training
+    reasons = {unfused_reason(mixer, training.bf16, training.deterministic_mode) for mixer in mixers}
+    if None in reasons:
+        yield f"mixers: fused kernels of fla-core {fla_version()}"
+    for reason in sorted(filter(None, reasons)):
+        yield f"mixers: plain torch, slower and with more memory ({reason})"
 
 
 def _ahead(forecast: Forecast) -> Iterator[str]:

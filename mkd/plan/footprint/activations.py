@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.mixer_shape import MixerShape
-from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_gradient_bytes
+from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_forward_bytes, mixer_gradient_bytes
+from mkd.plan.models.mixer_kernels import runs_fused
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 
@@ -140,7 +141,9 @@ class Activations:
         Unless its computation `is_kept`, that is the first product's output, from which it is computed again.
         """
         tensor = self.sizes.tensor
-        inside = mixer_bytes(mixer, self.element) if is_kept else mixer.projected_width * self.element
+        is_fused = runs_fused(mixer, self.config.training)
+        recomputed = mixer.projected_width * self.element
+        inside = mixer_bytes(mixer, self.element, is_fused) if is_kept else recomputed
         return self.tokens * (inside + mixer.output_width * self.element) // tensor
 
     def _mlp_bytes(self, layer: LayerShape) -> int:
@@ -186,7 +189,7 @@ class Activations:
     def forward_bytes(self, input_bytes: int = 0) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
-        The peak is in the widest MLP, or in a mixer, which holds about what it would keep. The MLP holds the
+        The peak is in the widest MLP, or in a mixer (see mixer_bytes.py). The MLP holds the
         layer's input and the residual. It also holds the input and output of the gated MLP, or the norm's
         (gathered) output and the input of the gated MLP.
 
@@ -197,9 +200,13 @@ class Activations:
         and the result, or four results around the second exchange.
         """
         layers = set(self.shape.layers)
-        mixers = [self._mixer_bytes(layer.mixer, is_kept=True) for layer in layers if layer.mixer]
+        mixers = [self._mixer_forward_bytes(layer.mixer) for layer in layers if layer.mixer]
         widest = max(self._mlp_forward_bytes(layer, input_bytes) for layer in layers)
         return 2 * self.hidden_bytes + max([widest, *mixers])
+
+    def _mixer_forward_bytes(self, mixer: MixerShape) -> int:
+        of_token = mixer_forward_bytes(mixer, self.element, runs_fused(mixer, self.config.training))
+        return self.tokens * of_token // self.sizes.tensor
 
     def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
@@ -234,7 +241,8 @@ class Activations:
         """Return the gradients inside a mixer, and what it keeps if it is computed again."""
         tensor = self.sizes.tensor
         again = self._mixer_bytes(mixer, is_kept=True) if self._recomputes("mixer") else 0
-        return again + self.tokens * mixer_gradient_bytes(mixer) // tensor
+        is_fused = runs_fused(mixer, self.config.training)
+        return again + self.tokens * mixer_gradient_bytes(mixer, self.element, is_fused) // tensor
 
     def _mlp_backward_bytes(self, layer: LayerShape) -> int:
         """Return the gradients inside an MLP and of its first weight, or of the experts' first weights.

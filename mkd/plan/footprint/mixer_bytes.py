@@ -15,8 +15,16 @@ n dv in fp32 and two of e bytes. It has ten numbers.
 Mamba-2 keeps six forms of n dk, seven of n dv with the gated norm, three matrices, and eight numbers; in fp32
 also the activated sum of the convolution, c e.
 
-Measured with `saved_tensors_hooks` on torch 2.13: see tests/plan/footprint/test_mixer_bytes.py. A fused
-kernel keeps far less.
+Measured with `saved_tensors_hooks` on torch 2.13: see tests/plan/footprint/test_mixer_bytes.py. The fused
+kernels of a gated delta net (fla-core 0.6) keep, all with e bytes,
+
+    convolution    its input c
+    recurrence     q and k with length 1: 2 K dk; values n dv; the inverse of each chunk's system n C
+    gated norm     input and gate: 2 n dv
+    numbers        for a block two fp32 and for a head five, and e bytes
+
+They compute states and updates again in backward. The states before all chunks, n dk dv / C, then live with
+their gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +33,12 @@ from mkd.families.mixer_shape import MixerShape
 from mkd.plan.models.flops import SCAN_CHUNK
 
 
-def mixer_bytes(mixer: MixerShape, element: int) -> int:
+def mixer_bytes(mixer: MixerShape, element: int, is_fused: bool = False) -> int:
     """Return the bytes that one token keeps between the projections; `element` is that of an activation."""
     heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
+    if is_fused:
+        channels = mixer.convolved_width + 2 * mixer.blocks * keys + heads * (3 * values + SCAN_CHUNK)
+        return channels * element + 4 * 2 * mixer.blocks + heads * (4 * 5 + element)
     convolution = (mixer.kernel_size + 1) * mixer.convolved_width * element
     state = keys * values // SCAN_CHUNK
     if mixer.has_corrections:
@@ -42,10 +53,30 @@ def mixer_bytes(mixer: MixerShape, element: int) -> int:
     return convolution + before + recurrence + 4 * numbers * heads + SCAN_CHUNK
 
 
-def mixer_gradient_bytes(mixer: MixerShape) -> int:
+def mixer_forward_bytes(mixer: MixerShape, element: int, is_fused: bool) -> int:
+    """Return the bytes of a token at the peak of a forward without gradients.
+
+    In plain torch that is about what autograd would keep. With fused kernels it is in the output of the
+    recurrence: the first product's output and its convolution, the gate, what autograd would keep of the
+    recurrence, and weights, updates, written values, states and outputs.
+    """
+    if not is_fused:
+        return mixer_bytes(mixer, element) + mixer.output_width * element
+    heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
+    around = mixer.projected_width + mixer.convolved_width + 2 * mixer.blocks * keys
+    inside = keys + 5 * values + keys * values // SCAN_CHUNK + SCAN_CHUNK
+    return (around + heads * inside) * element
+
+
+def mixer_gradient_bytes(mixer: MixerShape, element: int, is_fused: bool = False) -> int:
     """Return the bytes of a token's gradients while backward is in the recurrence.
 
-    They are fp32, of queries, keys and values in two forms each, and of two matrices of pairs. It is an
-    estimate.
+    In plain torch they are fp32, of queries, keys and values in two forms each, and of two matrices of pairs.
+    With fused kernels they are what forward has at its peak, the gradients of states, and those of queries,
+    keys, weights and values of every head. It is an estimate.
     """
-    return 4 * mixer.heads * (4 * mixer.key_dim + 2 * mixer.value_dim + 2 * SCAN_CHUNK)
+    heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
+    if is_fused:
+        inside = 6 * keys + 8 * values + 2 * keys * values // SCAN_CHUNK
+        return heads * (inside * element + 4 * (3 * keys + 2 * SCAN_CHUNK))
+    return 4 * heads * (4 * keys + 2 * values + 2 * SCAN_CHUNK)

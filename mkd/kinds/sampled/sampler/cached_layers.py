@@ -29,7 +29,7 @@ def cached_layers(parts: Sequence[LanguageModel], cache: KVCache) -> Iterator[No
                 if shape.has_attention:
                     setattr(owner, name, CachedAttention(inner, cache, number, shape.sliding_window, scale))
                 else:
-                    setattr(owner, name, CachedRecurrence(cache, number))
+                    setattr(owner, name, CachedRecurrence(inner, cache, number))
         yield
     finally:
         for owner, name, inner in replaced:
