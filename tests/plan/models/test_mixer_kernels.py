@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mkd.kinds.known_kinds import KINDS
 from mkd.plan.advice.forecast_text import describe_forecast
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.activations import Activations
@@ -37,9 +38,8 @@ def test_the_plan_says_it_and_counts_less_memory(monkeypatch):
     kept = {}
     for version, line in ((None, "plain torch"), ("0.6.0", "fused kernels of fla-core")):
         monkeypatch.setattr(mixer_kernels, "fla_version", lambda found=version: found)
-        facts = RunFacts(
-            config("--student-hf", "s", "--data-path", "d", "--train-iters", 1), 1, QWEN3_5_9B, (QWEN3_5_9B,)
-        )
+        flags = config("--student-hf", "s", "--data-path", "d", "--train-iters", 1)
+        facts = RunFacts(flags, 1, QWEN3_5_9B, (QWEN3_5_9B,), kinds=KINDS)
         assert f"mixers: {line}" in describe_forecast(Forecast.from_facts(facts))
         activations = Activations(facts.config, QWEN3_5_9B, 2, SEQ_LENGTH, ONE_PROCESS)
         kept[version] = activations.layer_bytes(QWEN3_5_9B.layers[0])
