@@ -325,8 +325,7 @@ def _packages() -> Iterator[Finding]:
     """Import all needed packages in one process; check only the versions of the others."""
     yield from _needed_packages()
     for name, cost in _EXTRAS.items():
-        version = version_of(name)
-        text = version or f"not installed: {cost} (pip install {name})"
+        text = (version := version_of(name)) or f"not installed: {cost} (pip install {name})"
         yield Finding("ok" if version else "note", name, text)
 
 

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", nargs="+", default=["16,32,128,128"])
-    parser.add_argument("--index", type=int, help="of this process; by default it starts all of them")
+    parser.add_argument("--index", type=int, help="number of this process; by default it starts all of them")
     args = parser.parse_args(argv)
     start = time.perf_counter()
     if args.index is None:

@@ -1,4 +1,4 @@
-"""What a mixer computes between its projections, as Triton kernels of flash-linear-attention (fla-core).
+"""The computation of a mixer between its projections, as Triton kernels of flash-linear-attention (fla-core).
 
 They divide each document into chunks of 64 tokens, and take the list of all chunks. It is made on the device
 with a size that follows from the numbers of tokens and documents, so that the host never waits.

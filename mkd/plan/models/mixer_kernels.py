@@ -1,4 +1,4 @@
-"""Whether mixers run as fused kernels on GPUs, and why not."""
+"""The kernels of mixers on GPUs: fused ones, or plain torch and why."""
 
 from __future__ import annotations
 
