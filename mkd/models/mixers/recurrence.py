@@ -1,4 +1,4 @@
-"""The computation of a mixer between its projections, in torch; `fused_recurrence.py` has the same as kernels.
+"""The computation of a mixer between its projections, in torch; `fused_recurrence.py` has kernels.
 
 While a student samples, operations that remember the tokens of earlier rows take their place: see
 `kinds/sampled/sampler/recurrent_state.py`.
