@@ -20,6 +20,7 @@ BENCHMARKS = (
     "ceilings",
     "logits",
     "head",
+    "library",
     "chunks",
     "step",
     "graphs",
