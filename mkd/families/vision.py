@@ -1,7 +1,8 @@
 """The families with images by their Hugging Face `model_type`. Their text models are those of the registry.
 
 SmolVLM and Idefics3 cut an image into tiles of one size; Qwen's towers take images of any size, and give
-tokens three rotary positions. transformers' own modules are the towers (see `mkd/models/vision`).
+tokens three rotary positions. transformers' own modules are the towers (see `mkd/models/vision`). Of Gemma 4
+mkd runs the text model alone.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def read_qwen(config: HFConfig) -> VisionShape:
     )
 
 
+GEMMA4_TOWERS = "model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."
 _QWEN_TEXT = dict(num_key_value_heads=None, max_position_embeddings=32768)
 _ALL = (
     *(
@@ -175,9 +177,20 @@ _ALL = (
         )
         for name in ("qwen3_5", "qwen3_5_moe")
     ),
+    VisionFamily(
+        "gemma4",
+        "gemma4_text",
+        "model.language_model.",
+        {start: start for start in GEMMA4_TOWERS},
+        (),
+        None,
+        {},
+        ties_by_default=True,
+    ),
 )
 VISION_FAMILIES = MappingProxyType({one.model_type: one for one in _ALL})
-WITH_IMAGES = tuple(sorted(VISION_FAMILIES))
+TEXT_ALONE = tuple(one.model_type for one in _ALL if one.read_vision is None)
+WITH_IMAGES = tuple(sorted(VISION_FAMILIES.keys() - set(TEXT_ALONE)))
 
 
 def refuse_known(model_type: object, source: str) -> None:
@@ -214,9 +227,9 @@ def text_config(family: VisionFamily, config: HFConfig) -> dict[str, Any]:
     given = dict(own if own is not None else config)
     text = dict(family.text_defaults) | given
     text["model_type"] = family.text_family or text["model_type"]
-    tied = config.get("tie_word_embeddings", False)
+    tied = config.get("tie_word_embeddings", family.ties_by_default)
     text["tie_word_embeddings"] = tied or (family.ties_by_text and given.get("tie_word_embeddings", False))
-    if family.text_family is not None:
+    if family.text_family is not None and family.read_vision is not None:
         text["rope_parameters"] = _plain_rope(text)
         text.pop("rope_scaling", None)
     if family.text_family in TEXT_FAMILIES:

@@ -50,18 +50,20 @@ class VisionFamily:
     text_prefix: str  # of the text model's tensors, in place of `model.`
     tower_names: Mapping[str, str]  # start of a tensor's name on disk -> start of its name in the tower
     projector: tuple[str, ...]  # starts of names in the tower that belong to the projector
-    read_vision: Callable[[Mapping[str, Any]], VisionShape]
+    # None: mkd runs the text model alone. The tower is carried, see `Family.carried`.
+    read_vision: Callable[[Mapping[str, Any]], VisionShape] | None
     # The values that transformers assumes for keys missing in the text model.
     text_defaults: Mapping[str, Any]
     # Channel pairs of a head that turn by time, height and width, if config.json does not say.
     sections: tuple[int, int, int] = (16, 24, 24)
     interleaved_sections: bool = False  # the three positions alternate over a head's channels
+    ties_by_default: bool = False  # head and embedding are tied if config.json does not say
     ties_by_text: bool = False  # `tie_word_embeddings` counts in the text model's configuration too
 
     def tower_name(self, tensor: str) -> str | None:
-        """Return the name in the tower of a tensor on disk; None if it does not belong to it."""
+        """Return the name in the tower of a tensor on disk; None if it belongs to no tower that mkd runs."""
         for start, own in self.tower_names.items():
-            if tensor.startswith(start):
+            if self.read_vision is not None and tensor.startswith(start):
                 return own + tensor.removeprefix(start)
         return None
 

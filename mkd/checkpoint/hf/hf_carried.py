@@ -27,7 +27,7 @@ from mkd.plan.models.model_shape import ModelShape
 LOG = logging.getLogger("mkd")
 
 NUM_FURTHER = (*EXTRA_LAYERS, "mtp_num_hidden_layers")  # keys of config.json with the number of such layers
-VISUAL = "model.visual."  # start of the names of a tower
+VISUAL = "model.visual.", "model.vision_tower."  # starts of the names of a tower
 COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": LM_HEAD}  # names in such a layer
 
 

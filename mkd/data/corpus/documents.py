@@ -19,7 +19,7 @@ from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError
-from mkd.families.vision import WITH_IMAGES
+from mkd.families.vision import TEXT_ALONE, WITH_IMAGES
 from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ def _no_image_reader() -> DataError:
     return DataError(
         "the conversation has images, and nothing here can read them",
         "student or teacher reads text alone: it has no preprocessor_config.json of a supported "
-        "vision-language model",
+        f"vision-language model, or it is a model of {', '.join(TEXT_ALONE)}, whose tower mkd does not run",
         f"use models of {', '.join(WITH_IMAGES)}, or remove the records with images",
         code="images-not-read",
     )

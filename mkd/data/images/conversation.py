@@ -16,6 +16,7 @@ from mkd.data.images.image_table import EncodedImage
 from mkd.data.images.processors import PREPROCESSOR_FILE, PROCESSOR_FILE, ImageProcessor, load_image_processor
 from mkd.data.records.messages import joined_texts, texts_of
 from mkd.errors import DataError, UsageError
+from mkd.families.vision import TEXT_ALONE
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -146,7 +147,8 @@ def image_reader(
     if processor is None:
         raise UsageError(
             f"--image-root is given, and the model {folder} reads no images",
-            f"it has neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}, or no vision part in config.json",
+            f"it has neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}, or no vision part in config.json; of "
+            f"{', '.join(TEXT_ALONE)} mkd runs the text model alone",
             "leave the flag out, or use a vision-language model",
             code="remove-flag",
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mkd.errors import UsageError
+from mkd.families.vision import TEXT_ALONE
 from mkd.parallel.image_row import Grid, num_patches
 from mkd.tokenizers.tokenizer import Tokenizer, sha256_of
 
@@ -245,7 +246,7 @@ def has_vision_part(folder: str | Path) -> bool:
     """Return True for the folder of a model that reads images in mkd, with or without its image processor."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return config.get("vision_config") is not None
+    return config.get("vision_config") is not None and config.get("model_type") not in TEXT_ALONE
 
 
 def load_image_processor(
@@ -261,7 +262,7 @@ def load_image_processor(
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind, vision = config.model_type, getattr(config, "vision_config", None)
-    if vision is None:
+    if vision is None or kind in TEXT_ALONE:
         return None
     if kind not in (*IDEFICS_TYPES, *QWEN_TYPES):
         raise UsageError(

@@ -1,6 +1,7 @@
 """Gemma 4 text models: full attention has other heads than windows, and its keys are its values.
 
-26B-A4B has experts beside the MLP of every layer.
+26B-A4B has experts beside the MLP of every layer. Releases have them behind towers for images and sound
+(`gemma4`, see `mkd/families/vision.py`), which an export copies.
 
 transformers never trains the number that multiplies a layer's output (`layer_scalar`), and neither does mkd.
 It gives the embedding of `pad_token_id` no gradient from its inputs; mkd trains it like any other row.
@@ -41,6 +42,7 @@ UNSUPPORTED = (  # keys of config.json, and why mkd cannot follow a value other 
 )
 
 
+CARRIED = tuple(f"model.{part}.*" for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
 INNER_NORMS = {
     "shared_input_norm.weight": "pre_feedforward_layernorm",
     "shared_output_norm.weight": "post_feedforward_layernorm_1",
@@ -204,4 +206,5 @@ GEMMA4 = Family(
         "tie_word_embeddings": True,
     },
     read_model=_read_model,
+    carried=CARRIED,
 )

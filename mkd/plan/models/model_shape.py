@@ -195,6 +195,9 @@ class ModelShape:
     def _read_with_images(cls, family: VisionFamily, config: Mapping[str, Any], source: str) -> ModelShape:
         """Read the text model as one of its own, and the tower beside it, if mkd runs the tower."""
         given = without_nulls(config)
+        if family.read_vision is None:
+            check_kinds(given, source)
+            return replace(cls.from_hf_config(text_config(family, given), source), hf_config=dict(config))
         check_kinds(given | {"vision_config": given.get("vision_config")}, source)
         check_kinds(given["vision_config"], f"{source}: vision_config")
         shape = cls.from_hf_config(text_config(family, given), source)
