@@ -97,8 +97,8 @@ def _add_decode_command(commands) -> argparse.ArgumentParser:
 def _add_mixer_command(commands) -> argparse.ArgumentParser:
     text = "gated delta nets: fused kernels beside plain torch, and a step with them: R20 R26 R27"
     mixer = _add(commands, "mixer", run_mixer, text)
-    parts = ("kernels", "step")
-    mixer.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts (default: both)")
+    parts = ("errors", "kernels", "step")
+    mixer.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts (default: all)")
     mixer.add_argument("--kernels", type=int, default=14, help="longest kernels to list (default: 14)")
     return mixer
 

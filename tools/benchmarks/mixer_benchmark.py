@@ -74,7 +74,7 @@ def benchmark(
     platform: Platform,
     settings: PairSettings,
     lengths: ChatLengths,
-    parts: tuple[str, ...],  # "kernels", "step"
+    parts: tuple[str, ...],  # "errors", "kernels", "step"
     num_kernels: int,
 ) -> Report:
     """Print errors, times and memory of the mixers of both models, then the step of the pair."""
@@ -88,9 +88,11 @@ def benchmark(
         nets = {
             name: _net(machine, context, name, shape, settings.seq_length) for name, shape in shapes.items()
         }
+        if "errors" in parts:
+            requirements += _errors(machine)
         if "kernels" in parts:
             requirements += _kernels(machine, nets, num_kernels)
-        mixers_ms = _mixers_ms(machine, settings, nets)
+        mixers_ms = _mixers_ms(machine, settings, nets) if "step" in parts else 0.0
         del nets
         _free()
         if "step" in parts:
@@ -125,7 +127,7 @@ def _documents(tokens: int) -> tuple[int, ...]:
 
 
 def _kernels(machine: Machine, nets: dict[str, Net], num_kernels: int) -> list[Requirement]:
-    found = _errors(machine)
+    found = []
     for name, net in nets.items():
         arms = {
             f"{kind}, {what}": Arm(f"{kind}, {what}", _bound(net, operations, what))
