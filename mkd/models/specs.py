@@ -46,6 +46,7 @@ from mkd.models.mixers.delta_net import DeltaNet
 from mkd.models.mixers.mamba import Mamba
 from mkd.models.mixers.mixer import MixerParts
 from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
+from mkd.models.moe.split_layer import SplitLayer
 from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
 from mkd.models.sink_attention import SinkAttention
 
@@ -146,8 +147,7 @@ def layer_spec(
         mlp_bda=residual_add(layer.residual_scale),
         sharded_state_dict_keys_map=norms,
     )
-    module = ScaledLayer if layer.output_scale else TransformerLayer
-    return ModuleSpec(module=module, submodules=replace(submodules, **_left_out(layer)))
+    return ModuleSpec(module=_layer_class(layer), submodules=replace(submodules, **_left_out(layer)))
 
 
 def _left_out(layer: LayerShape) -> dict[str, type]:
@@ -158,6 +158,12 @@ def _left_out(layer: LayerShape) -> dict[str, type]:
     if not layer.has_mlp:
         found |= dict(pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
     return found
+
+
+def _layer_class(layer: LayerShape) -> type[TransformerLayer]:
+    if layer.output_scale:
+        return ScaledLayer
+    return TransformerLayer if layer.is_dense else SplitLayer
 
 
 def _grouped_query_attention(

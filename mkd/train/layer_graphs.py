@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
+from mkd.models.graphs.graph_memory import GraphMemory
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
-from mkd.models.graphs.passes import GraphMemory
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 
@@ -28,10 +28,10 @@ class DDPSync:
             for group in dict.fromkeys(groups[one] for one in self.parameters):
                 group.finish_param_sync()
 
-    def after_backward(self) -> None:
-        """Let the reduction of gradients start, after the last micro-batch."""
+    def after_backward(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let the reduction of these gradients start, after the last micro-batch."""
         if self.wrapped.ddp_config.overlap_grad_reduce:
-            for one in self.parameters:
+            for one in parameters:
                 self.wrapped.param_to_bucket_group[one].register_grad_ready(one)
 
 
@@ -40,6 +40,8 @@ def graph_layers(
     context: ParallelContext,
     student: bool,
     teachers: Sequence[bool],  # for each teacher that runs
+    cuts_at_experts: bool = False,  # also where the host need not wait for them
+    most_layers: int | None = None,  # of the student in one graph; None: as many as possible
 ) -> None:
     """Let layers run as graphs: those of the student, and those of the teachers that are marked.
 
@@ -51,16 +53,18 @@ def graph_layers(
         if student:
             model = stage.student
             sync = DDPSync(wrapped, tuple(one for one in model.decoder.parameters() if one.requires_grad))
-            model.graphs = GraphedDecoder(model.decoder, "the student", model.rotary_pos_emb, memory, sync)
+            own = model.decoder, "the student", model.rotary_pos_emb, memory, sync
+            model.graphs = GraphedDecoder(*own, cuts_at_experts=cuts_at_experts, most_layers=most_layers)
             context.before_close.append(model.graphs.release)
         for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
             if marked:
                 name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
-                teacher.graphs = GraphedDecoder(teacher.decoder, name, teacher.rotary_pos_emb, memory)
+                own = teacher.decoder, name, teacher.rotary_pos_emb, memory
+                teacher.graphs = GraphedDecoder(*own, cuts_at_experts=cuts_at_experts)
                 context.before_close.append(teacher.graphs.release)
 
 
 def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:
     """Return the bytes that graphs of this process keep; see `graph_layers` for `stages`."""
     models = [model for wrapped in stages for model in (wrapped.module.student, *wrapped.module.teachers)]
-    return max((one.graphs.memory.kept_bytes for one in models if one.graphs is not None), default=0)
+    return max((one.graphs.graph_memory.kept_bytes for one in models if one.graphs is not None), default=0)

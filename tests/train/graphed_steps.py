@@ -54,6 +54,16 @@ DELTA = LLAMA | dict(
     linear_num_value_heads=4,
     tie_word_embeddings=False,
 )
+ROUTED = LLAMA | dict(
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+    norm_topk_prob=True,
+)
+SHARED = LATENT | dict(first_k_dense_replace=1, moe_intermediate_size=128, n_shared_experts=1)
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,31 @@ class GraphRow:
     pp: int = 1
     vp: int = 1
     cp: int = 1
+    ep: int = 1
     graphed: tuple[str, ...] = ("student", "teacher")
     tuned: bool = False  # kernels that a process tunes, and then repeats: not in --deterministic-mode
+    forced: Forced | None = None
 
 
-CONFIGS = {"llama": LLAMA, "wider": WIDER, "gemma3": GEMMA3, "latent": LATENT, "delta": DELTA}
+@dataclass(frozen=True)
+class Forced:
+    """Graphs that a run does not make by itself; see `graph_layers`."""
+
+    student: bool = True
+    teacher: bool = True
+    cuts_at_experts: bool = False
+    most_layers: int | None = None
+
+
+CONFIGS = {
+    "llama": LLAMA,
+    "wider": WIDER,
+    "gemma3": GEMMA3,
+    "latent": LATENT,
+    "delta": DELTA,
+    "routed": ROUTED,
+    "shared": SHARED,
+}
 
 
 def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
@@ -87,7 +117,7 @@ def train(row: GraphRow, graphs: bool, deterministic: bool = True) -> dict:
 
     if deterministic:
         make_deterministic()
-    sizes = Sizes(tensor=row.tp, pipeline=row.pp, context=row.cp)
+    sizes = Sizes(tensor=row.tp, pipeline=row.pp, context=row.cp, expert=row.ep)
     context = ParallelContext.create(detect(), sizes, virtual_stages=row.vp, seed=7)
     try:
         return _trained(row, graphs, deterministic, context)
@@ -150,6 +180,7 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     from mkd.resolve.model_source import ModelSource
     from mkd.resolve.run_plan import Plan
     from mkd.run.build_engine import build_engine
+    from mkd.train.layer_graphs import graph_layers
     from tools.benchmarks.random_engine import RandomCheckpoint
 
     def source(name: str) -> ModelSource:
@@ -166,7 +197,8 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
         "--tensor-model-parallel-size": row.tp,
         "--pipeline-model-parallel-size": row.pp,
         "--context-parallel-size": row.cp,
-        "--cuda-graphs": "auto" if graphs else "off",
+        "--expert-model-parallel-size": row.ep,
+        "--cuda-graphs": "auto" if graphs and row.forced is None else "off",
     }
     argv = [str(word) for pair in values.items() for word in pair]
     argv += ["--teacher-hf", row.teachers[0]]
@@ -180,21 +212,30 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
     setups = tuple(teacher_setup([], facts, index, source) for index, source in enumerate(teachers))
-    return build_engine(Plan(facts, student, teachers, setups), context)[0]
+    engine = build_engine(Plan(facts, student, teachers, setups), context)[0]
+    if graphs and row.forced is not None:
+        marked = row.forced.student, [row.forced.teacher] * len(teachers)
+        cuts = row.forced.cuts_at_experts, row.forced.most_layers
+        graph_layers(engine.stages, context, *marked, *cuts)
+    return engine
 
 
 def main() -> None:
-    """Print every row of this machine, without pytest: under torchrun, those with as many ranks."""
+    """Print every row of this machine, without pytest: under torchrun, those with as many ranks.
+
+    With words, only rows whose name has one of them; `forced` are those that a run does not make by itself.
+    """
     import sys
     import traceback
 
     import torch
 
-    from tests.train.test_graphs_gpu import ROWS, away
+    from tests.train.test_graphs_gpu import FORCED, ROWS, away
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    for row in ROWS:
-        if row.ranks != world or (len(sys.argv) > 1 and sys.argv[1] not in row.name):
+    world, words = int(os.environ.get("WORLD_SIZE", "1")), sys.argv[1:]
+    for row in ROWS + FORCED:
+        named = f"{row.name} forced" if row in FORCED else row.name
+        if row.ranks != world or (words and not any(word in named for word in words)):
             continue
         gc.collect()
         torch.cuda.empty_cache()
@@ -204,10 +245,13 @@ def main() -> None:
             mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} of {(total - free) / 2**20:.0f} MiB"
             text = f"{away(eager, graphed)} bounds {graphed['graphed']}, {mib}"
         except Exception as error:
-            traceback.print_exc()
-            text = f"FAILED {type(error).__name__}: {error}"
+            print(*(line[:150] for line in traceback.format_exc().splitlines()[-8:]), sep="\n", flush=True)
+            text = f"FAILED {type(error).__name__}: {error}"[:300]
         if os.environ.get("RANK", "0") == "0":
             print(f"ROW {row.name}: {text}", flush=True)
+    gc.collect()
+    if torch.distributed.is_initialized():  # as at the end of a run
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

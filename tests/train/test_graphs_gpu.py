@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import skip_unless_gpus_take
-from tests.train.graphed_steps import GraphRow, train
+from tests.train.graphed_steps import Forced, GraphRow, train
 
 pytestmark = pytest.mark.gpu
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
+BALANCE = ("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001")
+ROUTED = dict(student="routed", teachers=("routed",), forced=Forced())
+CUT = Forced(cuts_at_experts=True)
 ROWS = (
     GraphRow("one GPU"),
     GraphRow("full recomputation", flags=FULL),
@@ -28,6 +31,23 @@ ROWS = (
     GraphRow("CP2", 2, cp=2),
     GraphRow("PP2, full recomputation, overlapped", 2, pp=2, flags=(*FULL, *OVERLAP)),
 )
+FORCED = (  # a run does not make these graphs by itself
+    GraphRow("two layers a graph", flags=OVERLAP, forced=Forced(most_layers=2)),
+    GraphRow("experts, teacher", teachers=("routed",), forced=Forced(student=False), graphed=("teacher",)),
+    GraphRow("experts, student", student="routed", forced=Forced(teacher=False), graphed=("student",)),
+    GraphRow("experts, both", flags=BALANCE, **ROUTED),
+    GraphRow("experts, recomputed", flags=FULL + BALANCE, **ROUTED),
+    GraphRow("experts, both, cut", flags=BALANCE, **ROUTED | dict(forced=CUT)),
+    GraphRow("experts, overlapped, cut", flags=OVERLAP + BALANCE, **ROUTED | dict(forced=CUT)),
+    GraphRow("shared experts", student="shared", teachers=("shared",), forced=Forced()),
+    GraphRow("shared experts, cut", student="shared", teachers=("shared",), forced=CUT),
+    GraphRow("experts, EP2", 2, ep=2, flags=BALANCE, **ROUTED),
+    GraphRow("experts, EP2 overlapped", 2, ep=2, flags=OVERLAP, **ROUTED),
+    GraphRow("experts, PP2", 2, pp=2, flags=BALANCE, **ROUTED),
+    GraphRow("experts, PP2, cut", 2, pp=2, flags=BALANCE, **ROUTED | dict(forced=CUT)),
+    GraphRow("experts, TP2 + SP", 2, tp=2, flags=BALANCE, **ROUTED),
+    GraphRow("DP2 overlapped, two layers a graph", 2, flags=OVERLAP, forced=Forced(most_layers=2)),
+)
 
 
 def away(one: dict, other: dict) -> dict[str, float]:
@@ -38,7 +58,7 @@ def away(one: dict, other: dict) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS + FORCED, ids=lambda row: row.name)
 def test_graphs_change_no_bit(row, gpu_ranks):
     skip_unless_gpus_take(row.ranks)
     eager = gpu_ranks.run(train, row.ranks, row, False)

@@ -72,6 +72,14 @@ def parser() -> argparse.ArgumentParser:
     graphs = _add(
         commands, "graphs", run_graphs, "a step with CUDA graphs, beside the same step without: R25"
     )
+    graphs.add_argument(
+        "--experts",
+        choices=("inside", "between"),
+        help="graph models with experts too, which a run does not: experts in the graphs, or between them",
+    )
+    graphs.add_argument(
+        "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"
+    )
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )

@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
 from mkd.platform import Platform
+from mkd.train.layer_graphs import graph_layers
 from mkd.train.step import Engine, StepResult, train_step
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.kernel_times import kernel_times
@@ -23,6 +24,14 @@ from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full
 EAGER, TEACHER, BOTH = "without graphs", "teacher", "teacher and student"
 WARM_UPS = 4  # steps: bounds get their graphs when they come again
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Graphs that a run does not make by itself; see `graph_layers`."""
+
+    cuts_at_experts: bool = False
+    most_layers: int | None = None
 
 
 @dataclass
@@ -57,13 +66,22 @@ def graphs_of(engine: Engine, teacher: bool, student: bool) -> list[tuple[Graphe
     return [(graphs, wanted) for graphs, wanted in found if graphs is not None]
 
 
-def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
+def benchmark(
+    machine: Machine,
+    platform: Platform,
+    settings: PairSettings,
+    lengths: ChatLengths,
+    forced: Forced | None = None,  # None: the graphs that a run makes
+) -> Report:
     """Time the arms, interleaved; print time, memory, the share in which kernels run, and figures."""
     if not machine.is_cuda:
         return Report([Skipped("R25", "CUDA graphs: this machine has no GPU")])
     packs_per_step = settings.num_microbatches
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
+        if forced is not None:
+            all_models = True, [True] * len(engine.teachers)
+            graph_layers(engine.stages, context, *all_models, forced.cuts_at_experts, forced.most_layers)
         random = np.random.default_rng(machine.seed + context.dp_rank)
         vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         packs = [full_pack(settings.seq_length, vocab, lengths, random) for _ in range(packs_per_step)]
@@ -94,6 +112,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         case = f"{settings.student} <- {settings.teacher}, {packs_per_step} x {settings.seq_length}"
         if context.world_size > 1:
             case += f", TP {settings.tensor_parallel} PP {settings.pipeline_parallel}"
+        if forced is not None:
+            case += f", {forced}"
         if dist.get_rank() == 0:
             heads = ["", "ms", "of eager", "GPU busy", "peak GiB", "reserved", "loss, norm"]
             title = f"graphs {case} {' '.join(settings.flags)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mkd.models.packed import PackedDocuments, packed_documents
 
@@ -52,4 +53,8 @@ def filled(packed: PackedDocuments, bounds: Bounds) -> PackedDocuments:
 
     padded = filled_up(packed.cu_seqlens_q_padded)
     real = padded if packed.cu_seqlens_real is None else filled_up(packed.cu_seqlens_real)
-    return packed_documents(real, padded, bounds.longest, padding_joins_document=True)
+    full = packed_documents(real, padded, bounds.longest, padding_joins_document=True)
+    if packed.documents_of_tokens is not None:  # its last values are the documents' lengths
+        missing = padded.numel() - packed.cu_seqlens_q_padded.numel()
+        full.documents_of_tokens = F.pad(packed.documents_of_tokens, (0, missing))
+    return full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -57,6 +57,15 @@ def captured(
                 with suppress(RuntimeError):  # it has been closed, if the error came later
                     torch._C._cuda_endAllocateToPool(stream.device_index, pool)
                 raise
+
+
+def recorded(
+    work: Callable[[], None], pool: Any, stream: torch.cuda.Stream, generators: list[torch.Generator]
+) -> torch.cuda.CUDAGraph:
+    """Return the graph of what `work` does; see `captured`. Its result goes into tensors that stay."""
+    with captured(pool, stream, generators) as graph:
+        work()
+    return graph
 
 
 def first_cause(error: BaseException) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
-from torch import Tensor
+from torch import Tensor, nn
 
 from mkd.models.graphs.bounds import Bounds, filled
 from mkd.models.graphs.capture import first_cause
-from mkd.models.graphs.passes import ForwardPass, GraphMemory, LayerInput, TrainingPass
+from mkd.models.graphs.graph_memory import GraphMemory, SlotPass
+from mkd.models.graphs.layer_input import LayerInput
+from mkd.models.graphs.passes import ForwardPass, Sections, TrainingPass
+from mkd.models.graphs.sections import cut, whole
+from mkd.models.moe.layer import ExpertLayer
 from mkd.models.packed import PackedDocuments
 
 LOG = logging.getLogger("mkd")
@@ -27,8 +31,8 @@ class ParameterSync(Protocol):
     def before_forward(self) -> None:
         """Wait until the parameters have their values."""
 
-    def after_backward(self) -> None:
-        """Say that the gradients of a micro-batch are complete."""
+    def after_backward(self, parameters: Collection[nn.Parameter]) -> None:
+        """Say that the gradients of a micro-batch are complete for these parameters."""
 
 
 @dataclass
@@ -39,6 +43,9 @@ class GraphedDecoder:
     make their work spaces. So do packs of bounds beyond the first MOST_BOUNDS that come twice, rows of single
     tokens, and the student in evaluation. If a graph cannot be made, everything goes on without, after one
     warning.
+
+    The kernels of experts are compiled when they are first used. So a model with experts that is trained
+    needs a backward before, too, which with pipeline parallelism comes after several packs.
     """
 
     decoder: TransformerBlock
@@ -47,14 +54,21 @@ class GraphedDecoder:
     memory: GraphMemory  # all parts of a process share it
     sync: ParameterSync | None = None  # None: the model is frozen
     is_on: bool = True
+    cuts_at_experts: bool = False  # also where the host need not wait for them
+    most_layers: int | None = None  # in a graph; None: as many as possible
     _seen: set[Bounds] = field(default_factory=set)  # once
     _graphed: set[Bounds] = field(default_factory=set)  # twice
+    _compiled: set[int] = field(default_factory=set)  # tokens of packs whose backward has run
     _frozen: dict[Bounds, ForwardPass] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._trained = {
-            name: parameter for name, parameter in self.decoder.named_parameters() if parameter.requires_grad
-        }
+        self._is_trained = any(one.requires_grad for one in self.decoder.parameters())
+        experts = [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, ExpertLayer)]
+        self._compiles_backward = self._is_trained and bool(experts)
+        waits = bool(experts) and (self.cuts_at_experts or any(one.host_waits for one in experts))
+        self.sections: Sections = [whole(self.decoder)]
+        if waits or self.most_layers is not None:
+            self.sections = cut(self.decoder, waits, self.most_layers)
 
     @property
     def bounds(self) -> list[Bounds]:
@@ -75,10 +89,12 @@ class GraphedDecoder:
         packed = filled(packed, bounds)
         received = self.decoder.input_tensor if hidden is None else hidden
         given = LayerInput(received, self.angles(packed), packed)
-        if bounds in self._graphed:
+        has_compiled = self._has_compiled(tokens, received)
+        if bounds in self._graphed and has_compiled:
             graphs = self._made(bounds, given)
             if graphs is not None:
                 return graphs.run(given)
+            self.decoder.set_input_tensor(received)  # a capture may have set its own
         return self._eager(hidden, given.angles, packed)
 
     def release(self) -> None:
@@ -90,8 +106,8 @@ class GraphedDecoder:
     def _takes(self, packed: PackedDocuments) -> bool:
         """Return True if the pack has a form that graphs can have, and the model runs as they do."""
         has_gradient = torch.is_grad_enabled()
-        fits_mode = has_gradient and self.decoder.training if self._trained else not has_gradient
-        by_row = (packed.token_positions, packed.positions, packed.query_factors, packed.documents_of_tokens)
+        fits_mode = has_gradient and self.decoder.training if self._is_trained else not has_gradient
+        by_row = (packed.token_positions, packed.positions, packed.query_factors)
         is_pack = packed.cu_seqlens_q is packed.cu_seqlens_q_padded and all(one is None for one in by_row)
         return self.is_on and fits_mode and is_pack
 
@@ -107,10 +123,23 @@ class GraphedDecoder:
             self._seen.add(bounds)
         return True
 
-    def _made(self, bounds: Bounds, given: LayerInput) -> ForwardPass | TrainingPass | None:
+    def _has_compiled(self, tokens: int, received: Tensor) -> bool:
+        """Return True if kernels that are compiled when they are first used have run for packs like this.
+
+        If not, and the pack runs without graphs, they will have once backward has reached `received`.
+        """
+        if not self._compiles_backward or tokens in self._compiled:
+            return True
+        if received.requires_grad:
+            received.register_hook(lambda gradient: self._compiled.add(tokens))
+        return False
+
+    def _made(self, bounds: Bounds, given: LayerInput) -> ForwardPass | SlotPass | None:
         """Return the graphs for a pack. If there are none, make them; None if they cannot be made."""
         try:
-            return self._training_pass(bounds, given) if self._trained else self._forward_pass(bounds, given)
+            return (
+                self._training_pass(bounds, given) if self._is_trained else self._forward_pass(bounds, given)
+            )
         except Exception as error:  # of torch, NCCL or Transformer Engine: a run goes on without graphs
             in_full = LOG.isEnabledFor(logging.DEBUG)
             LOG.warning("%s goes on without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full)
@@ -121,26 +150,21 @@ class GraphedDecoder:
 
     def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:
         if bounds not in self._frozen:
-            self._frozen[bounds] = ForwardPass(self._layers, given, self.memory)
+            self._frozen[bounds] = ForwardPass(self.sections, given, self.memory)
             LOG.info("CUDA graph of %s: packs of %s", self.name, bounds)
         return self._frozen[bounds]
 
-    def _training_pass(self, bounds: Bounds, given: LayerInput) -> TrainingPass:
+    def _training_pass(self, bounds: Bounds, given: LayerInput) -> SlotPass:
         if self.sync is not None:
             self.sync.before_forward()
         slot, key = self.memory.free_slot(given.hidden), (self.decoder, bounds)
         graphs = slot.passes.get(key)
-        if graphs is None or not graphs.fits(self._trained):
+        if graphs is None or not graphs.fits():
             after = self.sync.after_backward if self.sync else None
-            layers = self.decoder, self._layers, self._trained
+            layers = self.decoder, self.sections
             graphs = slot.passes[key] = TrainingPass(*layers, given, slot, self.memory, after)
             LOG.info("CUDA graphs of %s: packs of %s", self.name, bounds)
         return graphs
-
-    def _layers(self, given: LayerInput) -> Tensor:
-        if not self.decoder.pre_process:
-            self.decoder.set_input_tensor(given.hidden)
-        return self._eager(given.hidden, given.angles, given.packed)
 
     def _eager(self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments) -> Tensor:
         return self.decoder(

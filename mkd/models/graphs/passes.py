@@ -2,240 +2,258 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from mkd.models.graphs.bounds import Bounds
-from mkd.models.graphs.capture import captured, graph_safe_random_states
-from mkd.models.packed import PackedDocuments, packed_documents
+from mkd.models.graphs.capture import graph_safe_random_states, recorded
+from mkd.models.graphs.graph_memory import Border, GraphMemory, Slot
+from mkd.models.graphs.layer_input import LayerInput
+from mkd.models.graphs.sections import HIDDEN, EagerSection, Section, Tensors
+from mkd.models.graphs.stand_ins import addresses, replaced, stand_in
 
-
-@dataclass(frozen=True)
-class LayerInput:
-    """Input of the layers of a part: one pack's hidden state, rotary angles and borders."""
-
-    hidden: Tensor  # [t(/tp), 1, h]
-    angles: Tensor | None  # see rope.py
-    packed: PackedDocuments  # within bounds; see `bounds.filled`
-
-    def fixed(self, hidden: Tensor) -> LayerInput:
-        """Return a copy that graphs read, with `hidden` in the place of the hidden state."""
-        borders = self.packed.cu_seqlens_q_padded.clone()
-        packed = packed_documents(borders, borders, self.packed.max_seqlen_q, padding_joins_document=True)
-        return LayerInput(hidden, None if self.angles is None else self.angles.clone(), packed)
-
-    def take(self, other: LayerInput) -> None:
-        """Copy the values of another pack with the same bounds."""
-        self.hidden.detach().copy_(other.hidden.detach())
-        if self.angles is not None:
-            self.angles.copy_(other.angles)
-        self.packed.cu_seqlens_q_padded.copy_(other.packed.cu_seqlens_q_padded)
-
-
-Layers = Callable[[LayerInput], Tensor]  # -> [t(/tp), 1, h]
-
-
-@dataclass(eq=False)
-class GraphMemory:
-    """Memory that the graphs of a process share. They run one after another, all on one stream.
-
-    `scratch` holds what lives within one graph. What lives from the forward to the backward of a micro-batch
-    is in a slot.
-    """
-
-    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)  # captures, and never runs a graph
-    scratch: Any = field(default_factory=torch.cuda.graph_pool_handle)
-    slots: list[Slot] = field(default_factory=list)
-    hidden: dict[torch.Size, Tensor] = field(default_factory=dict)  # before and after frozen layers, by shape
-    kept_bytes: int = 0  # that torch has taken for graphs
-    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must go on
-
-    def free_slot(self, example: Tensor) -> Slot:
-        """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
-        fitting = (one for one in self.slots if not one.in_use and one.hidden.shape == example.shape)
-        slot = next(fitting, None)
-        if slot is None:
-            self.slots.append(slot := Slot(example))
-        return slot
-
-    def hidden_like(self, example: Tensor) -> Tensor:
-        """Return the tensor [t(/tp), 1, h] for hidden states like `example` of frozen layers."""
-        if example.shape not in self.hidden:
-            self.hidden[example.shape] = torch.empty_like(example)
-        return self.hidden[example.shape]
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the memory that captures in the block take. Unused memory is given back first."""
-        if self.may_wait:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        yield
-        self.kept_bytes += torch.cuda.memory_reserved() - before
-
-    def drop(self, part: nn.Module) -> None:
-        """Drop the graphs of a part, and slots that are empty then. Slots in use stay."""
-        for slot in self.slots:
-            if not slot.in_use:
-                slot.passes = {key: one for key, one in slot.passes.items() if key[0] is not part}
-        self.slots[:] = [slot for slot in self.slots if slot.in_use or slot.passes]
-
-    def release(self) -> None:
-        """Drop the slots and their graphs."""
-        self.slots.clear()
-        self.hidden.clear()
+Sections = Sequence[Section | EagerSection]
+AfterBackward = Callable[[Collection[nn.Parameter]], None]
 
 
 class ForwardPass:
     """The layers of a frozen model, without autograd."""
 
-    def __init__(self, layers: Layers, example: LayerInput, memory: GraphMemory):
-        hidden = memory.hidden_like(example.hidden)
-        self._input, place = example.fixed(hidden), (memory.scratch, memory.stream)
-        with (
-            memory.counted(),
-            graph_safe_random_states() as generators,
-            captured(*place, generators) as self._graph,
-        ):
-            hidden.copy_(layers(self._input))
+    def __init__(self, sections: Sections, example: LayerInput, memory: GraphMemory):
+        self._input = example.fixed(memory.buffer(HIDDEN, example.hidden))
+        self._steps: list[_FrozenGraph | _FrozenEager] = []
+        tensors = {HIDDEN: self._input.hidden}
+        with memory.counted(), graph_safe_random_states() as generators:
+            for section in sections:
+                if isinstance(section, Section):
+                    graph = _FrozenGraph(section, tensors, self._input, memory)
+                    graph.record(generators)
+                    self._steps.append(graph)
+                else:
+                    self._steps.append(_FrozenEager(section, tensors, self._input, memory))
+                tensors = self._steps[-1].after
+        self._output = tensors[HIDDEN]
 
     def run(self, given: LayerInput) -> Tensor:
         """Return the hidden state, [t(/tp), 1, h], in a new tensor."""
+        self._input.hidden.copy_(given.hidden)
         self._input.take(given)
-        self._graph.replay()
-        return self._input.hidden.clone()
+        for step in self._steps:
+            step.run()
+        return self._output.clone()
 
 
-class Slot:
-    """Memory of one micro-batch between its forward and its backward, and the graphs that use it.
+class _FrozenGraph:
+    """A section of frozen layers as a graph."""
 
-    The graphs are those of different model parts, and of packs with different bounds. Only one of them is
-    between its forward and its backward.
-    """
+    def __init__(self, section: Section, before: Tensors, given: LayerInput, memory: GraphMemory):
+        self._section, self._before, self._given, self._memory = section, before, given, memory
+        self.after: Tensors = {}
+        self.run: Callable[[], None] = self._work
 
-    def __init__(self, example: Tensor):  # [t(/tp), 1, h]
-        self.pool = torch.cuda.graph_pool_handle()
-        self.in_use = False
-        self.passes: dict[tuple[nn.Module, Bounds], TrainingPass] = {}  # by part
-        self.hidden, self.output, self.output_gradient, self.hidden_gradient = (
-            torch.empty_like(example, requires_grad=False) for _ in range(4)
-        )
-        assert example.requires_grad, "the embedding is trained, so that backward reaches it"
-        self.hidden.requires_grad_()
+    def record(self, generators: list[torch.Generator]) -> None:
+        self.run = recorded(self._work, self._memory.scratch, self._memory.stream, generators).replay
+
+    def _work(self) -> None:
+        for name, value in self._section.run(self._before, self._given).items():
+            self.after[name] = self._memory.buffer(name, value).copy_(value)
+
+
+class _FrozenEager:
+    """Work between two graphs of frozen layers."""
+
+    def __init__(self, section: EagerSection, before: Tensors, given: LayerInput, memory: GraphMemory):
+        self._section, self._before, self._given = section, before, given
+        self._made = {name: memory.buffer(name, before[like]) for name, like in section.makes.items()}
+        self.after: Tensors = section.tensors_after(before) | self._made
+
+    def run(self) -> None:
+        for name, value in self._section.run(self._before, self._given).items():
+            self._made[name].copy_(value)
 
 
 class TrainingPass:
     """Forward and backward of the layers of a model that is trained.
 
-    Gradients of parameters are added to their `main_grad` inside the graph. The parameters' hooks do not run:
-    the layers compute with stand-ins, which are over the same memory. (A gradient node belongs to the stream
-    on which it was made; those of the parameters do not belong to the stream that captures.)
+    Gradients of parameters in graphs are added to their `main_grad` there, and their hooks do not run; see
+    stand_ins.py. Those of parameters between graphs are as without graphs.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        layers: Layers,  # calls `module`
-        parameters: Mapping[str, nn.Parameter],  # those of `module` that are trained
+        sections: Sections,  # of `module`
         example: LayerInput,
         slot: Slot,
         memory: GraphMemory,
-        after_backward: Callable[[], None] | None = None,
+        after_backward: AfterBackward | None = None,
     ):
-        self._slot, self._addresses, self._after_backward = slot, addresses(parameters), after_backward
-        self._input = example.fixed(slot.hidden)
-        stand_ins = {name: _stand_in(parameter) for name, parameter in parameters.items()}
-        with memory.counted(), graph_safe_random_states() as generators, _replaced(module, stand_ins):
-            with captured(slot.pool, memory.stream, generators) as self._forward:
-                output = layers(self._input)
-                slot.output.copy_(output.detach())
-            with captured(memory.scratch, memory.stream, generators) as self._backward:
-                output.backward(slot.output_gradient)
-                slot.hidden_gradient.copy_(slot.hidden.grad)
-        # What was made inside goes now: other graphs of the slot may use its memory.
-        slot.hidden.grad = None
+        self._slot = slot
+        graphed = [section for section in sections if isinstance(section, Section)]
+        self._parameters = [one for section in graphed for one in section.parameters.values()]
+        self._addresses = addresses(self._parameters)
+        borders = {HIDDEN: slot.border(0, HIDDEN, example.hidden)}
+        self._input = example.fixed(borders[HIDDEN].value)
+        self._steps: list[_TrainedGraph | _TrainedEager] = []
+        with memory.counted(), graph_safe_random_states() as generators:
+            for place, section in enumerate(sections):
+                if isinstance(section, Section):
+                    slot.border(place + 1, HIDDEN, example.hidden)  # outside of the graph's memory
+                    graph = _TrainedGraph(module, section, place, borders, self._input, slot, after_backward)
+                    graph.record_forward(memory, generators)
+                    self._steps.append(graph)
+                else:
+                    self._steps.append(_TrainedEager(section, place, borders, self._input, slot))
+                borders = self._steps[-1].after
+            for step in reversed(self._steps):
+                if isinstance(step, _TrainedGraph):
+                    step.record_backward(memory, generators)
 
-    def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+    def fits(self) -> bool:
         """Return True if the parameters and their gradients are still where the graphs expect them."""
-        return self._addresses == addresses(parameters)
+        return self._addresses == addresses(self._parameters)
 
     def run(self, given: LayerInput) -> Tensor:
-        """Return the hidden state, [t(/tp), 1, h]. Its backward ends with a call of `after_backward`."""
-        assert not self._slot.in_use, "a slot holds one micro-batch"
-        return _Replay.apply(given.hidden, given, self)
+        """Return the hidden state, [t(/tp), 1, h].
 
-    def replay_forward(self, given: LayerInput) -> Tensor:
-        """Return the hidden state in the slot's memory."""
+        In backward, `after_backward` is called with the parameters of each graph that has run.
+        """
+        assert not self._slot.in_use, "a slot holds one micro-batch"
         self._slot.in_use = True
         self._input.take(given)
-        self._forward.replay()
-        return self._slot.output.detach()
+        tensors = {HIDDEN: given.hidden}
+        for step in self._steps:
+            tensors = step.run(tensors)
+        return tensors[HIDDEN]
 
-    def replay_backward(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the hidden state in front of the layers, in a new tensor."""
-        self._slot.output_gradient.copy_(gradient)
+
+class _TrainedGraph:
+    """A section of trained layers as two graphs.
+
+    What it reads and writes is at borders, which it shares with its neighbours.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        section: Section,
+        place: int,  # of the section
+        before: Mapping[str, Border],
+        given: LayerInput,
+        slot: Slot,
+        after_backward: AfterBackward | None,
+    ):
+        self._module, self._section, self._place = module, section, place
+        self._before, self._given, self._slot = before, given, slot
+        self._after_backward = after_backward
+        self._stand_ins = {name: stand_in(parameter) for name, parameter in section.parameters.items()}
+        self._computed: tuple[Tensors, Tensors] | None = None  # input and output of a forward
+        self.after: dict[str, Border] = {}
+
+    def record_forward(self, memory: GraphMemory, generators: list[torch.Generator]) -> None:
+        self._forward = recorded(self._compute, self._slot.pool, memory.stream, generators)
+
+    def record_backward(self, memory: GraphMemory, generators: list[torch.Generator]) -> None:
+        """Record the backward of what `record_forward` has made.
+
+        All of that goes: other graphs of the slot may use its memory.
+        """
+        self._backward = recorded(self._differentiate, memory.scratch, memory.stream, generators)
+
+    def run(self, tensors: Tensors) -> Tensors:
+        outputs = _Replay.apply(self, *(tensors[name] for name in self._before))
+        return dict(zip(self.after, outputs, strict=True))
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the section hands on, in the slot's memory."""
+        for border, tensor in zip(self._before.values(), tensors, strict=True):
+            _put(border.value, tensor)
+        self._forward.replay()
+        return [border.value.detach() for border in self.after.values()]
+
+    def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of what the section reads.
+
+        In front of all sections they are in new tensors, else in the slot's memory.
+        """
+        for border, gradient in zip(self.after.values(), gradients, strict=True):
+            if border.gradient is not None:
+                _put(border.gradient, gradient)
         self._backward.replay()
-        self._slot.in_use = False
         if self._after_backward is not None:
-            self._after_backward()
-        return self._slot.hidden_gradient.clone()
+            self._after_backward(self._section.parameters.values())
+        found = [border.gradient for border in self._before.values()]
+        if self._place > 0:
+            return [None if one is None else one.detach() for one in found]
+        self._slot.in_use = False
+        return [None if one is None else one.clone() for one in found]
+
+    def _compute(self) -> None:
+        inputs = {
+            name: border.value.detach().requires_grad_(border.gradient is not None)
+            for name, border in self._before.items()
+        }
+        with replaced(self._module, self._stand_ins):
+            outputs = self._section.run(inputs, self._given)
+        for name, output in outputs.items():
+            self.after[name] = self._slot.border(self._place + 1, name, output)
+            self.after[name].value.copy_(output.detach())
+        self._computed = inputs, outputs
+
+    def _differentiate(self) -> None:
+        assert self._computed is not None, "a forward has been recorded"
+        inputs, outputs = self._computed
+        self._computed = None
+        differentiable = [name for name, border in self.after.items() if border.gradient is not None]
+        with replaced(self._module, self._stand_ins):
+            torch.autograd.backward(
+                [outputs[name] for name in differentiable],
+                [self.after[name].gradient for name in differentiable],
+            )
+        for name, border in self._before.items():
+            if border.gradient is not None:
+                gradient = inputs[name].grad
+                border.gradient.zero_() if gradient is None else border.gradient.copy_(gradient)
+
+
+class _TrainedEager:
+    """Work between two graphs of trained layers, with autograd."""
+
+    def __init__(
+        self, section: EagerSection, place: int, before: Mapping[str, Border], given: LayerInput, slot: Slot
+    ):
+        self._section, self._given = section, given
+        made = {}
+        for name, like in section.makes.items():
+            example = before[like].value.detach().requires_grad_(before[like].gradient is not None)
+            made[name] = slot.border(place + 1, name, example)
+        self.after: dict[str, Border] = section.tensors_after(before) | made
+
+    def run(self, tensors: Tensors) -> Tensors:
+        return self._section.tensors_after(tensors) | self._section.run(tensors, self._given)
 
 
 class _Replay(Function):
-    """[t(/tp), 1, h] -> [t(/tp), 1, h]: the layers of a `TrainingPass`."""
+    """Replays a `_TrainedGraph`: tensors that it reads -> tensors that it hands on."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, given: LayerInput, layers: TrainingPass) -> Tensor:
-        ctx.layers = layers
-        return layers.replay_forward(given)
+    def forward(ctx: Any, graph: _TrainedGraph, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph = graph
+        outputs = graph.replay_forward(tensors)
+        borders = graph.after.values()
+        fixed = [one for one, border in zip(outputs, borders, strict=True) if border.gradient is None]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.layers.replay_backward(gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graph.replay_backward(gradients)
 
 
-def addresses(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """Return where parameters and their main gradients are."""
-    return [(one.data_ptr(), one.main_grad.data_ptr()) for one in parameters.values()]
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a leaf over the memory of `parameter`, with its attributes, such as `main_grad`."""
-    stand_in = nn.Parameter(parameter.detach())
-    vars(stand_in).update(vars(parameter))
-    stand_in.grad_added_to_main_grad = False
-    stand_in.register_post_accumulate_grad_hook(_add_to_main)
-    return stand_in
-
-
-@contextmanager
-def _replaced(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let `module` compute with `stand_ins`, by name of the parameter, inside the block."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
-    before = [getattr(owner, name) for owner, name in places]
-    try:
-        for (owner, name), stand_in in zip(places, stand_ins.values(), strict=True):
-            setattr(owner, name, stand_in)
-        yield
-    finally:
-        for (owner, name), parameter in zip(places, before, strict=True):
-            setattr(owner, name, parameter)
-
-
-def _add_to_main(parameter: Tensor) -> None:
-    """Add a gradient to `main_grad`, unless the product that made it has done so, and drop it at once.
-
-    Autograd calls it in a thread of its own, on the stream that captures.
-    """
-    is_recorded = not parameter.is_cuda or torch.cuda.is_current_stream_capturing()
-    assert is_recorded, "the graph would leave this gradient out"
-    if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+def _put(place: Tensor, tensor: Tensor) -> None:
+    """Copy the tensor to the place, unless it is there."""
+    if tensor.data_ptr() != place.data_ptr():
+        place.copy_(tensor.detach())

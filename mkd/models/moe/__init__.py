@@ -6,4 +6,5 @@ router.py        the router with both
 experts.py       the experts of one process: a loop of MLPs, or Transformer Engine's grouped products
 clamped_gate.py  the gate of GPT-OSS, and biases of grouped experts
 layer.py         router, exchange of tokens, experts; which module makes which part
+split_layer.py   a decoder layer that runs in three parts: before, in and after its experts
 """

@@ -35,12 +35,15 @@ class RouterRecord:
     balance_coeff: float  # alpha
     z_coeff: float  # zeta
     sums: Tensor  # [layers of the model, E + 2] fp64: tokens of each expert, balance loss, z loss
-    inverse_tokens: Tensor = field(default_factory=lambda: torch.ones(()))  # 1 / N, fp32 []
+    inverse_tokens: Tensor = field(init=False)  # 1 / N, fp32 []; CUDA graphs read it, so it never moves
+
+    def __post_init__(self) -> None:
+        self.inverse_tokens = torch.ones((), device=self.sums.device)
 
     def start_step(self, inverse_tokens: Tensor) -> None:
         """Forget the last step. `inverse_tokens` is 1 / the real tokens of the global batch, fp32 []."""
         self.sums.zero_()
-        self.inverse_tokens = inverse_tokens
+        self.inverse_tokens.copy_(inverse_tokens)
 
     def add(
         self,

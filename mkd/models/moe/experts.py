@@ -22,6 +22,8 @@ from mkd.models.transformer_config import gelu_tanh
 class LocalExperts(SequentialMLP):
     """One MLP after another, without Transformer Engine."""
 
+    is_one_product = False
+
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any):
         super().__init__(num_local_experts, _with_gate(config), *args, **options)
         mark_as_experts(self.parameters())
@@ -38,6 +40,12 @@ class GroupedExperts(TEGroupedMLP):
         mark_as_experts(self.parameters())
         for linear in (self.linear_fc1, self.linear_fc2):
             place_side_by_side(linear, [f"weight{expert}" for expert in range(self.num_local_experts)])
+
+    @property
+    def is_one_product(self) -> bool:
+        """True if every product of all experts is one kernel, so that the host need not know the counts."""
+        weights = [self._of(linear, "weight") for linear in (self.linear_fc1, self.linear_fc2)]
+        return all(can_group(of_linear[0][:1], of_linear) for of_linear in weights)
 
     def forward(
         self,

@@ -98,14 +98,23 @@ class ExpertLayer(MoELayer):
             return checkpoint(self._compute, False, hidden_states, padding_mask), None
         return self._compute(hidden_states, padding_mask), None
 
+    @property
+    def host_waits(self) -> bool:
+        """True if the host must know how many tokens the experts have before these can compute."""
+        return not (self.token_dispatcher.has_all_experts and self.experts.is_one_product)
+
     def _compute(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
-        shared = self.shared_experts(hidden_states) if self.use_shared_expert else None
-        output = self._routed(hidden_states, hidden_states, documents)
+        shared = self.shared_output(hidden_states)
+        weights, selected = self.router(hidden_states, documents)
+        output = self.routed_output(hidden_states, weights, selected)
         return output if shared is None else output + shared
 
-    def _routed(self, hidden_states: Tensor, router_input: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the output of the experts, [t(/tp), 1, h]; both inputs have this shape."""
-        weights, selected = self.router(router_input, documents)
+    def shared_output(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the output of the experts that every token passes, [t(/tp), 1, h]; None without them."""
+        return self.shared_experts(hidden_states) if self.use_shared_expert else None
+
+    def routed_output(self, hidden_states: Tensor, weights: Tensor, selected: Tensor) -> Tensor:
+        """Return the output of the chosen experts, [t(/tp), 1, h]; see `DocumentRouter.routing`."""
         exchange = self.token_dispatcher
         tokens, weights = exchange.dispatch_preprocess(hidden_states, selected, weights)
         tokens, weights = exchange.token_dispatch(tokens, weights)
@@ -115,6 +124,7 @@ class ExpertLayer(MoELayer):
         output = exchange.token_combine(exchange.combine_preprocess(output))
         output = exchange.combine_postprocess(output)
         exchange.probs = exchange.routing_map = None  # else the graph, and with it the model, stays in memory
+        exchange.reversed_local_input_permutation_mapping = None
         return output
 
 
@@ -142,7 +152,8 @@ class NormedExpertLayer(ExpertLayer):
 
     def _compute(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
         shared = self.shared_output_norm(self.shared_experts(self.shared_input_norm(hidden_states)))
-        routed = self._routed(self.expert_input_norm(hidden_states), hidden_states, documents)
+        weights, selected = self.router(hidden_states, documents)
+        routed = self.routed_output(self.expert_input_norm(hidden_states), weights, selected)
         return self.output_norm(shared + self.expert_output_norm(routed))
 
 

@@ -7,22 +7,26 @@ import logging
 import pytest
 import torch
 
+from mkd.models.graphs.graph_memory import GraphMemory
 from mkd.models.graphs.graphed_decoder import MOST_BOUNDS, MOST_SEEN, GraphedDecoder
-from mkd.models.graphs.passes import GraphMemory
 from mkd.models.packed import packed_documents
 
 
 class Layers(torch.nn.Module):
     """In place of a decoder: notes the borders that it is given."""
 
-    pre_process = True
+    pre_process, layers = True, ()
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.borders = []
 
+    def set_input_tensor(self, hidden):
+        self.input_tensor = hidden
+
     def forward(self, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params):
+        hidden_states = self.input_tensor if hidden_states is None else hidden_states
         self.borders.append(packed_seq_params.cu_seqlens_q.tolist())
         return hidden_states * self.weight
 
@@ -97,3 +101,31 @@ def test_if_no_graph_can_be_made_one_warning_names_the_cause(decoder, monkeypatc
     cause = "operation not permitted when stream is capturing"
     assert record.getMessage() == f"the student goes on without CUDA graphs: {cause}"
     assert not decoder.is_on
+
+
+def test_a_later_stage_goes_on_with_the_input_that_it_received(decoder, monkeypatch):
+    """A capture gives the layers its own input."""
+
+    def fails(bounds, given):
+        decoder.decoder.set_input_tensor("that of the capture")
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(decoder, "_training_pass", fails)
+    received = torch.ones(512, 1, 1)
+    for _ in range(2):
+        decoder.decoder.set_input_tensor(received)
+        decoder(None, 512, pack(300, 212))
+    assert decoder.decoder.input_tensor is received and not decoder.is_on
+    assert decoder.decoder.borders == [[0, 300, 512, 512, 512]] * 2
+
+
+def test_trained_experts_become_graphs_after_a_backward(decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "_compiles_backward", True)
+    monkeypatch.setattr(decoder, "_made", lambda bounds, given: Replayed())
+    hidden = torch.ones(512, 1, 1, requires_grad=True)
+    for _ in range(3):
+        first = decoder(hidden, 512, pack(300, 212))
+        assert first.mean() == 1
+    first.sum().backward()
+    assert decoder(hidden, 512, pack(300, 212)).mean() == 10
+    assert run(decoder, 300, 724).mean() == run(decoder, 724, 300).mean() == 1  # packs of other lengths

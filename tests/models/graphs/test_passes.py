@@ -1,19 +1,20 @@
 """Check the gradients that a training pass captures, and what is left of a pass that could not be made.
 
-A CPU has no graphs: `captured` is replaced, so that the work is carried out while it would be recorded.
+A CPU has no graphs: in their place, work is carried out again.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-
 import pytest
 import torch
 
-from mkd.models.graphs import passes
 from mkd.models.graphs.bounds import Bounds
-from mkd.models.graphs.passes import GraphMemory, LayerInput, Slot, TrainingPass
+from mkd.models.graphs.graph_memory import Slot
+from mkd.models.graphs.layer_input import LayerInput
+from mkd.models.graphs.passes import TrainingPass
+from mkd.models.graphs.sections import HIDDEN, Section
 from mkd.models.packed import packed_documents
+from tests.models.graphs.replayed_graphs import graph_memory, replayed_graphs
 
 
 class Fused(torch.autograd.Function):
@@ -45,15 +46,9 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    @contextmanager
-    def captured(pool, stream, generators):
-        yield None
-
-    monkeypatch.setattr(passes, "captured", captured)
-    monkeypatch.setattr(passes, "graph_safe_random_states", lambda: nullcontext([]))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+def without_gpu():
+    with replayed_graphs():
+        yield
 
 
 def example(hidden):
@@ -62,38 +57,38 @@ def example(hidden):
 
 
 def made(layer, hidden):
-    memory = GraphMemory(stream=None, scratch=None, may_wait=False)
+    memory = graph_memory()
     slot = memory.free_slot(hidden)
-    slot.hidden.detach().copy_(hidden.detach())
-    slot.output_gradient.fill_(2.0)
-    parameters = dict(layer.named_parameters())
-    slot.passes[layer, Bounds(5, 4, 256)] = TrainingPass(
-        layer, lambda given: layer(given.hidden), parameters, example(hidden), slot, memory
+    section = Section(lambda tensors, given: {HIDDEN: layer(tensors[HIDDEN])}, dict(layer.named_parameters()))
+    one_pass = slot.passes[layer, Bounds(5, 4, 256)] = TrainingPass(
+        layer, [section], example(hidden), slot, memory
     )
-    return memory, slot
+    return memory, slot, one_pass
 
 
-def test_every_gradient_is_added_once_to_main_grad_and_none_stays(at_once):
+def test_every_gradient_is_added_once_to_main_grad_and_none_stays(without_gpu):
     torch.manual_seed(0)
     layer, hidden = Layer(), torch.randn(5, 1, 3, requires_grad=True)
     for parameter in layer.parameters():
         parameter.main_grad = torch.full_like(parameter, 0.5)
         parameter.grad_added_to_main_grad = True  # left by an earlier step
     parameters = dict(layer.named_parameters())
-    _, slot = made(layer, hidden)
+    _, slot, one_pass = made(layer, hidden)
     assert dict(layer.named_parameters()) == parameters  # the stand-ins have gone
-    output = 2.0 * (hidden * layer.norm * layer.product * layer.scale)
-    expected = torch.autograd.grad(output.sum(), [hidden, *layer.parameters()])
-    assert torch.allclose(slot.hidden_gradient, expected[0])
-    for parameter, gradient in zip(layer.parameters(), expected[1:], strict=True):
-        assert torch.allclose(parameter.main_grad, 0.5 + gradient) and parameter.grad is None
+    for number in (1, 2):  # micro-batches
+        (2.0 * one_pass.run(example(hidden))).sum().backward()
+        output = 2.0 * number * (hidden * layer.norm * layer.product * layer.scale)
+        expected = torch.autograd.grad(output.sum(), [hidden, *layer.parameters()])
+        assert torch.allclose(hidden.grad, expected[0]) and not slot.in_use
+        for parameter, gradient in zip(layer.parameters(), expected[1:], strict=True):
+            assert torch.allclose(parameter.main_grad, 0.5 + gradient) and parameter.grad is None
 
 
-def test_graphs_of_a_part_are_dropped_with_slots_that_nothing_uses(at_once):
+def test_graphs_of_a_part_are_dropped_with_slots_that_nothing_uses(without_gpu):
     layer, hidden = Layer(), torch.randn(5, 1, 3, requires_grad=True)
     for parameter in layer.parameters():
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
-    memory, slot = made(layer, hidden)
+    memory, slot, _ = made(layer, hidden)
     slot.in_use = True
     memory.drop(layer)
     assert memory.slots == [slot] and slot.passes  # its backward is still to come

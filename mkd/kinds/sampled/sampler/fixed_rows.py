@@ -21,6 +21,7 @@ from mkd.kinds.sampled.sampler.rollouts import Sampling
 from mkd.kinds.sampled.sampler.sampling import barred_columns, sample_tokens
 from mkd.losses.lm_head import head_logits
 from mkd.losses.softmax import compute_dtype
+from mkd.models.graphs.capture import captured, first_cause
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
@@ -56,7 +57,8 @@ class FixedRows:
     captures: bool  # False: the same rows without graphs
     may_fall_back: bool = False  # go on without graphs if a row cannot be captured
     _shapes: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Tensor]] = field(default_factory=dict)
-    _pool: object | None = None  # memory that all graphs share
+    # The pool of all graphs, and their stream: torch gives unused memory to the stream that had it.
+    _memory: tuple[tuple[int, int], torch.cuda.Stream] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.captures and has_mixers(self.forward.parts[0])), "run_as_graphs says why"
@@ -92,7 +94,7 @@ class FixedRows:
         except RuntimeError as error:
             if not self.may_fall_back:
                 raise
-            LOG.warning("sampling goes on without CUDA graphs: %s", str(error).splitlines()[0])
+            LOG.warning("sampling goes on without CUDA graphs: %s", first_cause(error))
             self.captures = False
             return self._compute(height, length)
         graph.replay()
@@ -102,16 +104,17 @@ class FixedRows:
         """Return the graph of a shape and its result."""
         key = height, length
         if key not in self._shapes:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            side = torch.cuda.Stream()
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            pool, side = self._memory
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries choose kernels and make their work spaces now
                 for _ in range(WARM_UPS):
                     self._compute(height, length)
             torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, such as NCCL's watchdog, may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # a capture cannot take memory that torch keeps unused
+            with captured(pool, side, generators=[]) as graph:
                 values = self._compute(height, length)
             self._shapes[key] = graph, values
         found, values = self._shapes[key]

@@ -1,0 +1,111 @@
+"""Memory that the graphs of a process share. They run one after another, all on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mkd.models.graphs.bounds import Bounds
+from mkd.models.graphs.layer_input import LayerInput
+
+
+class SlotPass(Protocol):
+    """Graphs of the layers of a part that is trained; see passes.py."""
+
+    def fits(self) -> bool:
+        """Return True if the graphs can still be used."""
+
+    def run(self, given: LayerInput) -> Tensor:
+        """Return the hidden state, [t(/tp), 1, h]."""
+
+
+@dataclass(eq=False)
+class GraphMemory:
+    """The memory of all graphs.
+
+    `scratch` holds what lives within one graph. What lives from the forward to the backward of a micro-batch
+    is in a slot.
+    """
+
+    # Captures, and never runs a graph. Looked up late, because the CPU shim replaces it.
+    stream: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
+    scratch: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
+    slots: list[Slot] = field(default_factory=list)
+    buffers: dict[tuple, Tensor] = field(default_factory=dict)  # between sections of frozen layers
+    kept_bytes: int = 0  # that torch has taken for graphs
+    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must go on
+
+    def free_slot(self, example: Tensor) -> Slot:
+        """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
+        fitting = (one for one in self.slots if not one.in_use and one.shape == example.shape)
+        slot = next(fitting, None)
+        if slot is None:
+            self.slots.append(slot := Slot(example))
+        return slot
+
+    def buffer(self, name: str, example: Tensor) -> Tensor:
+        """Return the tensor like `example` that holds what frozen layers hand on by this name."""
+        key = name, example.shape, example.dtype
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty_like(example, requires_grad=False)
+        return self.buffers[key]
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the memory that captures in the block take. Unused memory is given back first."""
+        if self.may_wait:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        yield
+        self.kept_bytes += torch.cuda.memory_reserved() - before
+
+    def drop(self, part: nn.Module) -> None:
+        """Drop the graphs of a part, and slots that are empty then. Slots in use stay."""
+        for slot in self.slots:
+            if not slot.in_use:
+                slot.passes = {key: one for key, one in slot.passes.items() if key[0] is not part}
+        self.slots[:] = [slot for slot in self.slots if slot.in_use or slot.passes]
+
+    def release(self) -> None:
+        """Drop the slots and their graphs."""
+        self.slots.clear()
+        self.buffers.clear()
+
+
+@dataclass(frozen=True)
+class Border:
+    """A tensor between two sections of layers that are trained, at a fixed address."""
+
+    value: Tensor
+    gradient: Tensor | None  # None: it has none
+
+
+class Slot:
+    """Memory of one micro-batch between its forward and its backward, and the graphs that use it.
+
+    The graphs are those of different model parts, and of packs with different bounds. Only one of them is
+    between its forward and its backward.
+    """
+
+    def __init__(self, example: Tensor):  # [t(/tp), 1, h]
+        assert example.requires_grad, "the embedding is trained, so that backward reaches it"
+        self.pool = torch.cuda.graph_pool_handle()
+        self.shape, self.in_use = example.shape, False
+        self.passes: dict[tuple[nn.Module, Bounds], SlotPass] = {}  # by part
+        self._borders: dict[tuple, Border] = {}
+
+    def border(self, place: int, name: str, example: Tensor) -> Border:
+        """Return the border like `example` in front of section `place` of any part."""
+        has_gradient = example.requires_grad
+        key = place, name, example.shape, example.dtype, has_gradient
+        if key not in self._borders:
+            value = torch.empty_like(example, requires_grad=False)
+            gradient = torch.empty_like(example, requires_grad=False) if has_gradient else None
+            self._borders[key] = Border(value, gradient)
+        return self._borders[key]
