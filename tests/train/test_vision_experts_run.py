@@ -96,7 +96,7 @@ def test_student_and_teacher_may_be_texts(files, ranks):
     )
     place = words.index("--student-train-parts")
     del words[place : place + 4]
-    done = run_main(ranks, [*words, *map(str, TP2)], 2)
+    done = run_main(ranks, [*words, *map(str, TP2), "--sequence-parallel"], 2)
     assert {one.exit_code for one in done} == {0}, done[0].stderr
 
 
