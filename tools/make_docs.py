@@ -1,4 +1,4 @@
-"""Write the generated pages: flags and metrics in docs/, and the table of all measured figures.
+"""Write the generated pages: flags, metrics and models in docs/, and the table of all measured figures.
 
 python tools/make_docs.py                  # write them
 python tools/make_docs.py --check          # change nothing; exit with 1 if a page is out of date
@@ -24,12 +24,14 @@ from mkd.log.compact import ONLY_HELD_OUT, CompactLines  # noqa: E402
 from mkd.log.metrics import AUXILIARY, PER_TEACHER, Metric  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
+from tools.docs.models_page import models_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
 DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # the value that applies if the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
+    "models": "docs/models.md",
     "figures": "tools/benchmarks/results/LATEST.md",
 }
 
@@ -61,6 +63,7 @@ FIGURE_TERMS = {
 def pages() -> dict[Path, str]:
     """Return path -> contents of every generated page."""
     texts = {"flags": flags_page(), "metrics": metrics_page(), "figures": figures_page()}
+    texts["models"] = f"{NOTE}\n{models_page()}"
     return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
 
 

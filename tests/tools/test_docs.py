@@ -59,3 +59,20 @@ def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
     assert "out of date: docs/flags.md" in capsys.readouterr().out
     assert make_docs.main([]) == 0 and make_docs.main(["--check"]) == 0
     assert "out of date" not in capsys.readouterr().out
+
+
+def test_the_table_of_models_is_that_of_the_registries():
+    from mkd.families.registry import FAMILIES
+    from mkd.families.vision import VISION_FAMILIES
+
+    rows = {cells[1].strip(" `"): [one.strip() for one in cells[2:-1]] for cells in table_of_models()}
+    assert [*rows] == [*FAMILIES, *VISION_FAMILIES]
+    assert rows["qwen3_5_moe"] == ["yes", "yes", "yes", "yes", "no"]
+    assert rows["deepseek_v3"] == ["yes", "yes", "no", "no: latent attention", "no"]
+    assert rows["llama"] == ["yes", "no", "no", "yes", "yes"]
+    assert {name for name, cells in rows.items() if cells[2] == "yes"} == set(VISION_FAMILIES)
+
+
+def table_of_models():
+    page = make_docs.models_page()
+    return [line.split("|") for line in page.splitlines() if line.startswith("| `")][1:]

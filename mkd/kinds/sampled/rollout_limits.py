@@ -10,6 +10,7 @@ from mkd.errors import UsageError
 from mkd.kinds.sampled.sources.known_sources import source_problems
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
+from mkd.plan.models.model_shape import ModelShape
 
 OFF = "or train on stored text: --on-policy-fraction 0"
 
@@ -54,20 +55,25 @@ def _layout(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, why, f"use --context-parallel-size 1, {OFF}", code="rollouts-exclude")
 
 
+def sampling_limit(student: ModelShape, length: int) -> str | None:
+    """Return the part with which mkd cannot sample texts of `length` tokens; None if it can."""
+    if any(layer.mla for layer in student.layers):
+        return "latent attention"
+    if any(layer.attention_sinks for layer in student.layers):
+        return "attention sinks"
+    if any(
+        rope.kind == "longrope" and length > rope.original_max_position_embeddings for rope in student.ropes
+    ):
+        return "positions that depend on the length of the text (LongRoPE beyond its original length)"
+    return None
+
+
 def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the student's layers can sample with a cache."""
     config, student = facts.config, facts.student
     if not config.rollout.is_on or student is None:
         return
-    length, reason = config.training.seq_length, None
-    if any(layer.mla for layer in student.layers):
-        reason = "latent attention"
-    elif any(layer.attention_sinks for layer in student.layers):
-        reason = "attention sinks"
-    elif any(
-        rope.kind == "longrope" and length > rope.original_max_position_embeddings for rope in student.ropes
-    ):
-        reason = "positions that depend on the length of the text (LongRoPE beyond its original length)"
+    reason = sampling_limit(student, config.training.seq_length)
     if reason is not None:
         what = f"the student has {reason}, with which mkd cannot sample yet"
         why = "keys and values of earlier tokens are cached as they are"
