@@ -33,13 +33,13 @@ _SIZES: Mapping[str, Any] = MappingProxyType(  # of a small model that every fam
     dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=128, head_dim=16)
     | dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
     | dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+    | dict(hidden_size_per_layer_input=0)
     | dict(moe_intermediate_size=24, shared_expert_intermediate_size=32, n_shared_experts=1)
     | dict(n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.0)
     | dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16)
 )
 _FURTHER: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # keys without which mkd refuses the family
     {
-        "gemma4_text": {"hidden_size_per_layer_input": 0},
         "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
         "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mlp"]},
     }
