@@ -67,4 +67,4 @@ def graph_layers(
 def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:
     """Return the bytes that graphs of this process keep; see `graph_layers` for `stages`."""
     models = [model for wrapped in stages for model in (wrapped.module.student, *wrapped.module.teachers)]
-    return max((one.graphs.graph_memory.kept_bytes for one in models if one.graphs is not None), default=0)
+    return max((one.graphs.memory.kept_bytes for one in models if one.graphs is not None), default=0)
