@@ -222,7 +222,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
         problems.append(
             UsageError(
                 f"--ckpt-step {config.checkpoint.ckpt_step}",
-                "each time the job comes back it would go on from that checkpoint again, and never end",
+                "each time the job comes back it would resume from that checkpoint again, and never end",
                 "copy that checkpoint into a folder of its own, and give that as --load and --save",
                 code="exclude-each-other",
             )

@@ -64,7 +64,7 @@ FAMILIES = {
         "Qwen2_5_VL",
         dict(IDS),
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 3])),
-        # like the released 3,420, 42 is no multiple of 8
+        # like the released 3,420, 42 is not a multiple of 8
         dict(QWEN, intermediate_size=42, window_size=16, fullatt_block_indexes=[2]),
     ),
     "qwen3_vl": ("Qwen3VL", dict(IDS, tie_word_embeddings=True), SECTIONS, WITH_DEEPSTACK),

@@ -44,7 +44,7 @@ OTHER_LABELS = {
     "skipped_iterations": "`skipped`, if any",
     "loss_spikes": "`spikes`, if any",
 }
-"""Metric -> its place in the progress line, of those that are no columns."""
+"""Metric -> its place in the progress line, of those that are not columns."""
 
 
 FIGURE_TERMS = {
@@ -76,7 +76,7 @@ def flags_page() -> str:
         "it, without the section's name). The command line wins over the file, the file over defaults. A "
         "setting marked *YAML* has no flag. `--no-NAME` turns off a setting that is on.\n",
         "`--config FILE.yaml` names the file; `--help-all` prints this page. `--nproc-per-node N` of "
-        "`mkd train` starts N processes on this machine and is no key of the file (default: one per "
+        "`mkd train` starts N processes on this machine and is not a key of the file (default: one per "
         "visible GPU).\n",
         *_first_flags(),
     ]

@@ -3,8 +3,8 @@
     mkd explain                    # every code, one line each
     mkd explain not-writable
 
-An error starts with its code: `error[not-writable]: ...`. A code stands for what to do, so several texts may
-have it; `...` stands for a value.
+An error starts with its code: `error[not-writable]: ...`. A code names what to do, so several texts may
+share one; `...` is a value.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _no_such(code: str) -> UsageError:
     """Return the error for a name that is no code, or no longer one."""
     if code in NEW_NAMES:
         what, do = f"the error code {code} is now {NEW_NAMES[code]}", f"mkd explain {NEW_NAMES[code]}"
-        return UsageError(what, "one code stands for all errors with one remedy", do, code="value-unknown")
+        return UsageError(what, "all errors with the same remedy share one code", do, code="value-unknown")
     near = difflib.get_close_matches(code, [*_EXIT_CODES, *NEW_NAMES], n=3)
     names = dict.fromkeys(NEW_NAMES.get(name, name) for name in near)
     do = f"did you mean {' or '.join(names)}? " if names else ""

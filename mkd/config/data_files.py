@@ -90,7 +90,7 @@ def require_file(path: str, flag: str) -> None:
 
 
 def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") -> DataError:
-    """Return the error for a path that is no file: a folder, a pattern, a data set of the hub or a typo."""
+    """Return the error for a path that is not a file: a folder, a pattern, a hub data set or a typo."""
     if Path(path).is_dir():
         return DataError(
             f"{flag} {path} is a folder",

@@ -16,7 +16,7 @@ from mkd.config.other_names import hint
 from mkd.errors import MkdError, UsageError
 
 NUM_RANKS = "--nproc-per-node"
-"""Flag of `mkd train`, which starts the ranks: it is no setting of the run."""
+"""Flag of `mkd train`, which starts the ranks: it is not a setting of the run."""
 _USAGE = f"mkd train [{NUM_RANKS} N] [--config FILE.yaml] [--flag value ...]"
 _DESCRIPTION = (
     "Distil a teacher language model into a student. "

@@ -51,7 +51,7 @@ class ComputedPermutation:
     """A pseudo-random permutation of the numbers below `size` that takes no memory, read like an array.
 
     A Feistel network permutes all numbers of an even number of bits. From a number that is not below `size`
-    it goes on to the next one, which permutes the rest ("cycle walking"). Source: Black, Rogaway, "Ciphers
+    it moves to the next one, which permutes the rest ("cycle walking"). Source: Black, Rogaway, "Ciphers
     with arbitrary finite domains", CT-RSA 2002, sections 4 and 5.
     """
 

@@ -227,7 +227,7 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         ),
         "record-ambiguous": "A record can be read in two ways: keep one of the two.",
         "record-empty": "A prompt or an answer is empty: repair or remove the record.",
-        "record-field-not-text": "A field is no text, or an empty one: repair or remove the record.",
+        "record-field-not-text": "A field is not a text, or is empty: repair or remove the record.",
         "record-images-not-valid": (
             "Images and their places in a record do not fit: correct the list or the parts."
         ),

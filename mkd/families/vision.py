@@ -64,7 +64,7 @@ def read_tiles(config: HFConfig) -> VisionShape:
     _check_sizes(vision["hidden_size"], vision["num_attention_heads"])
     side, patch, merge = vision["image_size"], vision["patch_size"], config.get("scale_factor", 2)
     if side % (patch * merge):
-        what = f"image_size {side} is no multiple of patch_size {patch} x scale_factor {merge}"
+        what = f"image_size {side} is not a multiple of patch_size {patch} x scale_factor {merge}"
         do = "download config.json or write it again"
         raise CheckpointError(
             what, "tiles are cut into squares of patches", do, code="model-config-not-valid"

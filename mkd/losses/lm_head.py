@@ -125,7 +125,7 @@ class HeadGradients:
         return self.whole(loss_gradient if announced is None else None)
 
     def whole(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the same without a check, times `factor` if there is one."""
+        """Return the gradients without a check, times `factor` if it is given."""
         hidden = _scaled(self.hidden, self.hidden.dtype, factor)
         bias = None if self.of_bias is None else _scaled(self.of_bias, self.bias_dtype, factor)
         if self.in_main_grad:

@@ -67,7 +67,7 @@ class EventLog(Follower, logging.Handler):
             self.handleError(record)
 
     def add(self, kind: str, text: str) -> None:
-        """Write an event that is no line of the terminal."""
+        """Write an event that the terminal does not show."""
         self._write(_event(self._iteration, kind, text))
 
     def end(self, error: BaseException | None) -> None:

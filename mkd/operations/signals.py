@@ -26,7 +26,7 @@ torchrun and schedulers end a job with SIGTERM. Slurm warns with the signal of -
 """
 COPY_S = 2.0  # within which torchrun passes on a Ctrl-C that its processes have also got from the terminal
 FORCED_S = 3.0  # for the main thread to clean up after a second Ctrl-C, before the process ends
-END = 0  # a byte that is no signal
+END = 0  # a byte that is not a signal
 
 
 @dataclass

@@ -119,7 +119,7 @@ def begin(
     lock = lock_save(config.checkpoint, context)
     if lock is not None:
         cleanup.add(lambda error: lock.release())
-    crashes = count_crashes(config, context)  # under the lock: another run's steps are no crash
+    crashes = count_crashes(config, context)  # under the lock: another run's steps are not a crash
     cleanup.add(crashes.end)
     signals.when_forced.append(crashes.forgive)
     profiler = Profiler.from_config(config.log, log_folder(config) / "profile", context.rank)

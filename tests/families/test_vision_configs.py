@@ -133,7 +133,7 @@ def test_known_models_are_refused_by_name(model_type):
         ),
         (
             {"vision_config": HUB_SMOLVLM["vision_config"] | {"patch_size": 24}},
-            "model-config-not-valid: is no multiple of patch_size",
+            "model-config-not-valid: is not a multiple of patch_size",
         ),
         (
             {"vision_config": HUB_SMOLVLM["vision_config"] | {"num_attention_heads": 5}},

@@ -62,7 +62,7 @@ def hf_model(name: str, machine: Machine) -> nn.Module:
     with torch.no_grad():
         for tensor, parameter in model.named_parameters():
             parameter.copy_(weights.read(tensor, (slice(None),) * parameter.dim()))
-    rotary = model.model.rotary_emb  # its buffers are no weights, and came off the meta device empty
+    rotary = model.model.rotary_emb  # its buffers are not weights, and came off the meta device empty
     model.model.rotary_emb = type(rotary)(config=config).to(machine.device)
     model.config.use_cache = False
     return model

@@ -43,7 +43,7 @@ def align_sampled(ids: np.ndarray, pair: Pair, *, is_stopped: bool, is_chat: boo
     """Return a sampled completion and the teacher's tokens of it, both without the prompt before them.
 
     As `align_ids`, except for the end. If the completion `is_stopped`, its last token becomes the teacher's
-    token that ends a turn (`is_chat`) or a text. A completion that was cut off would go on, and the teacher
+    token that ends a turn (`is_chat`) or a text. A completion that was cut off continues, and the teacher
     might write its end with other tokens: its last chunk is left out, and so is half a character.
     """
     aligned = _align_runs(ids[:-1] if is_stopped else ids, pair, 0, starts_document=False)

@@ -139,7 +139,7 @@ def image_reader(
     """Return the reader of the vision-language model in `folder`; None for a model that reads no images.
 
     For the other arguments see the flags --image-root, --max-image-pixels and --max-image-side. Raises
-    UsageError for a processor that cannot be used, and for a root that is no folder.
+    UsageError for a processor that cannot be used, and for a root that is not a folder.
     """
     processor = load_image_processor(folder, tokenizer, max_side)
     if processor is None and root is None:
@@ -154,7 +154,7 @@ def image_reader(
         )
     if root is not None and not Path(root).is_dir():
         raise UsageError(
-            f"--image-root {root} is no folder",
+            f"--image-root {root} is not a folder",
             "records name their images by paths below it",
             "check the path",
             code="path-not-found",

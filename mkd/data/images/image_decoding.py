@@ -11,7 +11,7 @@ import numpy as np
 from mkd.errors import DataError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-SHOWN_BYTES = 12  # of a file that is no image
+SHOWN_BYTES = 12  # of a file that is not an image
 MAX_ASPECT = 200  # of the longer to the shorter side; image processors refuse more
 WITHOUT_RGB = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # modes that would be clipped to white
 

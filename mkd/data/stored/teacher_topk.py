@@ -86,7 +86,7 @@ class TopKMeta:
             return cls(**meta)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} is no description of a teacher cache",
+                f"{path} does not describe a teacher cache",
                 str(error),
                 "export the cache again",
                 code="teacher-cache-incomplete",
@@ -234,7 +234,7 @@ class TopKPart:
                 f"the teacher cache {folder} is incomplete",
                 f"{len(missing)} of {meta.num_shards(part)} {part} shards are missing: "
                 "the export has not finished",
-                "start the same `mkd topk` command again; it goes on where it stopped",
+                "start the same `mkd topk` command again; it resumes where it stopped",
                 code="teacher-cache-incomplete",
             )
         self._file = lru_cache(OPEN_FILES)(self._open)

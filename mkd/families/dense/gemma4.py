@@ -122,7 +122,9 @@ def _full_heads(config: HFConfig, kinds: list[str]) -> HeadsShape:
             why = "mkd has two kinds of layers, windows and full attention"
             raise UsageError(what, why, "use a published Gemma 4", code="model-feature-not-supported")
     if heads % found["num_key_value_heads"]:
-        what = f"num_attention_heads {heads} is no multiple of {found['num_key_value_heads']} key/value heads"
+        what = (
+            f"num_attention_heads {heads} is not a multiple of {found['num_key_value_heads']} key/value heads"
+        )
         why = "each key/value head is shared by the same number of query heads"
         raise CheckpointError(what, why, "download or write it again", code="model-config-not-valid")
     return HeadsShape(heads, found["num_key_value_heads"], found["head_dim"])

@@ -54,7 +54,7 @@ def delta_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
 def _read_mixer(config: HFConfig) -> DeltaShape:
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
-        what = f"linear_num_value_heads {values} is no multiple of linear_num_key_heads {keys}"
+        what = f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
         why = "each key head is shared by the same number of value heads"
         raise CheckpointError(what, why, "download config.json again", code="model-config-not-valid")
     sizes = (config[f"linear_{name}"] for name in ("key_head_dim", "value_head_dim", "conv_kernel_dim"))

@@ -75,7 +75,7 @@ def _kinds(config: HFConfig) -> list[str]:
 def _read_mixer(config: HFConfig) -> MambaShape:
     heads, groups = config["mamba_num_heads"], config["n_groups"]
     if heads % groups:
-        what = f"mamba_num_heads {heads} is no multiple of n_groups {groups}"
+        what = f"mamba_num_heads {heads} is not a multiple of n_groups {groups}"
         why = "each group is shared by the same number of heads"
         raise CheckpointError(what, why, "download config.json again", code="model-config-not-valid")
     return MambaShape(

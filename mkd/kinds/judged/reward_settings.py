@@ -24,7 +24,7 @@ class RewardConfig:
     )
     max_failed_rewards: int = option(
         0,
-        "completions of a step whose reward may fail: it raises, takes too long or is no finite number. "
+        "completions of a step whose reward may fail: it raises, takes too long or is not a finite number. "
         "These are left out and listed in failed_rewards.jsonl. One more ends the run",
         valid=NOT_NEGATIVE,
     )

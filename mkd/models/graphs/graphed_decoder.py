@@ -41,7 +41,7 @@ class GraphedDecoder:
 
     A pack's bounds decide. The first pack of any bounds runs without graphs: libraries choose kernels and
     make their work spaces. So do packs of bounds beyond the first MOST_BOUNDS that come twice, rows of single
-    tokens, and the student in evaluation. If a graph cannot be made, everything goes on without, after one
+    tokens, and the student in evaluation. If a graph cannot be made, everything continues without, after one
     warning.
 
     The kernels of experts are compiled when they are first used. So a model with experts that is trained
@@ -140,9 +140,9 @@ class GraphedDecoder:
             return (
                 self._training_pass(bounds, given) if self._is_trained else self._forward_pass(bounds, given)
             )
-        except Exception as error:  # of torch, NCCL or Transformer Engine: a run goes on without graphs
+        except Exception as error:  # of torch, NCCL or Transformer Engine: a run continues without graphs
             in_full = LOG.isEnabledFor(logging.DEBUG)
-            LOG.warning("%s goes on without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full)
+            LOG.warning("%s continues without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full)
             self.is_on = False
             self._frozen.clear()
             self.memory.drop(self.decoder)

@@ -50,7 +50,7 @@ class _TowerPass(torch.autograd.Function):
 class _HandOut(torch.autograd.Function):
     """Identity of `x`; its backward gives `parameter` the last of the gradients in `found`, None being zero.
 
-    autograd adds a gradient to its parameter before it goes on with the chain.
+    autograd adds a gradient to its parameter before it continues the chain.
     """
 
     @staticmethod

@@ -113,7 +113,7 @@ class VisionTower(nn.Module):
 def tile_positions(shape: VisionShape) -> Tensor:
     """Return the number of the learned position of each patch of a tile, int64 [patches]; empty for Qwen's.
 
-    They are those of transformers in fp32, whose rounding repeats some where the side is no power of two.
+    They are those of transformers in fp32, whose rounding repeats some where the side is not a power of two.
     """
     side = shape.image_size // shape.patch_size
     if not side:

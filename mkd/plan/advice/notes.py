@@ -1,4 +1,4 @@
-"""Notes below a plan: settings without effect that are no mistakes, and what makes a step slow."""
+"""Notes below a plan: settings that have no effect but are not mistakes, and what makes a step slow."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _divergences(config: Config) -> Iterator[UsageError]:
             value, own = getattr(teacher, field), _divergence(config, teacher)
             inherited |= own in readers and value is None
             if value is not None and own not in readers:
-                why = f"its divergence is {own}" if own else "its xtoken loss uld is no divergence"
+                why = f"its divergence is {own}" if own else "its xtoken loss uld is not a divergence"
                 yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {wanted}")
         if getattr(kd, name) != getattr(default, name) and not inherited:
             setting = f"{name.replace('_', '-')} {getattr(kd, name)}"

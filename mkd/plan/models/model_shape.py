@@ -224,7 +224,7 @@ class ModelShape:
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
-            what = f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            what = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
             why = "each key/value head is shared by the same number of query heads"
             raise CheckpointError(what, why, AGAIN, code="model-config-not-valid")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads

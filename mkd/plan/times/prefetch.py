@@ -198,7 +198,7 @@ class _Step:
         self.events = [(0.0, rank) for rank in range(len(work))]
 
     def run(self) -> None:
-        """Let the ranks choose until no one can go on. A busy rank asks when it is free."""
+        """Let the ranks choose until none can continue. A busy rank asks when it is free."""
         ranks, events, last = self.ranks, self.events, len(self.ranks) - 1
         while events:
             now, rank = heappop(events)

@@ -172,7 +172,7 @@ def test_an_unfinished_export(dataset, cache):
         lambda: write(cache, dataset, describe(len(dataset)), shards=[0, 2]),
         "is incomplete",
         "train shards are missing",
-        "it goes on where it stopped",
+        "it resumes where it stopped",
     )
 
 

@@ -69,7 +69,7 @@ def test_the_last_number_never_leaves_the_vocabulary():
 
 
 def sampled_on_one_of_two(logits, uniform, temperature):
-    """Return what a rank of two finds; half of the vocabulary is no multiple of a block."""
+    """Return what a rank of two finds; half of the vocabulary is not a multiple of a block."""
     import torch.distributed as dist
 
     half = logits.shape[1] // 2

@@ -1,4 +1,4 @@
-"""Check which packs a graphed decoder takes, and that a run goes on if no graph can be made."""
+"""Check which packs a graphed decoder takes, and that a run continues if no graph can be made."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_if_no_graph_can_be_made_one_warning_names_the_cause(decoder, monkeypatc
             assert run(decoder, 300, 212).mean() == 1
     (record,) = caplog.records
     cause = "operation not permitted when stream is capturing"
-    assert record.getMessage() == f"the student goes on without CUDA graphs: {cause}"
+    assert record.getMessage() == f"the student continues without CUDA graphs: {cause}"
     assert not decoder.is_on
 
 

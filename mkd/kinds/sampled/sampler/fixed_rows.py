@@ -55,7 +55,7 @@ class FixedRows:
     cache: KVCache
     sampling: Sampling
     captures: bool  # False: the same rows without graphs
-    may_fall_back: bool = False  # go on without graphs if a row cannot be captured
+    may_fall_back: bool = False  # continue without graphs if a row cannot be captured
     _shapes: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Tensor]] = field(default_factory=dict)
     # The pool of all graphs, and their stream: torch gives unused memory to the stream that had it.
     _memory: tuple[tuple[int, int], torch.cuda.Stream] | None = None
@@ -94,7 +94,7 @@ class FixedRows:
         except RuntimeError as error:
             if not self.may_fall_back:
                 raise
-            LOG.warning("sampling goes on without CUDA graphs: %s", first_cause(error))
+            LOG.warning("sampling continues without CUDA graphs: %s", first_cause(error))
             self.captures = False
             return self._compute(height, length)
         graph.replay()
