@@ -182,7 +182,7 @@ def test_no_cache_and_a_part_that_it_lacks(dataset, cache):
     assert_refused(lambda: TopKPart(cache, "valid", part.meta), "has no valid data")
     for text in ('{"format_version": 2}', "{}", "[]", "{"):
         (cache / "meta.json").write_text(text)
-        assert_refused(lambda: TopKMeta.read(cache), "is no description of a teacher cache")
+        assert_refused(lambda: TopKMeta.read(cache), "does not describe a teacher cache")
 
 
 def test_other_data(dataset, make_store, cache):

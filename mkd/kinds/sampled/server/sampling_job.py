@@ -144,7 +144,7 @@ def read_completion(answer: Mapping[str, Any], request: Request, sampling: Sampl
     unknown = [one for one in ids if not sampling.is_sampled(one)]
     if unknown:
         raise wrong_answer(
-            f"{len(unknown)} of its {len(ids)} ids, such as {unknown[0]}, are no known tokens "
+            f"{len(unknown)} of its {len(ids)} ids, such as {unknown[0]}, are not known tokens "
             f"(the run samples from the first {sampling.vocab_size})"
         )
     is_stopped = ids[-1] in sampling.stop_ids
