@@ -78,7 +78,7 @@ def compared(pool: RankPool, files: Path, name: str) -> tuple[dict[str, float], 
         records.append(read_metrics(log))
         said = stdout + stderr
     lines = said.splitlines()
-    warnings = " ".join(line for line in lines if "goes on without CUDA graphs" in line)
+    warnings = " ".join(line for line in lines if "continues without CUDA graphs" in line)
     return away(*records), sum("CUDA graphs of" in one or "CUDA graph of" in one for one in lines), warnings
 
 

@@ -38,7 +38,7 @@ class GraphMemory:
     slots: list[Slot] = field(default_factory=list)
     buffers: dict[tuple, Tensor] = field(default_factory=dict)  # between sections of frozen layers
     kept_bytes: int = 0  # that torch has taken for graphs
-    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must go on
+    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must not wait
 
     def free_slot(self, example: Tensor) -> Slot:
         """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""

@@ -142,7 +142,9 @@ class GraphedDecoder:
             )
         except Exception as error:  # of torch, NCCL or Transformer Engine: a run continues without graphs
             in_full = LOG.isEnabledFor(logging.DEBUG)
-            LOG.warning("%s continues without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full)
+            LOG.warning(
+                "%s continues without CUDA graphs: %s", self.name, first_cause(error), exc_info=in_full
+            )
             self.is_on = False
             self._frozen.clear()
             self.memory.drop(self.decoder)
