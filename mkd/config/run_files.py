@@ -81,6 +81,11 @@ class DataConfig:
         "image patches in a pack, at most. The limit bounds memory and time of the vision tower, as "
         "--seq-length bounds those of the text model (default: no limit)",
     )
+    image_token_share: float = option(
+        0.5,
+        "assumed share of image tokens in the packs of a model with images, for predicted times and memory. "
+        "0: its texts have no images. It changes no result",
+    )
     chat_loss: str = option(
         "auto",
         "parts of a conversation with loss. auto: what the chat template marks as generation, else all of "

@@ -32,7 +32,7 @@ _GROUPS = (
     ),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio on_policy_fraction"),
     ("0 (greedy) or from 0.01 to 100", lambda x: x == 0 or 0.01 <= x <= 100, "rollout_temperature"),
-    ("from 0 to below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
+    ("from 0 to below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 image_token_share"),
     ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps rollout_server_timeout_s"),
     ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
     ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),

@@ -33,6 +33,10 @@ def check_vision(facts: RunFacts) -> Iterator[MkdError]:
     parts = settings.train_parts
     if student is not None and student.vision is None and parts != type(settings)().train_parts:
         yield no_effect(f"{FLAG} {' '.join(parts)}", "the student takes no images", "remove it")
+    share, data = facts.config.data.image_token_share, type(facts.config.data)()
+    see_images = (shape is None or shape.vision is not None for shape in (student, *facts.teachers))
+    if share != data.image_token_share and not any(see_images):
+        yield no_effect(f"image-token-share {share}", "no model takes images", "remove it")
     if facts.config.parallel.pipeline_layout == "auto":
         return  # `require_deepstack_layers` checks layouts that are chosen
     for model in facts.models:

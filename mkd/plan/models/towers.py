@@ -1,7 +1,7 @@
 """Vision towers in a plan: parameters, work and memory. They are on the first stage, whole on every process.
 
-How many images a run has is in its data, so that a plan assumes `IMAGE_SHARE` and `IMAGE_PATCHES`. The
-images of a pack are dealt to the processes that share it, tensor x context parallel ones.
+How many images a run has is in its data, so that a plan assumes `--image-token-share` and `IMAGE_PATCHES`.
+The images of a pack are dealt to the processes that share it, tensor x context parallel ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.layer_time import Rates, WorkTime, milliseconds
 
-IMAGE_SHARE = 0.5
-"""Assumed proportion of a pack's tokens that are image tokens."""
 IMAGE_PATCHES = 1600
 """Assumed patches of an image of free size, which attend to each other: 560 x 560 pixels of Qwen2.5-VL."""
 
@@ -121,7 +119,7 @@ def _moved_bytes(vision: VisionShape, element: int) -> int:
 def image_tokens(config: Config) -> float:
     """Return the assumed image tokens of a micro-batch on each process that shares it."""
     training, ranks = config.training, Sizes.of(config.parallel).row
-    return IMAGE_SHARE * training.micro_batch_size * training.seq_length / ranks
+    return config.data.image_token_share * training.micro_batch_size * training.seq_length / ranks
 
 
 def towers_time(

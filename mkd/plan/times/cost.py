@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_teachers import Pair
-from mkd.plan.models.towers import IMAGE_SHARE, towers_time
+from mkd.plan.models.towers import towers_time
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 
@@ -89,7 +89,7 @@ def pair_cost(
         for one in pair.teachers
     ]
     head_flops = training.micro_batch_size * _head_flops(pair) / pair.sizes.row
-    loss_share = 1.0 if pair.student.vision is None else 1 - IMAGE_SHARE
+    loss_share = 1.0 if pair.student.vision is None else 1 - config.data.image_token_share
     return PairCost(
         learning.student(num_stages),
         tuple(one.teacher() for one in frozen),

@@ -29,6 +29,8 @@ def settings(*argv):
         (("--student-train-parts", "text", "eyes"), DEEP, ["value-unknown: is not a known value"]),
         (("--student-train-parts", "tower"), DEEP, ["value-not-valid: leaves out text"]),
         (("--student-train-parts", "text", "tower"), TEXT, ["remove-flag: no effect"]),
+        (("--image-token-share", 0), DEEP, []),
+        (("--image-token-share", 0), TEXT, ["remove-flag: no effect"]),
         ((PP, 2), DEEP, []),
         ((PP, 4), DEEP, ["layout-not-valid: features of the vision tower"]),
         ((PP, 2, LAYOUT, "1,3"), DEEP, ["layout-not-valid: features of the vision tower"]),

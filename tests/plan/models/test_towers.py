@@ -125,6 +125,12 @@ def test_a_trained_tower_costs_its_backward():
     assert costs[0].towers.backward_ms < 3 * costs[0].towers.forward_ms  # the teacher's has none
 
 
+def test_without_image_tokens_the_times_are_those_of_texts():
+    given, text = ("--image-token-share", "0"), replace(QWEN, vision=None)
+    with_towers, without = (cost_of(config(layout=given), one, (one,), 4) for one in (QWEN, text))
+    assert with_towers == without
+
+
 def test_the_recipe_of_qwen_fits_on_gpus_of_80_gib():
     recipe = Path(__file__).resolve().parents[3] / "configs" / "qwen2.5_vl_3b_from_7b.yaml"
     pair = [shape_of(f"qwen2.5-vl-{size}") for size in ("3b", "7b")]
