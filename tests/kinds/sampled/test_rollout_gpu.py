@@ -8,11 +8,13 @@ import torch
 
 from tests.kinds.sampled.decoded import Place, packed_scores, requests, sample
 from tests.kinds.sampled.test_decoding import by_completion, sample_refilled
+from tests.kinds.sampled.transformers_greedy import continued
 from tests.ranks import skip_unless_gpus_take
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
 NO_STOP: frozenset[int] = frozenset()
+GREEDY_TOKENS = 24
 HEADS = dict(  # of gated delta nets
     linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4
 )
@@ -31,31 +33,9 @@ def test_log_probabilities_are_those_of_the_packed_forward(family, dtype, tolera
     assert np.concatenate(gaps).mean() < tolerance
 
 
-def greedy_and_scores(folder, dtype) -> tuple[list[list[int]], list[list[int]], float]:
-    """Return mkd's greedy completions, transformers' own, and the largest |ln p - transformers' ln p|.
-
-    The ln p are of mkd's completions, and those of transformers from its forward in fp32.
-    """
-    from transformers import AutoModelForCausalLM
-
-    asked = requests(6)
-    settings = dict(max_new_tokens=24, temperature=0.0, stop_ids=NO_STOP)
-    found = sample(folder, Place("one GPU", dtype=dtype), asked, **settings)
-    by_prompt = {prompt: (ids, logp) for prompt, _, ids, logp, _ in found}
-    options = dict(attn_implementation="eager", experts_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).cuda().eval()
-    ours, theirs, gap = [], [], 0.0
-    for one in asked:
-        row = torch.from_numpy(one.ids)[None].cuda()
-        ids, logp = by_prompt[one.prompt]
-        with torch.no_grad():
-            made = model.generate(row, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-            whole = torch.cat([row[0], torch.tensor(ids, device=row.device)])[None]
-            scores = model(whole).logits[0, len(one.ids) - 1 : -1].double().log_softmax(1).cpu()
-        ours.append(ids)
-        theirs.append(made[0, len(one.ids) :].tolist())
-        gap = max(gap, float(np.abs(scores[range(len(ids)), ids].numpy() - logp).max()))
-    return ours, theirs, gap
+def greedily(folder, dtype, asked) -> list[tuple]:
+    settings = dict(max_new_tokens=GREEDY_TOKENS, temperature=0.0, stop_ids=NO_STOP)
+    return sample(folder, Place("one GPU", dtype=dtype), asked, **settings)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
@@ -63,11 +43,15 @@ def test_states_of_gated_delta_nets_continue_prompts_as_transformers_does(
     dtype, tolerance, tmp_path, gpu_ranks
 ):
     """In bf16 the fused kernels leave the states, and ln p differ by rounding."""
-    folder = make_model(tmp_path / "qwen3_5", "qwen3_5", **SIZES, **HEADS)
-    ((ours, theirs, gap),) = gpu_ranks.run(greedy_and_scores, 1, folder, dtype)
-    assert gap < tolerance
-    if dtype == torch.float32:
-        assert ours == theirs
+    folder, asked = make_model(tmp_path / "qwen3_5", "qwen3_5", **SIZES, **HEADS), requests(6)
+    (found,) = gpu_ranks.run(greedily, 1, folder, dtype, asked)
+    pairs = [(one.ids.tolist(), ids) for one, (_, _, ids, _, _) in zip(asked, found, strict=True)]
+    for (_, _, ids, logp, _), (theirs, scores) in zip(
+        found, continued(folder, pairs, GREEDY_TOKENS), strict=True
+    ):
+        assert np.abs(np.array(scores) - logp).max() < tolerance
+        if dtype == torch.float32:
+            assert ids == theirs
 
 
 def sample_fixed(folder, place, asked, fixed_rows, temperature):
