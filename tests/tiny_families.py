@@ -108,6 +108,16 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         | dict(tie_word_embeddings=False, rope_parameters=_GEMMA_ROPES),
     ),
     "nemotron_h": ("NemotronH", dict(**_HEADS, **_MAMBA, layers_block_type=_ONE_BY_ONE)),
+    "nemotron_h-experts": (
+        "NemotronH",
+        dict(**_HEADS, **_MAMBA, **_ROUTED, moe_shared_expert_intermediate_size=20, moe_latent_size=12)
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"]),
+    ),
+    "nemotron_h-nano": (  # Nemotron 3 Nano, whose experts see the hidden states
+        "NemotronH",
+        dict(**_HEADS, **_MAMBA, **_ROUTED, moe_shared_expert_intermediate_size=20)
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"]),
+    ),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }
 RENAMED = {"kimi_k2": "deepseek_v3"}  # the model_type by which transformers knows the architecture

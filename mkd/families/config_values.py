@@ -53,7 +53,7 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "n_routed_experts n_group topk_group shared_expert_intermediate_size full_attention_interval "
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_conv_kernel_dim "
+        "linear_conv_kernel_dim moe_latent_size moe_shared_expert_intermediate_size "
         "ssm_state_size mamba_num_heads mamba_head_dim n_groups mamba_n_groups conv_kernel mamba_d_conv "
         "depth num_heads num_channels in_channels image_size patch_size temporal_patch_size "
         "spatial_merge_size window_size scale_factor num_position_embeddings out_hidden_size",

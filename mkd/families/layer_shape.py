@@ -113,11 +113,22 @@ class MoEShape:
     inner_norms: bool = False
     biases: bool = False  # the router's product and both products of each expert have a bias
     is_gated: bool = True  # experts, shared ones too, have gates, as `LayerShape.is_gated`
+    latent_size: int = 0  # channels of the projection of a token that its experts see; 0: the hidden state
 
     @property
     def mlp_matrices(self) -> int:
         """Matrices of an expert."""
         return 2 + self.is_gated
+
+    def expert_width(self, hidden_size: int) -> int:
+        """Return the channels that enter and leave an expert."""
+        return self.latent_size or hidden_size
+
+    def matrix_elements(self, hidden_size: int, experts: int) -> int:
+        """Return the matrix elements of so many experts, of shared ones, of the router and of projections."""
+        routed = experts * self.expert_width(hidden_size) * self.ffn_hidden_size
+        every = self.num_experts + self.shared_gate + 2 * self.latent_size
+        return self.mlp_matrices * (routed + hidden_size * self.shared_ffn_hidden_size) + hidden_size * every
 
 
 @dataclass(frozen=True)
@@ -208,13 +219,11 @@ class LayerShape:
         return self.moe is not None and self.moe.inner_norms
 
     @property
+    def has_expert_latents(self) -> bool:
+        """True if experts see a projection of their tokens."""
+        return self.moe is not None and self.moe.latent_size > 0
+
+    @property
     def has_correction_bias(self) -> bool:
         """True if a bias takes part in the choice of experts."""
         return self.moe is not None and self.moe.correction_bias
-
-    @property
-    def active_ffn_width(self) -> int:
-        """Sum of the widths of the MLPs that a token passes."""
-        if self.moe is None:
-            return self.ffn_hidden_size
-        return self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size

@@ -132,10 +132,19 @@ def _num_experts(model: ModelSizes, layer: LayerShape | None) -> int:
     return _moe(layer).num_experts
 
 
+def _expert_width(model: ModelSizes, layer: LayerShape | None) -> tuple[int, ...]:
+    return (_moe(layer).expert_width(model.hidden_size),)
+
+
+def _latent_size(model: ModelSizes, layer: LayerShape | None) -> int:
+    return _moe(layer).latent_size
+
+
 # One expert is whole on a process: tensor parallelism does not cut it.
 EXPERT_GATE_UP = Rule(
     lambda m, layer, ranks: 1,
     lambda m, layer, ranks: (_moe(layer).ffn_hidden_size,) * 2,
+    other_dims=_expert_width,
     replicated=True,
     experts=_num_experts,
 )
@@ -143,9 +152,11 @@ EXPERT_DOWN = Rule(
     lambda m, layer, ranks: 1,
     lambda m, layer, ranks: (_moe(layer).ffn_hidden_size,),
     dim=1,
+    other_dims=_expert_width,
     replicated=True,
     experts=_num_experts,
 )
+EXPERT_UP = replace(EXPERT_GATE_UP, parts=EXPERT_DOWN.parts)  # without gates
 EXPERT_GATE_UP_BIAS = replace(EXPERT_GATE_UP, other_dims=lambda model, layer: ())
 EXPERT_DOWN_BIAS = replace(EXPERT_GATE_UP_BIAS, parts=lambda model, layer, ranks: (model.hidden_size,))
 ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
@@ -159,9 +170,15 @@ def _shared_slice(layer: LayerShape | None, ranks: int) -> int:
 SHARED_GATE_UP = Rule(
     lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),) * 2
 )
+SHARED_UP = replace(SHARED_GATE_UP, parts=lambda m, layer, ranks: (_shared_slice(layer, ranks),))
 SHARED_DOWN = Rule(
     lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),), dim=1
 )
+
+TO_LATENTS = Rule(  # [latents, h]
+    lambda m, layer, ranks: 1, lambda m, layer, ranks: (_latent_size(m, layer),), replicated=True
+)
+FROM_LATENTS = replace(TO_LATENTS, dim=1)  # [h, latents]
 
 LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."

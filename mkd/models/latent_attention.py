@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,9 +19,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape
+from mkd.models.layer_parts import ReplicatedLinear
 from mkd.models.packed import PackedDocuments
 
 
@@ -34,25 +34,6 @@ class LatentAttentionParts:
     row_linear: type
     norm: type
     core_attention: type
-
-
-class ReplicatedLinear(nn.Module):
-    """A matrix that every tensor-parallel rank holds whole, applied to the tokens of this rank.
-
-    With sequence parallelism each rank sees its share of the tokens, so the weight is marked: Megatron sums
-    its gradient over the tensor-parallel group (all-reduce SUM after backward).
-    """
-
-    def __init__(self, input_size: int, output_size: int, config: TransformerConfig):
-        super().__init__()
-        device = torch.cuda.current_device()
-        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
-        self.weight = nn.Parameter(weight)
-        config.init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., input_size] -> [..., output_size]
-        return F.linear(x, self.weight)
 
 
 class LatentAttention(MegatronModule):

@@ -95,6 +95,25 @@ class ScaledLayer(TransformerLayer):
         return hidden * self.output_scale, context
 
 
+class ReplicatedLinear(nn.Module):
+    """A matrix that every tensor-parallel rank holds whole, applied to the tokens of this rank.
+
+    With sequence parallelism each rank sees its share of the tokens, so the weight is marked: Megatron sums
+    its gradient over the tensor-parallel group (all-reduce SUM after backward).
+    """
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig):
+        super().__init__()
+        device = torch.cuda.current_device()
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., input_size] -> [..., output_size]
+        return F.linear(x, self.weight)
+
+
 class GatedMLP(MLP):
     """Megatron's MLP with Transformer Engine's kernel for the gate.
 

@@ -45,6 +45,7 @@ from mkd.models.layer_parts import GatedMLP, RMSNorm, ScaledLayer, with_post_nor
 from mkd.models.mixers.delta_net import DeltaNet
 from mkd.models.mixers.mamba import Mamba
 from mkd.models.mixers.mixer import MixerParts
+from mkd.models.moe.latent import with_latents
 from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.moe.split_layer import SplitLayer
 from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
@@ -135,6 +136,7 @@ def layer_spec(
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
         mlp = moe_spec(layer.moe, parts.experts, groups, parts.norm)
+        mlp = with_latents(mlp, layer.moe.latent_size) if layer.moe.latent_size else mlp
     attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
     mlp_norm = parts.first_norm if layer.is_dense else parts.norm
     has_mlp_norm = layer.pre_norms and not layer.has_inner_norms

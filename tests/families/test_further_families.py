@@ -37,6 +37,8 @@ NIGHTLY = (
     "granitemoehybrid-nope",
     "olmo3-padded",
     "exaone4-full",
+    "nemotron_h",
+    "nemotron_h-nano",
 )
 LAYOUTS = (Layout("TP2 SP", 2, tp=2, flags=SP), Layout("PP2 VPP2 CP2", 4, pp=2, vp=2, cp=2))
 

@@ -7,15 +7,32 @@ import pytest
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.mixer_shape import MambaShape
 from mkd.plan.checks.parallel import check_heads
+from mkd.plan.footprint.activations import Activations
+from mkd.plan.models.flops import layer_matmul_parameters
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.parameters import model_parameters
+from mkd.plan.models.parameters import active_parameters, model_parameters
+from mkd.plan.parallel_sizes import ONE_PROCESS
 from mkd.pruning.request import refuse_other_kinds
-from tests.plan.shapes import STUDENT, config
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, config
 from tests.reported import refused
 from tests.run_facts import facts_of
 from tests.tiny_models import config_of
 
 SIZES = dict(model_type="nemotron_h", vocab_size=131072, hidden_size=4096, num_attention_heads=32)
+NANO = SIZES | dict(  # Nemotron 3 Nano
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    hidden_size=2688,
+    num_key_value_heads=2,
+    mamba_num_heads=64,
+    n_routed_experts=128,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    routed_scaling_factor=2.5,
+)
+
+
+UNNORMALISED = "model-feature-not-supported: norm_topk_prob"
 
 
 def read(**more: object) -> ModelShape:
@@ -23,7 +40,11 @@ def read(**more: object) -> ModelShape:
 
 
 def kinds(shape: ModelShape) -> str:
-    return "".join("M" if one.mixer else "*" if one.has_attention else "-" for one in shape.layers)
+    letters = (
+        "M" if one.mixer else "*" if one.has_attention else "-" if one.is_dense else "E"
+        for one in shape.layers
+    )
+    return "".join(letters)
 
 
 def test_a_configuration_with_sizes_alone_is_that_of_transformers():
@@ -50,16 +71,21 @@ def test_kinds_of_layers_are_words_or_letters():
     assert kinds(read()) == "M-*M"
     assert kinds(read(**named, hybrid_override_pattern="MM-*-M")) == "MM-*-M"
     assert kinds(read(**named, layer_types=["mamba", "attention", "mlp"])) == "M*-"
+    assert kinds(read(**named)) == "ME*-"  # as in transformers
     former = read(mamba_n_groups=2, mamba_d_conv=3, mamba_dt_min=0.5).layers[0].mixer
     assert (former.groups, former.kernel_size, former.least_step) == (2, 3, 0.5)
 
 
-def test_the_size_of_a_release():
-    """Nemotron-H-8B-Base: 52 layers, 8.1 billion parameters by its card."""
+def test_the_sizes_of_releases():
+    """Nemotron-H-8B-Base has 8.1 billion parameters by its card, Nemotron 3 Nano 31.6 with 3.6 active."""
     pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
     shape = ModelShape.from_hf_config(SIZES | {"hybrid_override_pattern": pattern})
     assert shape.num_layers == 52
     assert model_parameters(shape).total / 1e9 == pytest.approx(8.1, abs=0.05)
+    shape = ModelShape.from_hf_config(NANO)
+    assert (shape.num_layers, shape.num_experts, shape.moe.top_k) == (52, 128, 6)
+    assert model_parameters(shape).total / 1e9 == pytest.approx(31.6, abs=0.05)
+    assert active_parameters(shape) / 1e9 == pytest.approx(3.6, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +96,7 @@ def test_the_size_of_a_release():
         ({"mamba_conv_bias": False}, "model-feature-not-supported: use_conv_bias False", UsageError),
         ({"tie_word_embeddings": True}, "model-feature-not-supported: tie_word_embeddings", UsageError),
         ({"layers_block_type": ["conv"]}, "model-feature-not-supported: layer type 'conv'", UsageError),
+        ({"layers_block_type": ["moe"], "norm_topk_prob": False}, UNNORMALISED, UsageError),
         ({"n_groups": 3}, "model-config-not-valid: mamba_num_heads 8", CheckpointError),
         ({"ssm_state_size": 0}, "model-config-not-valid", CheckpointError),
     ],
@@ -91,3 +118,19 @@ def test_limits_are_found_before_the_run():
     assert groups.what.startswith("the student's 8 groups of a Mamba-2 mixer are not divisible by")
     with refused("cut-not-supported: mkd cannot cut a nemotron_h model", UsageError):
         refuse_other_kinds(shape)
+
+
+def test_a_layer_with_experts_of_latents_by_hand():
+    """Bytes a token of a layer: h 2688, latents 512, 6 of 128 experts of width 1856, a shared one of 3712.
+
+    The norm keeps input and output. Each row keeps the experts' input, input and output of the MLP, its
+    weight and its places; a token keeps the sum of its rows, and 13 bytes for every expert.
+    """
+    shape = ModelShape.from_hf_config(NANO | {"moe_latent_size": 512})
+    layer = shape.layers[1]
+    plan = Activations(config(), shape, 2, SEQ_LENGTH, ONE_PROCESS)
+    rows = 6 * (2 * (512 + 2 * 1856) + 12) + 2 * 512 + 13 * 128
+    assert plan.layer_bytes(layer) == SEQ_LENGTH * (2 * 2 * 2688 + 4 + rows + 2 * 2 * 3712)
+    matrices = 6 * 2 * 512 * 1856 + 2 * 2688 * 3712 + 2 * 512 * 2688 + 128 * 2688
+    assert layer_matmul_parameters(shape, layer) == matrices
+    assert layer_matmul_parameters(shape, shape.layers[0]) == 2688 * (2 * 4096 + 2 * 1024 + 64 + 4096)

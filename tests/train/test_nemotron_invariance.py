@@ -17,15 +17,16 @@ from tests.train.invariance import (
     require_equal,
     run_layout,
 )
+from tests.train.moe_invariance import EP2
 
 UPDATES = 3
 ADAM = ("--adam-eps", "1e-6")  # see test_latent_invariance.py
-RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "mixer", "core_attn")
+RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "mixer", "core_attn", "moe")
 WIDER = dict(hidden_size=64, vocab_size=330, mamba_head_dim=5)
 PAIRS = {  # student, teacher
-    "nemotron": ("nemotron_h", "nemotron_h"),
+    "nemotron": ("nemotron_h-experts", "nemotron_h"),
     "dense teacher": ("nemotron_h", "qwen3"),
-    "dense student": ("qwen3", "nemotron_h"),
+    "dense student": ("qwen3", "nemotron_h-experts"),
 }
 UNEVEN = ("--student-pipeline-layout", "3,1")
 BOTH = Layout("TP2 + SP, PP2 uneven", 4, tp=2, pp=2, flags=SP + UNEVEN)
@@ -33,23 +34,24 @@ CASES = (
     *(
         ("nemotron", one)
         for one in (
-            Layout("TP2", 2, tp=2),
-            Layout("TP2 + SP, mixer recomputed", 2, tp=2, flags=SP + RECOMPUTED),
+            Layout("EP2 TP2 + SP, mixer recomputed", 2, tp=2, flags=EP2 + SP + RECOMPUTED),
+            Layout("EP2", 2, flags=EP2),
             Layout("PP2 uneven", 2, pp=2, flags=("--student-pipeline-layout", "1,3")),
             Layout("PP2 auto", 2, pp=2, flags=("--pipeline-layout", "auto")),
             Layout("PP2 VPP2, full recomputation", 2, pp=2, vp=2, flags=FULL),
             Layout("CP2", 2, cp=2),
             Layout("DP2 + overlapped communication", 2, flags=OVERLAP),
             Layout("documents permuted", permuted=True),
-            Layout("TP2 CP2 + SP, distributed, micro-batch 2", 4, tp=2, cp=2, micro=2).with_flags(
-                SP + DISTRIBUTED + RECOMPUTED
+            Layout("EP2 TP2 CP2 + SP, distributed, micro-batch 2", 4, tp=2, cp=2, micro=2).with_flags(
+                EP2 + SP + DISTRIBUTED + RECOMPUTED
             ),
         )
     ),
+    ("dense teacher", Layout("TP2", 2, tp=2)),
     ("dense teacher", BOTH),
     ("dense student", BOTH),
 )
-QUICK = {"TP2 + SP, mixer recomputed", "CP2"}
+QUICK = {"EP2 TP2 + SP, mixer recomputed", "CP2"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def references(ranks, tmp_path_factory):
         if pair not in found:
             folder = tmp_path_factory.mktemp("invariance")
             student = add_text(make_model(folder / "student", PAIRS[pair][0], seed=1))
-            wider = WIDER if PAIRS[pair][1] == "nemotron_h" else {}
+            wider = WIDER if PAIRS[pair][1] != "qwen3" else {}
             teacher = make_model(folder / "teacher", PAIRS[pair][1], seed=2, **wider)
             layout = SINGLE.with_flags(ADAM)
             (single,) = ranks.run(run_layout, 1, layout, student, teacher, folder / "single", UPDATES)

@@ -24,7 +24,7 @@ CP2 = "--context-parallel-size", 2, "--use-distributed-optimizer"
 
 PAIRS = (
     ("qwen3_5", "qwen3_next"),
-    pytest.param(("nemotron_h", "qwen3"), marks=pytest.mark.slow),
+    pytest.param(("nemotron_h-experts", "qwen3"), marks=pytest.mark.slow),
     pytest.param(("gemma4-experts", "gemma4-values"), marks=pytest.mark.slow),
 )
 OWN = "A_log", "expert_scale"  # ends of the names of parameters that these students alone have

@@ -1,16 +1,20 @@
-"""Nemotron-H: each layer is a Mamba-2 mixer, attention without positions, or an MLP; one norm in front of it.
+"""Nemotron-H: each layer is a Mamba-2 mixer, attention without positions, an MLP, or experts.
 
-MLPs have no gates: their activation is the square of ReLU. Releases name the kind of every layer by a letter
-of `hybrid_override_pattern`, transformers by a word of `layers_block_type`; it ignores `num_hidden_layers`.
+One norm is in front of it. MLPs have no gates: their activation is the square of ReLU. Experts may see a
+narrow projection of their tokens, and each token passes an MLP beside them. Tokens are routed as in
+DeepSeek-V3. Releases name the kind of every layer by a letter of `hybrid_override_pattern`, transformers by a
+word of `layers_block_type`; it ignores `num_hidden_layers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
+from mkd.families.experts.expert_shapes import sigmoid_experts
 from mkd.families.family import Family, HFConfig
 from mkd.families.hybrid.mixer_rules import (
     CONVOLUTION,
@@ -20,12 +24,29 @@ from mkd.families.hybrid.mixer_rules import (
     OUTPUT,
     PROJECTION,
 )
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.families.mixer_shape import MambaShape
-from mkd.families.weight_rules import FFN, HEADS, HIDDEN, QKV, UP, Entry, model_table
+from mkd.families.weight_rules import (
+    EXPERT_DOWN,
+    EXPERT_UP,
+    FFN,
+    FROM_LATENTS,
+    HEADS,
+    HIDDEN,
+    QKV,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_DOWN,
+    SHARED_UP,
+    TO_LATENTS,
+    UP,
+    Entry,
+    model_table,
+)
 
 ROOT = "backbone."
 _LAYER = f"{ROOT}layers.{{layer}}."
+_EXPERT, _SHARED = "mlp.experts.local_experts.{expert}.", "mlp.shared_experts."
 MIXER, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 KINDS: Mapping[str, str] = MappingProxyType(
     {"M": MIXER, "*": ATTENTION, "-": MLP, "E": EXPERTS, "mamba": MIXER, "attention": ATTENTION}
@@ -55,19 +76,22 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
         ATTENTION: dict(ffn_hidden_size=0),
         MLP: dict(ffn_hidden_size=config["intermediate_size"], mixes_tokens=False),
     }
+    kinds = _kinds(config)
+    if EXPERTS in kinds:
+        parts[EXPERTS] = parts[MLP] | dict(moe=_read_experts(config))
     common = dict(rope=None, activation="squared_relu", is_gated=False)
     layers = {kind: LayerShape(**common, **of_kind) for kind, of_kind in parts.items()}
-    return tuple(layers[kind] for kind in _kinds(config))
+    return tuple(layers[kind] for kind in kinds)
 
 
 def _kinds(config: HFConfig) -> list[str]:
     """Return the kind of every layer."""
     given = config.get("layers_block_type") or config.get("layer_types")
-    given = given or config.get("hybrid_override_pattern") or ["linear_attention", "moe", "attention", "mlp"]
+    given = given or config.get("hybrid_override_pattern") or "ME*-"
     for kind in given:
-        if kind not in KINDS or KINDS[kind] == EXPERTS:
+        if kind not in KINDS:
             what = f"layer type {kind!r} is not supported"
-            why = f"mkd knows {', '.join((MIXER, ATTENTION, MLP))} here"
+            why = f"mkd knows {', '.join((MIXER, ATTENTION, MLP, EXPERTS))} here"
             raise UsageError(what, why, "use a model with these alone", code="model-feature-not-supported")
     return [KINDS[kind] for kind in given]
 
@@ -85,6 +109,15 @@ def _read_mixer(config: HFConfig) -> MambaShape:
         value_dim=config["mamba_head_dim"],
         kernel_size=config["conv_kernel"],
         least_step=config["time_step_min"],
+    )
+
+
+def _read_experts(config: HFConfig) -> MoEShape:
+    return replace(
+        sigmoid_experts(config),
+        shared_ffn_hidden_size=config["moe_shared_expert_intermediate_size"],
+        is_gated=False,
+        latent_size=config.get("moe_latent_size", 0),
     )
 
 
@@ -112,6 +145,14 @@ def _tensors() -> Mapping[str, Entry]:
         ("self_attention.linear_proj.weight", HEADS, ("o_proj.weight",), "has_attention"),
         ("mlp.linear_fc1.weight", UP, ("up_proj.weight",), "has_dense_mlp"),
         ("mlp.linear_fc2.weight", FFN, ("down_proj.weight",), "has_dense_mlp"),
+        ("mlp.router.weight", ROUTER, ("gate.weight",), "moe"),
+        ("mlp.router.expert_bias", ROUTER_BIAS, ("gate.e_score_correction_bias",), "moe"),
+        ("mlp.latent_down.weight", TO_LATENTS, ("fc1_latent_proj.weight",), "has_expert_latents"),
+        (f"{_EXPERT}linear_fc1.weight", EXPERT_UP, ("experts.{expert}.up_proj.weight",), "moe"),
+        (f"{_EXPERT}linear_fc2.weight", EXPERT_DOWN, ("experts.{expert}.down_proj.weight",), "moe"),
+        ("mlp.latent_up.weight", FROM_LATENTS, ("fc2_latent_proj.weight",), "has_expert_latents"),
+        (f"{_SHARED}linear_fc1.weight", SHARED_UP, ("shared_experts.up_proj.weight",), "moe"),
+        (f"{_SHARED}linear_fc2.weight", SHARED_DOWN, ("shared_experts.down_proj.weight",), "moe"),
     )
     norm = f"{_LAYER}norm.weight"
     return MappingProxyType(
@@ -142,6 +183,14 @@ NEMOTRON_H = Family(
         "conv_kernel": 4,
         "time_step_min": 0.001,
         "layer_norm_epsilon": 1e-5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
     },
     read_model=_read_model,
     carried=("mtp.*",),

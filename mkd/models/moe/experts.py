@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, silu
 
 from mkd.models.moe.clamped_gate import ClampedGate, add_biases
 from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side
+from mkd.models.moe.squared_relu import WeightedSquaredReLU
 from mkd.models.transformer_config import gelu_tanh
 
 
@@ -84,6 +85,8 @@ class GroupedExperts(TEGroupedMLP):
         return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
 
     def _gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        if not self.config.gated_linear_unit:
+            return WeightedSquaredReLU.apply(gate_up, weights[:, None])
         if self.config.activation_func is gelu_tanh:
             gate, up = gate_up.chunk(2, dim=-1)
             return (gelu_tanh(gate) * up * weights[:, None]).to(gate_up.dtype)

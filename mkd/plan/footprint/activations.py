@@ -24,6 +24,7 @@ processes and back. With t' = t (/tp with sequence parallelism) and E experts in
     router           weights and choice of all experts, the permutation: 13 bytes t' E
     experts          input t' k h, gated MLP 3 t' k f; 12 bytes a row for its weight and place;
                      with biases, a row's weight for each of the process's experts
+                     experts of latents: rows as narrow as these, and the sums in front of the way back
     shared experts   gated MLP 3 t f, f divided by tp
 
 A gated delta net keeps what mixer_bytes.py counts in place of attention. Gated attention keeps t q twice
@@ -152,8 +153,9 @@ class Activations:
         if moe is None:
             return layer.mlp_matrices * self._ffn_bytes(layer.ffn_hidden_size)
         rows, matrices = self._expert_rows(moe), moe.mlp_matrices
-        kept = rows * (self.shape.hidden_size + matrices * moe.ffn_hidden_size) * self.element
-        kept += rows * ROW_BYTES
+        width = moe.expert_width(self.shape.hidden_size)
+        kept = rows * (width + matrices * moe.ffn_hidden_size) * self.element
+        kept += rows * ROW_BYTES + rows // moe.top_k * moe.latent_size * self.element
         kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
         kept += moe.biases * rows * moe.num_experts // self.sizes.expert * self.element
         return kept + matrices * self._ffn_bytes(moe.shared_ffn_hidden_size)
@@ -213,10 +215,11 @@ class Activations:
         if layer.moe is None:
             ffn, parts = self._ffn_bytes(layer.ffn_hidden_size), layer.mlp_matrices
             return max(parts * ffn + input_bytes * ffn // self.element, (parts - 1) * ffn + gathered)
-        hidden, ffn = self.shape.hidden_size, layer.moe.mlp_matrices * layer.moe.ffn_hidden_size
+        width = layer.moe.expert_width(self.shape.hidden_size)
+        ffn = layer.moe.mlp_matrices * layer.moe.ffn_hidden_size
         rows = self._expert_rows(layer.moe) * self.element
         shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts
-        return self.hidden_bytes + shared + rows * max(2 * hidden + ffn, 4 * hidden)
+        return self.hidden_bytes + shared + rows * max(2 * width + ffn, 4 * width)
 
     def backward_bytes(self) -> int:
         """Return the peak of a layer's backward beside what the layer kept.
@@ -256,7 +259,7 @@ class Activations:
             weight = entering * hidden * layer.ffn_hidden_size // tensor * self.element
             return entering * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
-        entering = moe.mlp_matrices - 1
-        weights = moe.num_experts // self.sizes.expert * entering * hidden * ffn * self.element
-        inside = max(hidden + entering * ffn, (entering + 1) * ffn)
-        return max(rows * 3 * hidden, rows * inside + weights)
+        entering, width = moe.mlp_matrices - 1, moe.expert_width(hidden)
+        weights = moe.num_experts // self.sizes.expert * entering * width * ffn * self.element
+        inside = max(width + entering * ffn, (entering + 1) * ffn)
+        return max(rows * 3 * width, rows * inside + weights)

@@ -45,13 +45,14 @@ def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
 
 def mlp_parameters(shape: ModelShape, layer: LayerShape) -> int:
     """Count the matrix elements that multiply a token behind a layer's attention."""
-    router = layer.moe.num_experts + layer.moe.shared_gate if layer.moe else 0
-    return shape.hidden_size * (layer.mlp_matrices * layer.active_ffn_width + router)
+    if layer.moe is not None:
+        return layer.moe.matrix_elements(shape.hidden_size, layer.moe.top_k)
+    return shape.hidden_size * layer.mlp_matrices * layer.ffn_hidden_size
 
 
 def expert_parameters(shape: ModelShape, moe: MoEShape) -> int:
     """Count the parameters of one expert."""
-    hidden, ffn = shape.hidden_size, moe.ffn_hidden_size
+    hidden, ffn = moe.expert_width(shape.hidden_size), moe.ffn_hidden_size
     return moe.mlp_matrices * hidden * ffn + moe.biases * ((moe.mlp_matrices - 1) * ffn + hidden)
 
 

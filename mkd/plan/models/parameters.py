@@ -101,7 +101,7 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
     if moe is not None:
         width = moe.shared_ffn_hidden_size
         dense += (hidden + moe.biases) * moe.num_experts  # router, on every process
-        dense += moe.shared_gate * hidden
+        dense += (moe.shared_gate + 2 * moe.latent_size) * hidden
         dense += moe.inner_norms * (4 * hidden + moe.num_experts)  # three norms, the router's scales
         experts = moe.num_experts // sizes.expert * expert_parameters(shape, moe)
     ffn = width // sizes.tensor

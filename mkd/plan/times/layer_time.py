@@ -179,7 +179,7 @@ class ModelTimer:
         return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._mixing_ms(layer)
 
     def _copies_ms(self, layer: LayerShape) -> float:
-        moved = ROW_COPIES * self._rows(layer) * self.shape.hidden_size * self._element
+        moved = ROW_COPIES * self._rows(layer) * self._row_width(layer) * self._element
         return milliseconds(moved, self.rates.copy)
 
     def _additions_ms(self, layer: LayerShape) -> float:
@@ -191,7 +191,7 @@ class ModelTimer:
 
     def _exchange_ms(self, layer: LayerShape) -> float:
         """Time of the two exchanges of a forward."""
-        sizes = self.shape.hidden_size, self._element, self.sizes.expert
+        sizes = self._row_width(layer), self._element, self.sizes.expert
         return 2 * exchange_ms(self._rows(layer), *sizes)
 
     def _mixing_ms(self, layer: LayerShape) -> float:
@@ -202,6 +202,10 @@ class ModelTimer:
 
     def _products_ms(self, parameters: int) -> float:
         return self.product_time * milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
+
+    def _row_width(self, layer: LayerShape) -> int:
+        hidden = self.shape.hidden_size
+        return layer.moe.expert_width(hidden) if layer.moe else hidden
 
     def _rows(self, layer: LayerShape) -> int:
         """Rows that the experts of this process compute, if all experts are chosen equally often."""

@@ -24,7 +24,7 @@ CASES = (  # family, layout, rows, temperature; the other cases are slow
     ("qwen3_5", TP2_SP, "off", 1.0),
     ("qwen3_5 with images", PP2, "off", 0.0),
     ("qwen3_5", SINGLE, "plain", 1.0),
-    ("nemotron_h", TP2_SP, "off", 1.0),
+    ("nemotron_h-experts", TP2_SP, "off", 1.0),
 )
 SLOW_CASES = (
     ("nemotron_h", SINGLE, "plain", 0.0),
