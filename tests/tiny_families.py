@@ -111,7 +111,7 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
     "nemotron_h-experts": (
         "NemotronH",
         dict(**_HEADS, **_MAMBA, **_ROUTED, moe_shared_expert_intermediate_size=20, moe_latent_size=12)
-        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"]),
+        | dict(layers_block_type=["linear_attention", "moe", "moe", "full_attention"]),
     ),
     "nemotron_h-nano": (  # Nemotron 3 Nano, whose experts see the hidden states
         "NemotronH",

@@ -46,6 +46,18 @@ DEEPSEEK = dict(  # DeepSeek-V3's heads
     v_head_dim=128,
     vocab_size=4096,
 )
+NEMOTRON_H = dict(  # the 8B model's mixers
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=64,
+    mamba_num_heads=32,
+    mamba_head_dim=64,
+    ssm_state_size=128,
+    n_groups=8,
+    vocab_size=4096,
+)
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 
 
@@ -111,6 +123,7 @@ def transformers_logits(folder):
         ("Qwen3-0.6B", "qwen3", QWEN3),
         ("DeepSeek-V3", "deepseek", DEEPSEEK),
         ("Moonlight", "moonlight", DEEPSEEK | dict(q_lora_rank=None)),
+        ("Nemotron-H", "nemotron_h", NEMOTRON_H),
     ],
 )
 def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
@@ -167,6 +180,8 @@ FURTHER = (
     "hunyuan_v1_dense",
     "ernie4_5",
     "minimax_m2",
+    "nemotron_h-experts",
+    "nemotron_h-nano",
 )
 
 
