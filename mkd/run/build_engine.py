@@ -161,17 +161,19 @@ def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | N
     return plan.forecast.prefetch if fewest else None
 
 
-def agreed_graphs(plan: Plan, context: ParallelContext) -> tuple[bool, list[bool]]:
+def agreed_graphs(plan: Plan, context: ParallelContext) -> tuple[bool, list[bool], bool]:
     """Return which models run as CUDA graphs: the student, and each teacher that runs.
 
-    The choice looks at the memory of GPUs, which may differ: what one process lacks, all do without.
-    Collective: all-reduce MIN over all ranks.
+    The last value is True if the student's packs without graphs are recomputed. The choice looks at the
+    memory of GPUs, which may differ: what one process lacks, all do without. Collective: all-reduce MIN over
+    all ranks.
     """
     planned = planned_graphs(plan.forecast)
-    mask = torch.tensor([planned.student, *planned.teachers], dtype=torch.int32, device=context.device)
+    has_room = [planned.student, not planned.recomputes, *planned.teachers]
+    mask = torch.tensor(has_room, dtype=torch.int32, device=context.device)
     dist.all_reduce(mask, op=dist.ReduceOp.MIN)
-    student, *teachers = map(bool, mask.tolist())
-    return student, teachers
+    student, keeps, *teachers = map(bool, mask.tolist())
+    return student, teachers, not keeps
 
 
 def build_teacher_parts(

@@ -42,7 +42,8 @@ def brief(plan: Plan, predicts: bool) -> str:
 def figures(plan: Plan) -> dict[str, Any]:
     """Return the forecast as JSON values by the metric that each predicts, and as `text`."""
     found = plan.forecast.figures()
-    found["peak_memory_gib"] += planned_graphs(plan.forecast).kept_gib
+    graphs = planned_graphs(plan.forecast)
+    found["peak_memory_gib"] += graphs.kept_gib - graphs.saved_gib
     return {**found, "text": plan_text(plan)}
 
 

@@ -40,6 +40,7 @@ def graph_layers(
     context: ParallelContext,
     student: bool,
     teachers: Sequence[bool],  # for each teacher that runs
+    recomputes: bool = False,  # the student's layers, in packs without graphs
     cuts_at_experts: bool = False,  # also where the host need not wait for them
     most_layers: int | None = None,  # of the student in one graph; None: as many as possible
 ) -> None:
@@ -47,20 +48,20 @@ def graph_layers(
 
     Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
-    memory = GraphMemory(may_wait=context.pp_size == 1)
+    memory, cuts = GraphMemory(may_wait=context.pp_size == 1), dict(cuts_at_experts=cuts_at_experts)
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
         if student:
             model = stage.student
             sync = DDPSync(wrapped, tuple(one for one in model.decoder.parameters() if one.requires_grad))
             own = model.decoder, "the student", model.rotary_pos_emb, memory, sync
-            model.graphs = GraphedDecoder(*own, cuts_at_experts=cuts_at_experts, most_layers=most_layers)
+            model.graphs = GraphedDecoder(*own, recomputes=recomputes, **cuts, most_layers=most_layers)
             context.before_close.append(model.graphs.release)
         for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
             if marked:
                 name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
                 own = teacher.decoder, name, teacher.rotary_pos_emb, memory
-                teacher.graphs = GraphedDecoder(*own, cuts_at_experts=cuts_at_experts)
+                teacher.graphs = GraphedDecoder(*own, **cuts)
                 context.before_close.append(teacher.graphs.release)
 
 

@@ -91,6 +91,7 @@ class Forced:
 
     student: bool = True
     teacher: bool = True
+    recomputes: bool = False
     cuts_at_experts: bool = False
     most_layers: int | None = None
 
@@ -130,6 +131,7 @@ def _trained(row: GraphRow, graphs: bool, deterministic: bool, context) -> dict:
     import torch
 
     from mkd.evaluation.evaluate import evaluate
+    from mkd.train.layer_graphs import graph_bytes
     from mkd.train.step import train_step
     from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
 
@@ -154,7 +156,8 @@ def _trained(row: GraphRow, graphs: bool, deterministic: bool, context) -> dict:
     models += [("teacher", teacher) for stage in stages for teacher in stage.teachers]
     graphed = {name: 0 if model.graphs is None else len(model.graphs.bounds) for name, model in models}
     memory = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_available() else 0
-    return dict(losses=losses, norms=norms, weights=digest, graphed=graphed, memory=memory)
+    kept = graph_bytes(engine.stages)
+    return dict(losses=losses, norms=norms, weights=digest, graphed=graphed, memory=memory, graph_bytes=kept)
 
 
 def padded(pack, multiple: int):
@@ -215,7 +218,7 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
     engine = build_engine(Plan(facts, student, teachers, setups), context)[0]
     if graphs and row.forced is not None:
         marked = row.forced.student, [row.forced.teacher] * len(teachers)
-        cuts = row.forced.cuts_at_experts, row.forced.most_layers
+        cuts = row.forced.recomputes, row.forced.cuts_at_experts, row.forced.most_layers
         graph_layers(engine.stages, context, *marked, *cuts)
     return engine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import skip_unless_gpus_take
+from tests.train.graphed_runs import RUNS, compared, make_files
 from tests.train.graphed_steps import Forced, GraphRow, train
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,7 @@ ROWS = (
     GraphRow("PP2, full recomputation, overlapped", 2, pp=2, flags=(*FULL, *OVERLAP)),
 )
 FORCED = (  # a run does not make these graphs by itself
+    GraphRow("packs without graphs recomputed", forced=Forced(recomputes=True)),
     GraphRow("two layers a graph", flags=OVERLAP, forced=Forced(most_layers=2)),
     GraphRow("experts, teacher", teachers=("routed",), forced=Forced(student=False), graphed=("teacher",)),
     GraphRow("experts, student", student="routed", forced=Forced(teacher=False), graphed=("student",)),
@@ -66,3 +68,14 @@ def test_graphs_change_no_bit(row, gpu_ranks):
     for without, with_graphs in zip(eager, graphed, strict=True):
         assert all(with_graphs["graphed"][name] for name in row.graphed), with_graphs["graphed"]
         assert away(without, with_graphs) == {"losses": 0.0, "norms": 0.0, "weights": 0.0}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_graphs_change_no_bit_of_runs_that_make_their_rows(name, files, gpu_ranks):
+    different, graphs, warnings = compared(gpu_ranks, files, name)
+    assert (different, warnings) == ({}, "") and graphs > 1

@@ -81,7 +81,8 @@ def benchmark(
         engine, plan = random_engine(settings, machine, context)
         if forced is not None:
             all_models = True, [True] * len(engine.teachers)
-            graph_layers(engine.stages, context, *all_models, forced.cuts_at_experts, forced.most_layers)
+            cuts = dict(cuts_at_experts=forced.cuts_at_experts, most_layers=forced.most_layers)
+            graph_layers(engine.stages, context, *all_models, **cuts)
         random = np.random.default_rng(machine.seed + context.dp_rank)
         vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         packs = [full_pack(settings.seq_length, vocab, lengths, random) for _ in range(packs_per_step)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +56,7 @@ class GraphedDecoder:
     memory: GraphMemory  # all parts of a process share it
     sync: ParameterSync | None = None  # None: the model is frozen
     is_on: bool = True
+    recomputes: bool = False  # packs without graphs, whose activations do not fit beside the graphs
     cuts_at_experts: bool = False  # also where the host need not wait for them
     most_layers: int | None = None  # in a graph; None: as many as possible
     _seen: set[Bounds] = field(default_factory=set)  # once
@@ -169,6 +172,26 @@ class GraphedDecoder:
         return graphs
 
     def _eager(self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments) -> Tensor:
-        return self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+        keeps_activations = self._is_trained and torch.is_grad_enabled()
+        again = (
+            recomputed(self.decoder)
+            if self.recomputes and self.is_on and keeps_activations
+            else nullcontext()
         )
+        with again:
+            return self.decoder(
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+            )
+
+
+@contextmanager
+def recomputed(decoder: TransformerBlock) -> Iterator[None]:
+    """Let forwards in the block keep the input of each layer alone; backward computes the rest again."""
+    before = decoder.config
+    decoder.config = copy(before)
+    decoder.config.recompute_granularity, decoder.config.recompute_method = "full", "uniform"
+    decoder.config.recompute_num_layers = 1
+    try:
+        yield
+    finally:
+        decoder.config = before

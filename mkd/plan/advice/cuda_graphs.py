@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.memory import predict_graphs
@@ -18,6 +18,12 @@ class PlannedGraphs:
     roles: tuple[str, ...]  # the student, then each teacher that runs
     reasons: tuple[str | None, ...]  # why a model runs without; None: it runs as graphs
     kept_gib: float  # of the fullest process, beside the rest of the plan
+    saved_gib: float = 0.0  # less activations, because the student's packs without graphs are recomputed
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the student's layers are computed again in the backward of packs without graphs."""
+        return self.saved_gib > 0
 
     @property
     def student(self) -> bool:
@@ -36,25 +42,42 @@ class PlannedGraphs:
         without = "; ".join(f"{', '.join(roles)} ({reason})" for reason, roles in by_reason.items())
         if not graphed:
             return f"layers without CUDA graphs: {without}"
-        return f"layers as CUDA graphs: {graphed} ({self.kept_gib:.1f} GiB more)" + (
-            f"; without: {without}" if without else ""
-        )
+        more = f"{self.kept_gib:.1f} GiB more"
+        if self.recomputes:
+            more += f"; packs without graphs recompute the student's layers, {self.saved_gib:.1f} GiB less"
+        return f"layers as CUDA graphs: {graphed} ({more})" + (f"; without: {without}" if without else "")
 
 
 def planned_graphs(forecast: Forecast) -> PlannedGraphs:
-    """Choose what runs as graphs: everything that can, unless the GPU is known to have too little memory."""
+    """Choose what runs as graphs: everything that can, unless the GPU is known to have too little memory.
+
+    A pack without graphs needs its activations beside those of the graphs. If they do not fit, such packs are
+    recomputed; if that does not help, the student runs without graphs, and then the teachers.
+    """
     facts = forecast.facts
     reasons = list(_reasons(facts))
     roles = ("student", *(teacher.role for teacher in facts.planned_teachers))
-    usable_gib = forecast.usable_gib()
+    usable_gib, need_gib = forecast.usable_gib(), forecast.need_gib(forecast.states_ahead)
     for dropped in (None, 0, *range(1, len(reasons))):  # the student keeps most
         if dropped is not None and reasons[dropped] is None:
             reasons[dropped] = "the memory of the GPU is needed otherwise"
         on = [reason is None for reason in reasons]
         kept_gib = predict_graphs(facts, on[0], on[1:])
-        if usable_gib is None or forecast.need_gib(forecast.states_ahead) + kept_gib <= usable_gib:
+        if usable_gib is None or need_gib + kept_gib <= usable_gib:
             break
+        saved_gib = need_gib - _need_recomputed(forecast) if on[0] else 0.0
+        if saved_gib > 0 and need_gib + kept_gib - saved_gib <= usable_gib:
+            return PlannedGraphs(roles, tuple(reasons), kept_gib, saved_gib)
     return PlannedGraphs(roles, tuple(reasons), kept_gib)
+
+
+def _need_recomputed(forecast: Forecast) -> float:
+    """Return the memory that the run needs if all layers of the student are recomputed, GiB."""
+    recomputation = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    config = forecast.config
+    config = replace(config, training=replace(config.training, **recomputation))
+    again = replace(forecast, facts=replace(forecast.facts, config=config))
+    return again.need_gib(forecast.states_ahead)
 
 
 def _reasons(facts: RunFacts) -> Iterator[str | None]:

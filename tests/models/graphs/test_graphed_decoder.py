@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +23,14 @@ class Layers(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.borders = []
 
+        self.config = SimpleNamespace(recompute_granularity=None)
+
     def set_input_tensor(self, hidden):
         self.input_tensor = hidden
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params):
         hidden_states = self.input_tensor if hidden_states is None else hidden_states
+        self.recomputes = self.config.recompute_granularity == "full"
         self.borders.append(packed_seq_params.cu_seqlens_q.tolist())
         return hidden_states * self.weight
 
@@ -129,3 +133,17 @@ def test_trained_experts_become_graphs_after_a_backward(decoder, monkeypatch):
     first.sum().backward()
     assert decoder(hidden, 512, pack(300, 212)).mean() == 10
     assert run(decoder, 300, 724).mean() == run(decoder, 724, 300).mean() == 1  # packs of other lengths
+
+
+def test_packs_without_graphs_are_recomputed_where_the_memory_is_short(decoder, monkeypatch):
+    run(decoder, 300, 212)
+    assert not decoder.decoder.recomputes
+    decoder.recomputes = True
+    run(decoder, 300, 400)
+    assert decoder.decoder.recomputes and decoder.decoder.config.recompute_granularity is None
+    with torch.no_grad():
+        run(decoder, 300, 212)
+    assert not decoder.decoder.recomputes  # nothing is kept
+    decoder.is_on = False
+    run(decoder, 300, 212)
+    assert not decoder.decoder.recomputes  # no graph takes memory

@@ -88,13 +88,21 @@ def test_the_student_keeps_the_activations_of_every_micro_batch_in_flight():
     assert eight.student and 4 * one.kept_gib > eight.kept_gib > 2.5 * one.kept_gib
 
 
-def test_without_room_the_student_goes_first_and_then_the_teacher():
+def test_without_room_packs_without_graphs_are_recomputed_then_the_student_goes_and_then_the_teacher():
     pair = "qwen3-1.7b", "qwen3-8b", "--seq-length", 8192
     need = forecast_of(config(*BASE, "--seq-length", 8192), 4, *((shape_of(pair[0])), [shape_of(pair[1])]))
     gib = need.need_gib(0) / 0.95
     kept = graphs(*pair).kept_gib
-    assert graphs(*pair, gib=gib + 1.1 * kept).student
-    tight = graphs(*pair, gib=gib + 0.3 * kept)
-    assert not tight.student and tight.teachers == (True,) and tight.kept_gib < 0.3 * kept
+    roomy, again = (graphs(*pair, gib=gib + share * kept) for share in (1.1, 0.4))
+    assert roomy.student and not roomy.recomputes
+    assert again.student and again.recomputes and again.kept_gib == roomy.kept_gib
+    assert "packs without graphs recompute the student's layers" in again.describe()
+    full = "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1
+    needed = forecast_of(config(*BASE, *pair[2:], *full), 4, shape_of(pair[0]), [shape_of(pair[1])]).need_gib(
+        0
+    )
+    assert again.saved_gib == pytest.approx(need.need_gib(0) - needed)
+    tight = graphs(*pair, gib=gib + 0.1 * kept)
+    assert not tight.student and tight.teachers == (True,) and tight.kept_gib < 0.1 * kept
     assert tight.describe().endswith("; without: student (the memory of the GPU is needed otherwise)")
     assert graphs(*pair, gib=gib).teachers == (False,)
