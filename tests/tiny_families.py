@@ -118,6 +118,11 @@ FURTHER = {  # name: (prefix of transformers' classes, options)
         dict(**_HEADS, **_MAMBA, **_ROUTED, moe_shared_expert_intermediate_size=20)
         | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"]),
     ),
+    "apertus": (
+        "Apertus",
+        dict(**_HEADS, pad_token_id=None, attention_bias=True)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+    ),
     "seed_oss": ("SeedOss", dict(**_HEADS, pad_token_id=None)),
 }
 RENAMED = {"kimi_k2": "deepseek_v3"}  # the model_type by which transformers knows the architecture

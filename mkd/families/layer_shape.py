@@ -142,7 +142,7 @@ class LayerShape:
     ffn_hidden_size: int
     # None: attention does not see positions. Not read in a layer with a mixer.
     rope: RopeShape | None
-    activation: str = "silu"  # of the MLP: `silu`, `gelu_tanh`, `quick_gelu` or `squared_relu`
+    activation: str = "silu"  # of the MLP: `silu`, `gelu_tanh`, `quick_gelu`, `squared_relu`, `xielu`
     # MLPs multiply the activation of a gate by an up projection. False: they have no gates, and the
     # activation is that of the up projection.
     is_gated: bool = True

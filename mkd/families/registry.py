@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from mkd.families.dense.apertus import APERTUS
 from mkd.families.dense.ernie4_5 import ERNIE4_5
 from mkd.families.dense.exaone4 import EXAONE4
 from mkd.families.dense.gemma3 import GEMMA3
@@ -32,7 +33,7 @@ from mkd.families.hybrid.qwen3_next import QWEN3_NEXT
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GEMMA4, SEED_OSS, SMOLLM3, MINISTRAL3),
-    *(GRANITE, GRANITE_HYBRID, OLMO3, EXAONE4, HUNYUAN_V1_DENSE, ERNIE4_5),
+    *(GRANITE, GRANITE_HYBRID, OLMO3, EXAONE4, APERTUS, HUNYUAN_V1_DENSE, ERNIE4_5),
     *(QWEN3_MOE, QWEN3_VL_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2),
     GPT_OSS,
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, NEMOTRON_H),

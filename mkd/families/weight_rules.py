@@ -262,6 +262,8 @@ def with_experts(
     )
 
 
+# Ends of the names of tensors that have no dimension in files, and one element of one dimension in models.
+SCALARS = (".act_fn.beta", ".act_fn.eps")
 KEPT_IN_FP32 = (".e_score_correction_bias",)  # ends of names; small differences of it change routes
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -50,6 +50,7 @@ from mkd.models.moe.layer import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, Expe
 from mkd.models.moe.split_layer import SplitLayer
 from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
 from mkd.models.sink_attention import SinkAttention
+from mkd.models.xielu import XIELUMLP
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def layer_spec(
     if layer.moe is None:
         column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
         linears = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
-        module = parts.mlp if layer.is_gated else MLP
+        ungated = XIELUMLP if layer.activation == "xielu" else MLP
+        module = parts.mlp if layer.is_gated else ungated
         params = {} if module is MLP else {"groups": groups}
         mlp = ModuleSpec(module=module, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -145,10 +145,16 @@ def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
         return F.gelu if is_fused else gelu_tanh
     if name == "quick_gelu":
         return _quick_gelu
+    if name == "xielu":
+        return _learned
     if name == "squared_relu":
         return _squared_relu
     assert name == "silu", name
     return F.silu
+
+
+def _learned(x: Tensor) -> Tensor:
+    raise AssertionError("the activation of each layer has parameters")
 
 
 def _quick_gelu(x: Tensor) -> Tensor:

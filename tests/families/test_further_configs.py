@@ -57,6 +57,7 @@ def read(model_type, **more):
         ("model-feature-not-supported: router_jitter_noise", "minimax_m2", {"router_jitter_noise": 0.1}),
         ("model-feature-not-supported: shared_intermediate", "minimax_m2", {"shared_intermediate_size": 64}),
         ("model-feature-not-supported: scoring_func", "minimax_m2", {"scoring_func": "softmax"}),
+        ("model-feature-not-supported: hidden_act 'gelu'", "apertus", {"hidden_act": "gelu"}),
         ("model-config-not-valid: residual_multiplier is", "granite", {"residual_multiplier": 0}),
     ],
 )
@@ -88,7 +89,8 @@ def test_local_layers_keep_their_rope_without_a_window():
 
 # Not an alias, which transformers does not know; granitemoehybrid would have Mamba, exaone4's heads differ.
 TYPES = (
-    "glm4_moe glm4_moe_lite minimax_m2 seed_oss smollm3 ministral3 granite olmo3 hunyuan_v1_dense ernie4_5"
+    "glm4_moe glm4_moe_lite minimax_m2 seed_oss smollm3 ministral3 granite olmo3 hunyuan_v1_dense ernie4_5 "
+    "apertus"
 )
 
 

@@ -47,6 +47,7 @@ CUTS = [
     ("granite", EVERYTHING),
     ("exaone4", NARROW_LAYERS),
     ("olmo3", DEPTH),
+    ("apertus", DEPTH),
 ]
 
 

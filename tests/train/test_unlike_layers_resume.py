@@ -7,6 +7,7 @@ import torch
 
 from tests.checkpoint.hf.test_hf_carried import CARRIED, with_more
 from tests.checkpoint.saved_tensors import all_tensors
+from tests.families.test_further_families import UNTRAINED
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.test_moe_resume import HALF, save_again, saved_tensors
 from tests.train.test_resume import STEPS, argv, train_and_hash
@@ -26,8 +27,9 @@ PAIRS = (
     ("qwen3_5", "qwen3_next"),
     pytest.param(("nemotron_h-experts", "qwen3"), marks=pytest.mark.slow),
     pytest.param(("gemma4-experts", "gemma4-values"), marks=pytest.mark.slow),
+    pytest.param(("apertus", "qwen3"), marks=pytest.mark.slow),
 )
-OWN = "A_log", "expert_scale"  # ends of the names of parameters that these students alone have
+OWN = "A_log", "expert_scale", "alpha_p"  # ends of the names of parameters that these students alone have
 # A tied head has a bucket of gradients of its own at PP2, and the bucket before it ends with padding.
 TIED = {"qwen3_5": {"tie_word_embeddings": True}}
 
@@ -70,7 +72,7 @@ def test_resume_is_bitwise_after_saves_at_other_layouts(files, ranks):
     assert before.keys() == whole.keys() == rest.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor.view(torch.uint8), rest[name].view(torch.uint8)), name
-        if name.endswith("layer_scalar"):  # it is not trained, but may have another dtype
+        if name.endswith(UNTRAINED):  # they may have another dtype
             assert torch.equal(tensor, before[name].to(tensor.dtype))
             continue
         is_unchanged = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical
 from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
+from mkd.families.weight_rules import SCALARS
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 
 TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
@@ -51,6 +53,11 @@ def contained_file(directory: Path, name: str) -> Path:
     return path
 
 
+def _in_model(name: str, header: TensorHeader) -> TensorHeader:
+    """Return the header of a tensor as models have it."""
+    return replace(header, shape=(1,)) if name.endswith(SCALARS) and not header.shape else header
+
+
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
@@ -72,7 +79,7 @@ class HFCheckpoint:
         self.names = DiskNames.of_folder(self.directory)
         headers, experts = read_stacks(self.directory, logical_headers(self._stored, quantised), quantised)
         self._derived = quantised | experts
-        renamed = {self.names.ours(name): header for name, header in headers.items()}
+        renamed = {self.names.ours(name): _in_model(name, one) for name, one in headers.items()}
         self.headers = {name: one for name, one in renamed.items() if not name.startswith(TOWER)}
         self.tower = {name: one for name, one in renamed.items() if name.startswith(TOWER)}
 
@@ -97,7 +104,12 @@ class HFCheckpoint:
         return derived.read(self._read_stored, cut) if derived else self._read_stored(stored, cut)
 
     def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
-        part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
+        file = self._files[self._stored[tensor].file]
+        if self._stored[tensor].shape:
+            part = file.get_slice(tensor)[cut]
+        else:
+            part = file.get_tensor(tensor)
+            part = part[None][cut] if cut else part
         self.bytes_read += part.numel() * part.element_size()
         return part
 

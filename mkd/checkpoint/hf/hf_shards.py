@@ -24,7 +24,7 @@ from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_tower import DiskNames
 from mkd.errors import UsageError
-from mkd.families.weight_rules import KEPT_IN_FP32
+from mkd.families.weight_rules import KEPT_IN_FP32, SCALARS
 from mkd.plan.models.model_shape import ModelShape
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of trained weights
@@ -154,7 +154,8 @@ def _header(shard: Shard, plan: ExportPlan) -> bytes:
     for name, full in shard.tensors.items():
         end = offset + plan.num_bytes(name, full)
         stored = NAMES[plan.dtype_of(name)]
-        header[plan.on_disk(name)] = {"dtype": stored, "shape": list(full), "data_offsets": [offset, end]}
+        sizes = [] if name.endswith(SCALARS) else list(full)
+        header[plan.on_disk(name)] = {"dtype": stored, "shape": sizes, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)

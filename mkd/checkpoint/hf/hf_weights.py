@@ -22,7 +22,12 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
-UNTRAINED = (".expert_bias", ".output_scale")  # ends of the names of buffers that files hold
+UNTRAINED = (
+    ".expert_bias",
+    ".output_scale",
+    ".activation_func.beta",
+    ".activation_func.eps",
+)  # ends of the names of buffers that files hold
 
 
 @torch.no_grad()

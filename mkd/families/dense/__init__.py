@@ -13,6 +13,7 @@ granite.py     four factors; Granite 4 without Mamba
 olmo3.py       norms behind the blocks alone, one norm of all heads
 exaone4.py     norms behind the blocks alone; layers that do not see positions
 hunyuan_v1_dense.py   norms of heads behind the rotation
+apertus.py      MLPs without gates, with a learned activation
 ernie4_5.py    rotation of neighbouring channels
 seed_oss.py    biases on queries, keys and values
 """

@@ -91,6 +91,7 @@ def layer_parameters(shape: ModelShape, layer: LayerShape, sizes: Sizes) -> Para
     dense += (layer.mixes_tokens + layer.has_mlp) * hidden * (layer.pre_norms + layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
     dense += 2 * shape.head_dim * (layer.qk_norm or layer.qk_norm_turned)
+    dense += 2 * (layer.activation == "xielu")
     dense += (query + key_value) * (layer.joint_qk_norm is not None)
     dense += groups * shape.heads_per_group * layer.attention_sinks
     if layer.mla is not None:

@@ -26,7 +26,15 @@ SLOW_PLACES = (
 )
 FAMILIES = ("llama3.2", "gemma4")
 SLOW_FAMILIES = ("gemma3", "qwen2", "qwen3-windows", "phi3", "qwen3_moe", "smollm3", "ministral3", "granite")
-SLOW_FAMILIES += ("olmo3", "exaone4", "hunyuan_v1_dense", "ernie4_5", "minimax_m2", "gemma4-experts")
+SLOW_FAMILIES += (
+    "olmo3",
+    "exaone4",
+    "hunyuan_v1_dense",
+    "ernie4_5",
+    "minimax_m2",
+    "gemma4-experts",
+    "apertus",
+)
 NEW_TOKENS = 40
 
 
