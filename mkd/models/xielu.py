@@ -13,12 +13,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 
-class XIELU(nn.Module):
+class XIELU(MegatronModule):
     """p x^2 + beta x above 0, n (e^min(x, eps) - 1 - x) + beta x below; p, n = softplus of the parameters.
 
     n has beta added. Every tensor-parallel rank has both parameters, [1], and applies them to its channels:
@@ -27,8 +28,8 @@ class XIELU(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup | None):
-        super().__init__()
-        self.group = group
+        super().__init__(config)
+        self.tp_group = group
         like = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         self.alpha_p = nn.Parameter(torch.full((1,), 0.8, **like).expm1().log())
         self.alpha_n = nn.Parameter(torch.full((1,), 0.3, **like).expm1().log())
@@ -37,7 +38,7 @@ class XIELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [t, 1, f/tp] -> the same shape and dtype
         p, n = (
-            copy_to_tensor_model_parallel_region(one, group=self.group)
+            copy_to_tensor_model_parallel_region(one, group=self.tp_group)
             for one in (self.alpha_p, self.alpha_n)
         )
         return _XIELU.apply(x, p, n, self.beta, self.eps)
