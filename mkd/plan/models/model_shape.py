@@ -167,13 +167,12 @@ class ModelShape:
         is missing or has a value of a wrong kind, and if the key/value heads do not divide the heads.
         """
         model_type = config.get("model_type")
+        check_kinds(without_nulls({"model_type": model_type}), source)
         refuse_known(model_type, source)
         if isinstance(model_type, str) and model_type in VISION_FAMILIES:
             return cls._read_with_images(VISION_FAMILIES[model_type], config, source)
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-        given = without_nulls({**(family.defaults if family else {}), **config})
-        check_kinds(given, source)
-        if family is None:
+        if family is None:  # its keys may have values of any kind
             what = f"{source}: model_type {model_type!r} is not supported"
             why = f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)"
             nested = config.get("text_config")
@@ -182,6 +181,8 @@ class ModelShape:
                 f"; this one's text model, saved on its own, is {text}" if text in FAMILIES else ""
             )
             raise UsageError(what, why, do, code="model-type-not-supported")
+        given = without_nulls({**family.defaults, **config})
+        check_kinds(given, source)
         try:
             return cls._read(family, given, hf_config=dict(config))
         except KeyError as error:
