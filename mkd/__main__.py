@@ -20,7 +20,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "inspect": "show training data as models see it",
     "evaluate": "score a model on held-out tasks",
     "report": "write one HTML file of curves, tables and events of runs, or draw their curves",
-    "compare": "compare the metrics of two runs",
+    "compare": "compare the metrics of two runs, or two models on a text",
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",
     "parity": "compare a model in mkd with the same model in transformers",

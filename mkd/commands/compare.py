@@ -1,7 +1,11 @@
-"""Compare the metrics of two runs: final and best values, and the first step at which they differ.
+"""Compare two runs by their metrics, or two models by their predictions of a text.
 
     mkd compare runs/a runs/b
     mkd compare runs/a runs/b --eps 0      # the same bits?
+    mkd compare TEACHER STUDENT --data held_out.jsonl
+
+With --data, A and B are Hugging Face folders or hub ids. transformers runs both, on a GPU if there is one.
+The result is KL, top-1 agreement, cross entropy and perplexity over the text's loss tokens.
 
 A run is its log folder or its metrics.jsonl. Only steps that both runs have are compared. Two values differ
 if |a - b| > eps * max(|a|, |b|), or if one of them is null (not finite, or not measured). Times and memory
@@ -14,9 +18,9 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from mkd.commands.compare_models import add_model_flags, compare_two_models, refuse_model_flags
 from mkd.config.flags import FlagParser
 from mkd.errors import EXIT_DONE, DataError, UsageError, returns_exit_code
 from mkd.human import counted
@@ -204,15 +208,21 @@ def last_step(records: list[dict[str, Any]]) -> int:
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     parser = FlagParser("mkd compare", __doc__)
-    parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
-    parser.add_argument("b", type=Path, metavar="B", help="the other run")
     parser.add_argument(
-        "--eps",
-        type=relative_difference,
-        default=1e-6,
-        help="largest relative difference to ignore (default: 1e-6)",
+        "a", metavar="A", help="log folder of a run, or its metrics.jsonl; with --data a model"
     )
-    parser.add_argument(
+    parser.add_argument("b", metavar="B", help="the other run or model")
+    of_runs = parser.add_argument_group("runs")
+    of_runs.add_argument(
+        "--eps", type=relative_difference, help="largest relative difference to ignore (default: 1e-6)"
+    )
+    of_runs.add_argument(
         "--keys", nargs="+", metavar="KEY", help="keys to compare (default: all that both runs have)"
     )
-    return run(parser.parse_args(argv))
+    add_model_flags(parser)
+    args = parser.parse_args(argv)
+    if args.data:
+        return compare_two_models(args)
+    refuse_model_flags(args)
+    args.eps = 1e-6 if args.eps is None else args.eps
+    return run(args)

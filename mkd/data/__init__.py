@@ -8,6 +8,7 @@ progress_lines.py       lines on how much is done while files are tokenised and 
 packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
+measured_text.py        the beginnings of documents, to measure models on outside a run
 loader.py               the micro-batches of one rank for training and for evaluation
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included

@@ -146,7 +146,7 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         ),
         "tokenizer-of-another-model": "The tokenizer does not belong to the model: use the model's own one.",
         "tokenizers-differ": (
-            "Teacher and student have other tokens: use a teacher with the student's, or xtoken settings."
+            "Two models have other tokens: use models with one tokenizer, or xtoken settings for a teacher."
         ),
         "value-not-valid": "A value is not written as this setting needs it: write it as the message shows.",
         "value-unknown": "A value is none of those that this setting has: choose one of the list.",

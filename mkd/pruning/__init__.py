@@ -3,7 +3,6 @@
 sizes.py            the target: which shape the student gets, checked without torch
 request.py          what is asked for, and its problems that are found before torch is imported
 cut.py              a cut: the parts of the teacher that stay, and the student's shape and config.json
-measured_text.py    the text that cuts are measured on, as batches
 probe.py            a model whose layers run one at a time, and scores against the teacher
 depth.py            layers: candidates, and the one whose removal hurts least
 width.py            channels and attention groups: importance from activations

@@ -11,13 +11,13 @@ from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.data.batch import PackedBatch
+from mkd.data.measured_text import TimedBatches, read_batches
 from mkd.errors import MkdError, collect_error
 from mkd.human import counted
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from mkd.pruning.cut import Cut, evenly_spaced, first_parts, without_middle
-from mkd.pruning.measured_text import TimedBatches, read_batches
 from mkd.pruning.probe import Probe, Score
 from mkd.pruning.request import StudentRequest, check_request, narrower, text_problem
 from mkd.pruning.search import Option, depth_table, measure_option, option_table, ranges, score_student

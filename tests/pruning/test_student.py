@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from mkd.data.measured_text import read_batches
 from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, MkdError, UsageError
 from mkd.plan.models.model_shape import ModelShape
-from mkd.pruning.measured_text import read_batches
 from mkd.pruning.request import StudentRequest
 from mkd.pruning.sizes import Sizes, num_parameters
 from mkd.pruning.student import make_student, possible_sizes
@@ -286,7 +286,7 @@ BAD = {
     "add-flag: needs text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
     "choose-another-folder: is the teacher's folder": dict(out="teacher"),
     "not-writable": dict(out="text.jsonl/student"),
-    "too-little-data: tokens, fewer than one sequence of": dict(text="short.jsonl"),
+    "too-little-data: tokens to predict, fewer than": dict(text="short.jsonl"),
     "data-path-not-found: nothing found": dict(text="missing.jsonl"),
     "model-type-not-supported: is not supported": dict(teacher="mamba"),
     "cut-not-supported: model with experts": dict(teacher="mixtral"),
@@ -294,7 +294,7 @@ BAD = {
     "hf-weights-missing: holds neither": dict(teacher="no-weights"),
 }
 EXIT_CODES = {
-    "too-little-data: tokens, fewer than one sequence of": EXIT_DATA,
+    "too-little-data: tokens to predict, fewer than": EXIT_DATA,
     "data-path-not-found: nothing found": EXIT_DATA,
 } | {"hf-weights-missing: holds neither": EXIT_CHECKPOINT}
 

@@ -1,4 +1,4 @@
-"""The text that cuts are measured on: the beginnings of documents, as batches of one process."""
+"""Text on which models are measured outside a run: the beginnings of documents, as batches of one process."""
 
 from __future__ import annotations
 
@@ -37,14 +37,20 @@ class TimedBatches(list[PackedBatch]):
 
 
 def read_batches(
-    paths: Sequence[str], tokenizer: Tokenizer, *, num_tokens: int, seq_length: int, batch_tokens: int
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    num_tokens: int,
+    seq_length: int,
+    batch_tokens: int,
+    least: int | None = None,  # tokens that the text must have; None: one sequence
 ) -> list[PackedBatch]:
     """Return about `num_tokens` tokens of the files as batches of about `batch_tokens`.
 
     Every document gives its first `seq_length` tokens, as many documents as needed; then their following
     tokens, if the files end before. Pieces without a loss token, such as those of a long prompt, are skipped,
     so that every batch can be scored. Raises DataError for a file that cannot be read, a record that is not
-    valid, and a text that is shorter than one sequence.
+    valid, and a text that is too short.
     """
     packs: list[Pack] = []
     found = 0
@@ -53,10 +59,11 @@ def read_batches(
         found += len(pack.tokens)
         if found >= num_tokens:
             break
-    if found < min(seq_length, num_tokens):
+    least = min(seq_length, num_tokens) if least is None else least
+    if found < least:
         raise DataError(
-            f"{', '.join(paths)}: {found} tokens, fewer than one sequence of {seq_length}",
-            "the cut is chosen by what the models predict on this text",
+            f"{', '.join(paths)}: {counted(found, 'token')} to predict, fewer than {least}",
+            "models are measured by what they predict on this text",
             "give more text, or lower --seq-length",
             code="too-little-data",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mkd.pruning.measured_text import TimedBatches
+from mkd.data.measured_text import TimedBatches
 
 
 def test_every_pass_says_what_is_left():
