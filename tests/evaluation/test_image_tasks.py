@@ -25,11 +25,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Qwen2_5_VL", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
+def files(request, tmp_path_factory):
     """Make a model, and tasks whose questions differ by their pictures alone, or have none."""
     folder = tmp_path_factory.mktemp("image_tasks")
-    student = with_text(with_weights(make_qwen(folder / "student"), seed=1))
+    student = with_text(with_weights(make_qwen(folder / "student", request.param), seed=1))
     for seed in (1, 2):
         (student / "pictures" / f"same{seed}.png").write_bytes(image_file(picture(40, 24, seed)))
     asked = dict(question="what is it?", choices=CHOICES, answer=0)

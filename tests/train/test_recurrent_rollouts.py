@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import add_tokenizer, make_model
+from tests.tiny_vision_models import make_vision_model
 from tests.train.command import read_metrics, run_main
 from tests.train.rollout_run import EOS, VOCAB_SIZES, Case, argv, make_files
 
@@ -27,9 +29,9 @@ CASES = (
 )
 
 
-def run(files, ranks, name: str, case: Case):
+def run(files, ranks, name: str, case: Case, student: str = "recurrent"):
     """Run three steps of 5 prompts, 2 samples each; return the metrics and the exported weights."""
-    more = ("--student-hf", files / "recurrent", "--export-hf", files / f"{name} hf", "--no-save")
+    more = ("--student-hf", files / student, "--export-hf", files / f"{name} hf", "--no-save")
     # Where a gradient is rounding alone, Adam's update depends on its sign: see test_latent_invariance.py.
     more += ("--train-iters", STEPS, "--log-interval", 1, "--adam-eps", 1e-6)
     results = run_main(ranks, argv(files, name, *more, *case.flags), case.ranks)
@@ -59,3 +61,21 @@ def test_every_layout_trains_as_one_process(case, single, ranks):
     for name, tensor in weights.items():
         assert (tensor - before[name]).abs().max() > 1e-4, name
         assert (trained[name] - tensor).abs().max() < 1e-5, name
+
+
+@pytest.mark.slow
+def test_models_with_towers_complete_and_judge_texts(single, ranks):
+    """Student and teacher see images in other runs. PP2 is as one process, and the tower stays as it is."""
+    files = single[0]
+    for name, family, seed in (("seeing", "qwen3_5_moe", 3), ("judge", "qwen3_vl", 4)):
+        text = dict(vocab_size=VOCAB_SIZES[name == "judge"], **EOS)
+        add_tokenizer(make_vision_model(files / name, family, seed, text=text))
+    flags = ("--teacher-hf", files / "judge")
+    one = run(files, ranks, "one", Case("one process", 1, flags), "seeing")
+    two = run(files, ranks, "two", Case("PP2", 2, (*flags, *PP2)), "seeing")
+    for ours, theirs in zip(two[0], one[0], strict=True):
+        for name in FIGURES:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    before = all_tensors(files / "seeing")
+    unchanged = {name for name in before if torch.equal(before[name], one[1][name])}
+    assert unchanged == {name for name in before if "visual" in name}
