@@ -111,6 +111,21 @@ def test_no_path_of_one_machine():
     assert not offenders
 
 
+def test_texts_use_the_words_of_the_field():
+    """They say continue or resume, is not a multiple, bit-identical, and default: X."""
+    translated = re.compile(
+        r"\b(go|goes|going) on\b|\bha(ve|s) those of\b|\bsays? it, and\b|\bwith the same bits\b|\bnot given: "
+        r"|(?<!there )\b(is|are) no (multiple|number|file|folder|text|token|key|image)s?\b"
+    )
+    offenders = [
+        f"{name(path)}: {match.group()}"
+        for path in repository_files()
+        if name(path).startswith(("mkd/", "launch/", "README.md")) or path.parent == ROOT / "docs"
+        for match in translated.finditer(read(path))
+    ]
+    assert not offenders
+
+
 def test_texts_start_with_a_verb_or_a_noun():
     """Docstrings and help texts never open with Of, That of, Those of, Not so, What, Whether or How."""
     assert headless_texts() == []

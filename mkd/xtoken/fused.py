@@ -132,7 +132,7 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     """Return the most rows of a slice.
 
     partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that
-    size in the compute dtype at once. The dense losses have those of all ranks.
+    size in the compute dtype at once. The dense losses have tensors of all ranks' columns.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in DENSE_LOSSES else 1

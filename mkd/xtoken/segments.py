@@ -1,4 +1,4 @@
-"""Sums by index, with the same bits in every process and every run, and without waiting for the device.
+"""Sums by index, bit-identical in every process and every run, and without waiting for the device.
 
 On GPUs `index_add_` adds in the order in which threads arrive. So tensor-parallel ranks would disagree in the
 last bit of numbers that they all compute. An accumulating `index_put_` synchronises. Segments of an ascending

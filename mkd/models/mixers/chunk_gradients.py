@@ -81,7 +81,7 @@ class _ChunkRows:
         inside = offset < (cu_seqlens[document + 1] - cu_seqlens[document])[:, None]
         rows = torch.where(inside, cu_seqlens[document][:, None] + offset, 0)
         pairs = (place[:, None] >= place) & inside[:, :, None]
-        slots = rows.new_empty(tokens + 1)  # the last one takes what is no token
+        slots = rows.new_empty(tokens + 1)  # the last one takes what is not a token
         slots[torch.where(inside, rows, tokens).flatten()] = torch.arange(rows.numel(), device=rows.device)
         return cls(rows, inside, pairs, (inside.sum(1) - 1).clamp(min=0), slots[:-1])
 
