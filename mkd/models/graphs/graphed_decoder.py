@@ -173,11 +173,10 @@ class GraphedDecoder:
 
     def _eager(self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments) -> Tensor:
         keeps_activations = self._is_trained and torch.is_grad_enabled()
-        again = (
-            recomputed(self.decoder)
-            if self.recomputes and self.is_on and keeps_activations
-            else nullcontext()
-        )
+        if not self.is_on and self.recomputes:  # slots that were in use when the graphs were dropped
+            self.memory.drop(self.decoder)
+        is_short = self.recomputes and (self.is_on or bool(self.memory.slots))
+        again = recomputed(self.decoder) if is_short and keeps_activations else nullcontext()
         with again:
             return self.decoder(
                 hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed

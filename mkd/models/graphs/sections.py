@@ -65,6 +65,7 @@ def cut(
     The layers run one by one: without recomputation of whole layers, and without 8-bit arithmetic of
     Megatron's.
     """
+    assert part.config.recompute_granularity != "full", "the part itself recomputes whole layers"
     sections: list[Section | EagerSection] = []
     works: list[Work] = []
     parameters: dict[str, nn.Parameter] = {}

@@ -28,6 +28,7 @@ class SplitLayer(TransformerLayer):
         experts the "weights" fp32 [t(/tp), E] and the choice "selected", bool [t(/tp), E]; and, if there are
         shared experts, their output "shared", [t(/tp), 1, h].
         """
+        assert not self.recompute_pre_mlp_layernorm, "the norm would be computed again after the experts"
         hidden, _ = self._forward_attention(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
         )

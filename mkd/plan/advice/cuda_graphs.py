@@ -92,7 +92,7 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
 
 def _of_shape(shape: ModelShape) -> str | None:
     if shape.moe is not None:
-        return "experts wait for the numbers of their tokens"
+        return "graphs with experts have not been timed"
     if shape.vision is not None:
         return "rows with images differ in shape"
     if any(layer.mixer is not None for layer in shape.layers):

@@ -33,7 +33,7 @@ def test_dense_models_run_as_graphs():
 def test_models_whose_layers_cannot_be_graphs_are_named():
     experts = graphs("qwen3-1.7b", "qwen3-30b-a3b:4")
     assert experts.student and experts.teachers == (False,)
-    assert experts.describe().endswith("; without: teacher (experts wait for the numbers of their tokens)")
+    assert experts.describe().endswith("; without: teacher (graphs with experts have not been timed)")
     moved = graphs("qwen3-1.7b", "qwen3-8b", "--teacher-residency", "host")
     assert moved.reasons == (None, "layers that move run one by one")
     off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
