@@ -40,7 +40,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bf16", "fp32"), help="dtype of both models (default: bf16, on a CPU fp32)"
     )
     group.add_argument("--out", type=Path, metavar="FILE.json", help="file to also write the figures to")
-    add_overwrite(group, "--out")
+    add_overwrite(parser, "--out")
 
 
 def refuse_model_flags(args: argparse.Namespace) -> None:

@@ -105,6 +105,7 @@ def head_call(
     shard = shard or VocabShard.of_group(width, tp_group, objective)
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
     block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, student.hidden.is_cuda)
+    trained = any(one is not None and one.requires_grad for one in student[:2] + (student.bias,))
     whole = []
     if objective.uses_teacher:
         assert len(teachers) == len(teacher_shares), "a share for each teacher"
@@ -112,7 +113,7 @@ def head_call(
         assert all(len(one.weight) >= shard.shared for one in whole), "a teacher's head has the shared ids"
     return HeadCall(
         objective, shard, tp_group, _blocks(rows, block_rows), loss_rows, student, whole, teacher_shares,
-        torch.is_grad_enabled(), loss_gradient, dtype,
+        torch.is_grad_enabled() and trained, loss_gradient, dtype,
     )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""`DistillationLoss` on ranks: vocabulary shards, DTensors, FSDP2 and DDP against one process."""
+"""`DistillationLoss` on ranks: vocabulary shards, DTensors, FSDP2 and DDP against one process.
+
+Everything is float64, on CPUs with gloo and on GPUs with NCCL.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mkd.losses import DistillationLoss, LMHead
 from tests.losses.library.plain_loss import plain_logits, plain_rows
+from tests.ranks import skip_unless_gpus_take
 
 ROWS, STUDENT, TEACHER = 18, 12, 20
 SETTINGS = dict(divergence="jsd", parameter=0.5, kd_ratio=0.6, temperature=1.5)
 FORM = dict(scale=0.7, logits_cap=4.0)
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def case(student_ids, teacher_ids):
@@ -24,9 +32,9 @@ def case(student_ids, teacher_ids):
     generator = torch.Generator().manual_seed(3)
 
     def normal(*size):
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(device())
 
-    labels = torch.randint(0, min(student_ids, teacher_ids), (ROWS,), generator=generator)
+    labels = torch.randint(0, min(student_ids, teacher_ids), (ROWS,), generator=generator).to(device())
     labels[:4] = -100
     return (
         normal(ROWS, STUDENT),
@@ -86,7 +94,7 @@ def dtensors_over_the_vocabulary(student_ids, teacher_ids):
     """DTensor heads and logits over a mesh: shards of unequal width, a teacher with other shards."""
     hidden, weight, bias, teacher_hidden, teacher_weight, labels = whole = case(student_ids, teacher_ids)
     rows, right = expected(*whole)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device(), (2,), mesh_dim_names=("tp",))
     loss = module(reduction="sum", tp_group=mesh)
     for teacher_placement in (Shard(0), Replicate()):
         own_weight, own_bias = (
@@ -138,9 +146,9 @@ def data_parallel(wrapping):
     """Ranks with rows of their own: gradients are the mean over ranks, as FSDP2 and DDP make it."""
     hidden, weight, bias, teacher_hidden, teacher_weight, labels = whole = case(71, 75)
     rows, right = expected(*whole)
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    rank, mesh = dist.get_rank(), init_device_mesh(device(), (2,))
     mine = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
-    model = Student(weight, bias)
+    model = Student(weight, bias).to(device())
     teacher_head = distribute_tensor(teacher_weight, mesh, [Shard(0)])
     if wrapping == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -165,15 +173,27 @@ def data_parallel(wrapping):
         assert_close(model.trunk.weight.grad, right[0].T @ hidden / 2)
 
 
-def test_a_plain_group(ranks):
-    ranks.run(plain_group, 2, 70)
+CASES = {
+    "plain group": (plain_group, 70),
+    "dtensors, even": (dtensors_over_the_vocabulary, 70, 70),
+    "dtensors, uneven": (dtensors_over_the_vocabulary, 71, 71),
+    "dtensors, larger teacher": (dtensors_over_the_vocabulary, 71, 78),
+    "dtensors, smaller teacher": (dtensors_over_the_vocabulary, 78, 71),
+    "ddp": (data_parallel, "ddp"),
+    "fsdp2": (data_parallel, "fsdp2"),
+    "fsdp2 head apart": (data_parallel, "fsdp2 head apart"),
+}
 
 
-@pytest.mark.parametrize(("student_ids", "teacher_ids"), [(71, 71), (71, 78), (78, 71)])
-def test_dtensors_over_the_vocabulary(ranks, student_ids, teacher_ids):
-    ranks.run(dtensors_over_the_vocabulary, 2, student_ids, teacher_ids)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(ranks, name):
+    function, *arguments = CASES[name]
+    ranks.run(function, 2, *arguments)
 
 
-@pytest.mark.parametrize("wrapping", ["ddp", "fsdp2", "fsdp2 head apart"])
-def test_data_parallel(ranks, wrapping):
-    ranks.run(data_parallel, 2, wrapping)
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process_on_gpus(gpu_ranks, name):
+    skip_unless_gpus_take(2)
+    function, *arguments = CASES[name]
+    gpu_ranks.run(function, 2, *arguments)
