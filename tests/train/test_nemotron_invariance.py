@@ -9,6 +9,7 @@ from tests.train.invariance import (
     DISTRIBUTED,
     FULL,
     OVERLAP,
+    PEERS,
     SINGLE,
     SP,
     Layout,
@@ -17,7 +18,7 @@ from tests.train.invariance import (
     require_equal,
     run_layout,
 )
-from tests.train.moe_invariance import EP2
+from tests.train.moe_invariance import EP2, ON_HOST
 
 UPDATES = 3
 ADAM = ("--adam-eps", "1e-6")  # see test_latent_invariance.py
@@ -50,6 +51,8 @@ CASES = (
     ("dense teacher", Layout("TP2", 2, tp=2)),
     ("dense teacher", BOTH),
     ("dense student", BOTH),
+    ("dense student", Layout("teacher on the host", flags=ON_HOST)),
+    ("dense student", Layout("DP2, teacher over 2 peers", 2, flags=PEERS[2])),
 )
 QUICK = {"EP2 TP2 + SP, mixer recomputed", "CP2"}
 

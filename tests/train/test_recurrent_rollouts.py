@@ -1,10 +1,11 @@
-"""Check runs whose student has gated delta nets and trains on its own samples: layouts equal one process."""
+"""Check runs whose student has mixers and trains on its own samples: layouts equal one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from mkd.families.weight_rules import KEPT_IN_FP32
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tiny_vision_models import make_vision_model
@@ -13,6 +14,8 @@ from tests.train.rollout_run import EOS, VOCAB_SIZES, Case, argv, make_files
 
 SLOW = pytest.mark.slow
 STEPS = 3
+# With what every weight moves at least: the square of ReLU makes small gradients of experts smaller.
+FAMILIES = ("qwen3_5_moe", 1e-4), pytest.param(("nemotron_h-experts", 0.0), marks=SLOW)
 FIGURES = (
     "loss",
     "grad_norm",
@@ -39,18 +42,19 @@ def run(files, ranks, name: str, case: Case, student: str = "recurrent"):
     return read_metrics(files / name), all_tensors(files / f"{name} hf")
 
 
-@pytest.fixture(scope="module")
-def single(ranks, tmp_path_factory):
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda one: one[0])
+def single(request, ranks, tmp_path_factory):
     files = make_files(tmp_path_factory.mktemp("recurrent"))
-    add_tokenizer(make_model(files / "recurrent", "qwen3_5_moe", seed=3, vocab_size=VOCAB_SIZES[0], **EOS))
-    return files, *run(files, ranks, "single", Case("one process"))
+    family, least = request.param
+    add_tokenizer(make_model(files / "recurrent", family, seed=3, vocab_size=VOCAB_SIZES[0], **EOS))
+    return files, least, *run(files, ranks, "single", Case("one process"))
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(one, id=one.name, marks=[] if one is CASES[1] else SLOW) for one in CASES]
 )
 def test_every_layout_trains_as_one_process(case, single, ranks):
-    files, expected, weights = single
+    files, least, expected, weights = single
     metrics, trained = run(files, ranks, case.name, case)
     assert len(metrics) == len(expected) == STEPS
     for ours, theirs in zip(metrics, expected, strict=True):
@@ -59,7 +63,8 @@ def test_every_layout_trains_as_one_process(case, single, ranks):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
     before = all_tensors(files / "recurrent")
     for name, tensor in weights.items():
-        assert (tensor - before[name]).abs().max() > 1e-4, name
+        moved = (tensor - before[name]).abs().max()
+        assert moved > least or name.endswith(KEPT_IN_FP32), name
         assert (trained[name] - tensor).abs().max() < 1e-5, name
 
 

@@ -20,7 +20,7 @@ ROOTS = "model.", "backbone."  # starts of the names of a decoder's tensors
 MANY = 3  # tensors that must differ in the same way
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 COUNTS = {  # keys of config.json
-    LAYER_TENSOR: ("num_hidden_layers",),
+    LAYER_TENSOR: ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"),
     EXPERT: ("num_experts", "num_local_experts", "n_routed_experts"),
 }
 WRAPPERS = {

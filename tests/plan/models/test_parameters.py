@@ -84,6 +84,7 @@ def built(folder, tensor_parallel, expert_parallel):
         ("moonlight-experts", 2, 1, 2),
         ("gpt_oss", 2, 2, 2),
         ("qwen3_next", 2, 2, 2),
+        ("nemotron_h-experts", 2, 2, 2),
     ],
 )
 def test_a_process_holds_what_is_counted(family, size, tensor, experts, tmp_path, ranks):
