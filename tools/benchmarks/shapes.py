@@ -85,6 +85,28 @@ def _qwen3_5(hidden: int, layers: int, heads: tuple[int, int], values: int, ffn:
     )
 
 
+def _nemotron_h(pattern: str, hidden: int, heads: tuple[int, int], mamba: tuple[int, int], ffn: int) -> dict:
+    """Return a model of one block a layer.
+
+    `heads` are the numbers of query and key/value heads, `mamba` number and size of a mixer's.
+    """
+    return dict(
+        model_type="nemotron_h",
+        hybrid_override_pattern=pattern,
+        hidden_size=hidden,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=128,
+        intermediate_size=ffn,
+        mamba_num_heads=mamba[0],
+        mamba_head_dim=mamba[1],
+        ssm_state_size=128,
+        n_groups=8,
+        vocab_size=131072,
+        max_position_embeddings=8192,
+    )
+
+
 def _tiny(hidden: int, layers: int, tied: bool) -> dict:
     return dict(
         model_type="qwen3",
@@ -141,6 +163,9 @@ SHAPES = {
     "tiny-teacher": _tiny(64, 4, tied=False),
     "tiny-delta": _qwen3_5(32, 4, (2, 1), 32, 64, tied=True)
     | dict(head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, vocab_size=500),
+    "tiny-mamba": _nemotron_h("M-*ME-", 32, (2, 1), (8, 8), 64)
+    | dict(head_dim=16, ssm_state_size=16, vocab_size=500, moe_intermediate_size=32)
+    | dict(moe_shared_expert_intermediate_size=32, moe_latent_size=16),
     "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
     "smollm2-135m": _SMOLLM2,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -153,6 +178,14 @@ SHAPES = {
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 128, (128, 8, 1536)),
     "qwen3.5-2b": _qwen3_5(2048, 24, (8, 2), 16, 6144, tied=True),
     "qwen3.5-9b": _qwen3_5(4096, 32, (16, 4), 32, 12288, tied=False),
+    "nemotron-h-8b": _nemotron_h(
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, (32, 8), (128, 64), 21504
+    ),
+    "nemotron-3-nano": _nemotron_h(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, (32, 2), (64, 64), 1856
+    )
+    | dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856)
+    | dict(moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5),
     "qwen2.5-vl-3b": _qwen2_5_vl(2048, 36, 16, 2, 11008, 151936, tied=True),
     "qwen2.5-vl-7b": _qwen2_5_vl(3584, 28, 28, 4, 18944, 152064, tied=False),
     "llama3.2-1b": _llama3(2048, 16, 32, 64, 8192, tied=True, rope_factor=32.0),
@@ -174,7 +207,12 @@ def config_of(name: str) -> dict:
             f"choose one of: {', '.join(SHAPES)}; NAME:N has N of its layers",
             code="value-unknown",
         )
-    return SHAPES[known] | (dict(num_hidden_layers=int(layers)) if layers else {})
+    found, kinds = SHAPES[known], "hybrid_override_pattern"
+    if not layers:
+        return found
+    if kinds in found:  # a letter a layer
+        return found | {kinds: found[kinds][: int(layers)]}
+    return found | {"num_hidden_layers": int(layers)}
 
 
 def shape_of(name: str) -> ModelShape:

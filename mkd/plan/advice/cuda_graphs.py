@@ -97,6 +97,8 @@ def _of_shape(shape: ModelShape) -> str | None:
         return "rows with images differ in shape"
     if any(layer.mixer is not None for layer in shape.layers):
         return "the kernels of mixers have not been tried in graphs"
+    if not all(layer.is_transformer_layer for layer in shape.layers):
+        return "layers without attention, or without an MLP, have not been tried in graphs"
     if any(layer.heads is not None and layer.heads.is_wide for layer in shape.layers):
         return "attention with wide heads waits for the lengths of documents"
     is_plain = all(rope.is_plain_rotation for rope in shape.ropes)
