@@ -15,6 +15,8 @@ OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 BALANCE = ("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001")
 ROUTED = dict(student="routed", teachers=("routed",), forced=Forced())
 CUT = Forced(cuts_at_experts=True)
+MIXERS = ("--recompute-granularity", "selective", "--recompute-modules", "mixer")
+DELTA = dict(student="delta", teachers=("delta",), forced=Forced())
 ROWS = (
     GraphRow("one GPU"),
     GraphRow("full recomputation", flags=FULL),
@@ -43,6 +45,9 @@ FORCED = (  # a run does not make these graphs by itself
     GraphRow("experts, overlapped, cut", flags=OVERLAP + BALANCE, **ROUTED | dict(forced=CUT)),
     GraphRow("shared experts", student="shared", teachers=("shared",), forced=Forced()),
     GraphRow("shared experts, cut", student="shared", teachers=("shared",), forced=CUT),
+    GraphRow("gated delta nets", tuned=True, **DELTA),
+    GraphRow("gated delta nets, recomputed", tuned=True, flags=MIXERS, **DELTA),
+    GraphRow("gated delta nets in plain torch", **DELTA),
     GraphRow("experts, EP2", 2, ep=2, flags=BALANCE, **ROUTED),
     GraphRow("experts, EP2 overlapped", 2, ep=2, flags=OVERLAP, **ROUTED),
     GraphRow("experts, PP2", 2, pp=2, flags=BALANCE, **ROUTED),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.models.mixers.pack_rows import PackRows, pack_rows
 from mkd.models.mixers.recurrence import PackedRecurrence
-from mkd.models.packed import packed_documents
+from mkd.models.packed import PackedDocuments, packed_documents
 
 KERNEL_SIZE = 4  # tokens that the convolution sees
 EPSILON = 1e-6
@@ -43,13 +43,16 @@ class MixerCase:
         heads = f"{self.key_heads} x {self.key_dim}, {self.heads} x {self.value_dim} channels"
         return f"{self.tokens} tokens, {len(self.lengths)} documents, {self.padding} padded, {heads}"
 
-    def rows(self, device: torch.device) -> PackRows:
-        """Return the rows of the pack."""
+    def packed(self, device: torch.device) -> PackedDocuments:
+        """Return the documents of the pack."""
         real = torch.tensor((0, *self.lengths), device=device).cumsum(0).int()
         padded = real.clone()
         padded[-1] += self.padding
-        packed = packed_documents(real, padded, max(self.lengths) + self.padding)
-        return pack_rows(packed, self.tokens, 1, device)
+        return packed_documents(real, padded, max(self.lengths) + self.padding)
+
+    def rows(self, device: torch.device) -> PackRows:
+        """Return the rows of the pack."""
+        return pack_rows(self.packed(device), self.tokens, 1, device)
 
     def inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         """Return the inputs of all operations; those of the decay are fp32, as in a model."""

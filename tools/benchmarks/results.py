@@ -26,6 +26,7 @@ BENCHMARKS = (
     "graphs",
     "trainers",
     "pipeline",
+    "mixer",
     "packing",
     "corpus",
     "tokenise",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -75,8 +76,7 @@ def pack_rows(packed: PackedDocuments, num_held: int, shards: int, device: torch
             document, position = RowShard(rank, shards).places(borders, num_held)
             held.append(borders[document] + position)
         rows = torch.cat(held).long()
-        whole = borders.long()  # a copy
-        whole[-1] = num_held * shards
+        whole = F.pad(borders[:-1].long(), (0, 1), value=num_held * shards)
         packed.rows = PackRows(whole, documents, positions, rows, rows.argsort())
     return packed.rows
 

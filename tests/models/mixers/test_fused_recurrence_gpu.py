@@ -60,24 +60,23 @@ def test_states_behind_prompts():
         assert float((ours.double() - theirs).norm() / theirs.norm()) < ALLOWED
 
 
-def test_a_net_waits_for_the_device_nowhere():
-    """A pack whose documents the host does not know; kernels are tuned before, which does wait."""
+def test_the_host_waits_for_the_device_nowhere():
+    """Pass a pack whose documents only the device knows. The first pass tunes kernels, which does wait."""
     from mkd.models.mixers.fused_recurrence import FusedRecurrence
+    from mkd.models.mixers.pack_rows import pack_rows
 
     device, dtype = machine()
     case, fused = CASES["padding"], FusedRecurrence()
     inputs = case.inputs(device, dtype, seed=3)
-
-    def run() -> None:
-        rows = case.rows(device)
-        torch.cuda.set_sync_debug_mode(mode)
-        mixed = fused.convolve(inputs["x"], inputs["filters"], None, rows)
-        outputs = fused.delta_rule(*(inputs[name] for name in OPERATIONS["delta rule"][1]), rows)
-        fused.gated_norm(outputs, inputs["gate"], inputs["weight"], EPSILON)
-        assert mixed.shape == inputs["x"].shape
-
+    given = {name: inputs[name].requires_grad_() for name in OPERATIONS["delta rule"][1]}
     try:
-        for mode in ("default", "error"):  # noqa: B007
-            run()
+        for mode in ("default", "error"):
+            packed = case.packed(device)
+            torch.cuda.set_sync_debug_mode(mode)
+            rows = pack_rows(packed, case.tokens, 1, device)
+            fused.convolve(inputs["x"], inputs["filters"], None, rows)
+            outputs = fused.delta_rule(*given.values(), rows)
+            fused.gated_norm(outputs, inputs["gate"], inputs["weight"], EPSILON).sum().backward()
+            torch.cuda.set_sync_debug_mode("default")
     finally:
         torch.cuda.set_sync_debug_mode("default")
