@@ -10,6 +10,7 @@ from torch import nn
 
 from mkd.models.graphs.graph_memory import GraphMemory
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
+from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 
@@ -48,21 +49,31 @@ def graph_layers(
 
     Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
-    memory, cuts = GraphMemory(may_wait=context.pp_size == 1), dict(cuts_at_experts=cuts_at_experts)
+    memory = GraphMemory(may_wait=context.pp_size == 1)
+
+    def graphed(
+        model: LanguageModel, name: str, sync: DDPSync | None = None, most_layers: int | None = None
+    ) -> None:
+        model.graphs = GraphedDecoder(
+            model.decoder,
+            name,
+            model.rotary_pos_emb,
+            memory,
+            sync,
+            recomputes=recomputes,
+            cuts_at_experts=cuts_at_experts,
+            most_layers=most_layers,
+        )
+        context.before_close.append(model.graphs.release)
+
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
         if student:
-            model = stage.student
-            sync = DDPSync(wrapped, tuple(one for one in model.decoder.parameters() if one.requires_grad))
-            own = model.decoder, "the student", model.rotary_pos_emb, memory, sync
-            model.graphs = GraphedDecoder(*own, recomputes=recomputes, **cuts, most_layers=most_layers)
-            context.before_close.append(model.graphs.release)
+            trained = (one for one in stage.student.decoder.parameters() if one.requires_grad)
+            graphed(stage.student, "the student", DDPSync(wrapped, tuple(trained)), most_layers)
         for index, (teacher, marked) in enumerate(zip(stage.teachers, teachers, strict=True)):
             if marked:
-                name = f"teacher {index}" if len(teachers) > 1 else "the teacher"
-                own = teacher.decoder, name, teacher.rotary_pos_emb, memory
-                teacher.graphs = GraphedDecoder(*own, **cuts)
-                context.before_close.append(teacher.graphs.release)
+                graphed(teacher, f"teacher {index}" if len(teachers) > 1 else "the teacher")
 
 
 def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:

@@ -36,7 +36,7 @@ class GraphMemory:
     stream: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
     scratch: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
     slots: list[Slot] = field(default_factory=list)
-    buffers: dict[tuple, Tensor] = field(default_factory=dict)  # between sections of frozen layers
+    buffers: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # between sections of frozen layers
     kept_bytes: int = 0  # that torch has taken for graphs
     may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must not wait
 
@@ -98,7 +98,7 @@ class Slot:
         self.pool = torch.cuda.graph_pool_handle()
         self.shape, self.in_use = example.shape, False
         self.passes: dict[tuple[nn.Module, Bounds], SlotPass] = {}  # by part
-        self._borders: dict[tuple, Border] = {}
+        self._borders: dict[tuple[Any, ...], Border] = {}
 
     def border(self, place: int, name: str, example: Tensor) -> Border:
         """Return the border like `example` in front of section `place` of any part."""

@@ -73,9 +73,13 @@ def planned_graphs(forecast: Forecast) -> PlannedGraphs:
 
 def _need_recomputed(forecast: Forecast) -> float:
     """Return the memory that the run needs if all layers of the student are recomputed, GiB."""
-    recomputation = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    config = forecast.config
-    config = replace(config, training=replace(config.training, **recomputation))
+    training = replace(
+        forecast.config.training,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    config = replace(forecast.config, training=training)
     again = replace(forecast, facts=replace(forecast.facts, config=config))
     return again.need_gib(forecast.states_ahead)
 
