@@ -14,7 +14,7 @@ QUICK = [
     set(),
     {"PP2 DP2 + overlapped communication"},
     set(),
-    {"EP2 PP2 VPP2, single layers recomputed"},
+    {"EP2 CP2"},
     {"TP2 CP2 + SP, micro-batch 4"},
     {"PP2 VPP2, micro-batch 2", "PP2 DP2"},
 ]
