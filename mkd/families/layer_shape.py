@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mkd.families.mixer_shape import MixerShape
 
 WIDEST_HEAD = 256
-"""Channels of the widest head that Transformer Engine's attention to packs takes."""
+"""Channels of the widest head that Transformer Engine's attention to packs takes, and flash attention."""
 
 QUICK_GELU_GAIN = 1.702
 """Factor of x in the sigmoid of the activation `quick_gelu`, x sigmoid(1.702 x)."""

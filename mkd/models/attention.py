@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mkd.families.layer_shape import WIDEST_HEAD
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import RowShard
 
@@ -277,7 +278,8 @@ class PackedAttention(nn.Module):
             return query.reshape(0, query.size(1), value.size(2))
         masked = n < m or (self.window is not None and m > self.window)
         # The kernels for these cases take no groups of heads.
-        if query.is_cuda and (masked or query.dtype == torch.float32):
+        is_wide = query.size(-1) > WIDEST_HEAD
+        if query.is_cuda and (masked or is_wide or query.dtype == torch.float32):
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         with sdpa_kernel(SDPBackend.MATH) if self.deterministic else nullcontext():
             output = F.scaled_dot_product_attention(
