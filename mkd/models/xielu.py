@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+BLOCK_ROWS = 1024  # tokens
+
 
 class XIELU(MegatronModule):
     """p x^2 + beta x above 0, n (e^min(x, eps) - 1 - x) + beta x below; p, n = softplus of the parameters.
@@ -45,25 +47,36 @@ class XIELU(MegatronModule):
 
 
 class _XIELU(Function):
-    """The formula and its gradients, in fp32 at least."""
+    """The formula and its gradients, in fp32 at least, block by block: temporaries stay small."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         ctx.save_for_backward(x, alpha_p, alpha_n, beta, eps)
-        wide, p, n, beta, eps = _widened(x, alpha_p, alpha_n, beta, eps)
-        positive, negative = F.softplus(p) * wide.square(), (beta + F.softplus(n)) * _negative(wide, eps)
-        return torch.where(wide > 0, positive, negative).add_(beta * wide).to(x.dtype)
+        p, n, beta, eps = _widened(alpha_p, alpha_n, beta, eps)
+        p, n, output = F.softplus(p), beta + F.softplus(n), torch.empty_like(x)
+        for rows, result in zip(x.split(BLOCK_ROWS), output.split(BLOCK_ROWS), strict=True):
+            (wide,) = _widened(rows)
+            values = torch.where(wide > 0, p * wide.square(), n * _negative(wide, eps))
+            result.copy_(values.add_(beta * wide))
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, *numbers = ctx.saved_tensors
-        wide, p, n, beta, eps = _widened(x, *numbers)
-        gradient, is_positive = gradient.to(wide.dtype), wide > 0
-        slope = torch.where(wide < eps, wide.exp(), 0.0).sub_(1.0).mul_(beta + F.softplus(n))
-        slope = torch.where(is_positive, 2.0 * F.softplus(p) * wide, slope).add_(beta)
-        of_p = torch.where(is_positive, gradient * wide.square(), 0.0).sum() * torch.sigmoid(p)
-        of_n = torch.where(is_positive, 0.0, gradient * _negative(wide, eps)).sum() * torch.sigmoid(n)
-        return slope.mul_(gradient).to(x.dtype), of_p.to(x.dtype), of_n.to(x.dtype), None, None
+        alpha_p, alpha_n, beta, eps = _widened(*numbers)
+        p, n, of_x = F.softplus(alpha_p), beta + F.softplus(alpha_n), torch.empty_like(x)
+        of_p, of_n = torch.zeros_like(p), torch.zeros_like(n)
+        blocks = (one.split(BLOCK_ROWS) for one in (x, gradient, of_x))
+        for rows, of_output, result in zip(*blocks, strict=True):
+            wide, of_output = _widened(rows, of_output)
+            is_positive = wide > 0
+            of_p += torch.where(is_positive, of_output * wide.square(), 0.0).sum()
+            of_n += torch.where(is_positive, 0.0, of_output * _negative(wide, eps)).sum()
+            negative = torch.where(wide < eps, wide.exp(), 0.0).sub_(1.0).mul_(n)
+            slope = torch.where(is_positive, 2.0 * p * wide, negative).add_(beta)
+            result.copy_(slope.mul_(of_output))
+        of_p, of_n = of_p * torch.sigmoid(alpha_p), of_n * torch.sigmoid(alpha_n)
+        return of_x, of_p.to(numbers[0].dtype), of_n.to(numbers[1].dtype), None, None
 
 
 def _negative(x: Tensor, eps: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ NIGHTLY = (
     "nemotron_h",
     "nemotron_h-nano",
 )
+ODD_GROUPS = ("gemma4",)  # windows, and 3 groups: context parallelism cannot trade tokens for heads
 LAYOUTS = (Layout("TP2 SP", 2, tp=2, flags=SP), Layout("PP2 VPP2 CP2", 4, pp=2, vp=2, cp=2))
 
 
@@ -157,6 +158,7 @@ def step(model, tmp_path_factory):
         marked(name, name not in tested, layout)
         for layout, tested in zip(LAYOUTS, (BY_HEADS, BY_TOKENS), strict=True)
         for name in FURTHER
+        if not (layout.cp > 1 and name in ODD_GROUPS)
     ],
     indirect=["model"],
     ids=lambda value: getattr(value, "name", value),

@@ -8,9 +8,14 @@ import json
 import pytest
 
 from mkd.errors import MkdError
+from mkd.plan.advice.cuda_graphs import _of_shape
+from mkd.plan.checks.parallel import check_heads
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.pruning.request import refuse_other_kinds
+from tests.plan.shapes import STUDENT, config
 from tests.reported import refused
+from tests.run_facts import facts_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZES = dict(
@@ -105,6 +110,43 @@ def test_a_released_small_model_is_refused_by_default():
     given = {name: value for name, value in SIZES.items() if name != "hidden_size_per_layer_input"}
     with refused("model-feature-not-supported: hidden_size_per_layer_input 256"):
         ModelShape.from_hf_config(given)
+
+
+def test_released_sizes_have_as_many_parameters_as_in_transformers():
+    """Counted by transformers' modules on the meta device; the towers are apart."""
+    released = dict(head_dim=256, global_head_dim=512, attention_k_eq_v=True, vocab_size=262144)
+    large = dict(num_hidden_layers=60, hidden_size=5376, intermediate_size=21504, num_attention_heads=32)
+    large |= dict(num_key_value_heads=16, num_global_key_value_heads=4)
+    assert model_parameters(ModelShape.from_hf_config(SIZES | released | large)).total == 30_697_345_280
+    small = dict(num_hidden_layers=30, hidden_size=2816, intermediate_size=2112, num_attention_heads=16)
+    small |= dict(num_key_value_heads=8, num_global_key_value_heads=2, enable_moe_block=True)
+    small |= dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704)
+    shape = ModelShape.from_hf_config(SIZES | released | small)
+    assert model_parameters(shape).total == 25_233_141_760 and active_parameters(shape) == 3_822_530_560
+
+
+@pytest.mark.parametrize(
+    ("groups", "head_dim", "tensor", "context", "divides"),
+    [
+        (2, 16, 1, 2, True),
+        (1, 16, 1, 2, False),
+        (1, 16, 2, 1, True),
+        (1, 512, 1, 2, True),
+        (4, 16, 1, 4, True),
+    ],
+)
+def test_context_parallelism_divides_the_heads_of_every_layer(groups, head_dim, tensor, context, divides):
+    """But for wide heads, whose attention gathers keys and values: windows have 4 key/value heads here."""
+    more = dict(attention_k_eq_v=True, num_global_key_value_heads=groups, global_head_dim=head_dim)
+    shape = ModelShape.from_hf_config(SIZES | more)
+    sizes = "--tensor-model-parallel-size", tensor, "--context-parallel-size", context
+    found = list(check_heads(facts_of(config(*sizes), 16, shape, (STUDENT,))))
+    assert [one.code for one in found] == ([] if divides else ["model-not-divisible"])
+
+
+def test_wide_heads_run_without_graphs():
+    assert "wide heads" in str(_of_shape(ModelShape.from_hf_config(SIZES)))
+    assert _of_shape(ModelShape.from_hf_config(SIZES | {"global_head_dim": 256})) is None
 
 
 def test_a_cut_is_refused():
