@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mkd.errors import EXIT_DONE, UsageError, returns_exit_code
+from mkd.parent_process import end_with_launcher
 from mkd.version import __version__
 
 COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
+    "init": "choose the settings of a first run, and write them with their reasons",
+    "distill": "choose settings, make the student, train, export and check in one go; resumes",
     "train": "distil a teacher into a student",
     "plan": "predict time and memory of a run, without GPUs or torch",
     "doctor": "check this machine and its Python environment",
@@ -40,6 +43,7 @@ _USAGE = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mkd argv` (default: the process's own arguments) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    end_with_launcher()
     if not words or words[0] in ("--help", "-h", "help"):
         print(help_text())
         return EXIT_DONE

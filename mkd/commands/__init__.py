@@ -3,6 +3,8 @@
 mkd/__main__.py has the table of commands. Libraries that take seconds are imported after the flags are
 parsed, so that `--help` is quick. tools/ has a script of a few lines for most of them, for checkouts.
 
+    init.py          the settings of a first run, chosen and written with their reasons
+    distill.py       all of it in one go
     train.py         training; the run itself is in mkd/run
     plan.py          time and memory of a run, without torch
     doctor.py        the machine and its Python environment

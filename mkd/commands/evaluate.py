@@ -2,8 +2,7 @@
 
     mkd evaluate --multiple-choice mmlu.jsonl --completions HumanEval.jsonl.gz \\
         --student-hf DIR --seq-length 2048
-    torchrun --nproc-per-node 4 -m mkd evaluate --completions mbpp.jsonl --config RUN.yaml \\
-        --student-load CKPT
+    mkd evaluate --nproc-per-node 4 --completions mbpp.jsonl --config RUN.yaml --student-load CKPT
 
 All other flags, and the exit codes, are those of mkd train, but a signal ends it at once. The relevant
 ones are the model (--student-hf, or --student-load for a folder written by --save), the packs
@@ -16,13 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mkd.config.flags import FlagParser, add_overwrite, require_new_file, require_writable
+from mkd.config.flags import (
+    NUM_RANKS,
+    FlagParser,
+    add_overwrite,
+    require_new_file,
+    require_writable,
+    whole_number,
+)
 from mkd.config.load import load_config
 from mkd.errors import ErrorList, UsageError, returns_exit_code
+from mkd.operations.local_ranks import is_started_by_launcher, run_ranks
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -47,16 +55,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=["letter", "continuation"],
         help="ways to answer: compare the letters of listed options, or their texts (default: both)",
     )
+    parser.add_argument(
+        NUM_RANKS, type=whole_number, metavar="N", help="processes to start on this machine (default: 1)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="file to also write the metrics to")
     add_overwrite(parser, "--out")
     return parser.parse_known_args(argv)
 
 
 @returns_exit_code
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the evaluation and return the exit code."""
     args, rest = parse(argv)
+    if (args.nproc_per_node or 1) > 1 and not is_started_by_launcher():
+        words = list(sys.argv[1:] if argv is None else argv)
+        return run_ranks([sys.executable, "-m", "mkd", "evaluate", *words], args.nproc_per_node)
     evaluate(args, rest, rank=int(os.environ.get("RANK", "0")))
+    return None
 
 
 def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:

@@ -73,9 +73,7 @@ def check(words: list[str], num_ranks: int) -> None:
 
 def train(words: list[str]) -> int:
     """Train as one rank, and end the process."""
-    from mkd.parent_process import end_with_launcher
     from mkd.run.main import leave
     from mkd.run.main import main as run
 
-    end_with_launcher()
     leave(run(words, signals_afterwards=signal.SIG_IGN))

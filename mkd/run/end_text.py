@@ -36,7 +36,7 @@ def end_text(run: Run, folder: Path, seconds: float, stop: Stop | None = None) -
         "weights": f"{kept}" if kept else "not saved (--no-save)",
         "export": checkpoint.export_hf or "none",
         "metrics": f"{folder / 'metrics.jsonl'}, settings in config.yaml, events in events.jsonl",
-        **dict(_held_out(read_records(folder))),
+        **dict(held_out_rows(read_records(folder))),
     }
     iteration = run.position.iteration
     is_done = iteration >= asked
@@ -51,7 +51,7 @@ def end_text(run: Run, folder: Path, seconds: float, stop: Stop | None = None) -
     return "\n".join([*lines, "next:", *(f"  {command}" for command in commands)])
 
 
-def _held_out(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def held_out_rows(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the first and the last evaluation of held-out text, side by side."""
     valid = [record for record in records if split_of(record) == "valid"]
     if not valid:

@@ -9,6 +9,7 @@ is in place. A failure in between puts everything back. After a kill in between,
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ OTHER_WEIGHTS = re.compile(
     r".*\.safetensors|pytorch_model.*\.bin|.*\.bin\.index\.json|.*\.gguf|adapter_config\.json|adapter_model\.bin"
 )
 NUM_SHOWN = 3
+PLANNED = "mkd_planned"
+"""Key of the config.json that `mkd init` writes for a student without weights, to plan its run."""
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -53,12 +56,20 @@ def _is_of_tokenizer(name: str) -> bool:
 def model_in_the_way(flag: str, folder: Path) -> UsageError | None:
     """Return an error if `folder`, the value of `flag`, already holds a model; None if it does not."""
     found = [path.name for path in model_files(folder)]
-    if not found:
+    if not found or (found == ["config.json"] and is_planned(folder)):
         return None
     more = f" and {len(found) - NUM_SHOWN} more" if len(found) > NUM_SHOWN else ""
     what = f"{flag} {folder} holds a model: {', '.join(found[:NUM_SHOWN])}{more}"
     do = "choose another folder, or give --overwrite to replace the model"
     return UsageError(what, "its files would be replaced", do, code="already-exists")
+
+
+def is_planned(folder: Path) -> bool:
+    """Return True if config.json describes a student that is still to be cut: it has the key PLANNED."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text(encoding="utf-8")).get(PLANNED))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def start_writing(folder: Path) -> Path:

@@ -1,0 +1,166 @@
+"""Distil a student in one go: choose the settings, cut the student if asked, train, export, check, report.
+
+    mkd distill Qwen/Qwen3-8B Qwen/Qwen3-1.7B-Base text.jsonl
+    mkd distill teacher/ layers:12 text.jsonl --out runs/small
+    mkd distill --out runs/small                  # again, after a stop or a kill
+
+The arguments are those of `mkd init`, whose settings it takes. Every stage is a command of mkd, which is
+printed before it runs. Started again with the same --out, it resumes where it was: stages that are done are
+skipped, and training resumes from its last checkpoint. Between stages you may edit run.yaml. With files of
+--eval-completions or --eval-multiple-choice, teacher and student are scored on them. Exit codes are those
+of the stage that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkd.commands.init import add_arguments, ask_for_rest, build_request, divide
+from mkd.config.flags import FlagParser
+from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, returns_exit_code
+
+if TYPE_CHECKING:
+    from mkd.recipe.distill_stages import Stage, State
+    from mkd.recipe.first_request import Request
+
+
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all stages that are not done. Return the exit code of the one that failed."""
+    parser = FlagParser("mkd distill", __doc__, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("--plan-only", action="store_true", help="choose the settings and print the stages")
+    own, rest = divide(argv, parser)
+    args = parser.parse_args(own)
+    from mkd.recipe.distill_stages import only_one
+    from mkd.recipe.first_request import default_folder
+
+    if not (args.out and is_bare(args)):
+        ask_for_rest(args)
+        args.out = args.out or default_folder(args.teacher, args.student)
+    with only_one(args.out):
+        request, state = begin(args, rest)
+        return run_stages(request, state, args.plan_only)
+
+
+def is_bare(args: Namespace) -> bool:
+    """Return True if neither models nor text are given: the folder has them."""
+    return not (args.teacher or args.student or args.data)
+
+
+def begin(args: Namespace, rest: Sequence[str]) -> tuple[Request, State]:
+    """Return the request and the state: settings are chosen and written now, or the folder has them."""
+    from mkd.recipe.distill_stages import STATE, State
+    from mkd.recipe.first_request import check_folder
+    from mkd.recipe.first_run import CONFIG, choose_first_run
+
+    state = State.read(args.out)
+    if state is None and is_bare(args):
+        ask_for_rest(args)
+    if state is not None and is_bare(args):
+        restore(args, state)
+        rest = rest or state.asked["flags"]
+    asked = arguments(args, rest)
+    if state is None:
+        check_folder(args.out, [CONFIG])
+        request = build_request(args, rest)
+        run = choose_first_run(request)
+        run.write()
+        print(run.summary(shows_commands=False))
+        state = State(args.out / STATE, asked, {})
+        state.write()
+        return request, state
+    state.require_same(asked)
+    restore(args, state)
+    print(f"resuming in {args.out}")
+    return build_request(args, state.asked["flags"]), state
+
+
+def arguments(args: Namespace, rest: Sequence[str]) -> dict[str, Any]:
+    """Return what must not change between two starts, as JSON."""
+    given = {"teacher": args.teacher, "student": args.student, "data": list(args.data), "flags": list(rest)}
+    return given | {"gpus": args.gpus, "gpu_memory_gib": args.gpu_memory_gib, "folder": str(Path.cwd())}
+
+
+def restore(args: Namespace, state: State) -> None:
+    """Take the arguments of the first start."""
+    for name in ("teacher", "student", "data", "gpus", "gpu_memory_gib"):
+        setattr(args, name, state.asked[name])
+
+
+def run_stages(request: Request, state: State, plan_only: bool) -> int:
+    """Run the stages that are not done, each as a command of its own."""
+    from mkd.operations.child_command import ChildCommands
+    from mkd.recipe.distill_stages import stages_of
+
+    stages, commands = stages_of(request), ChildCommands()
+    with commands.signals_forwarded():
+        for number, stage in enumerate(stages, 1):
+            head = f"\n[{number}/{len(stages)}] {stage.title}"
+            if state.is_done(stage):
+                print(f"{head}: done")
+                continue
+            print(f"{head}\n  {command_line(stage)}", flush=True)
+            if plan_only:
+                continue
+            started = time.monotonic()
+            code = commands.run(stage.words)
+            if code != EXIT_DONE:
+                print(f"\n{why_not(stage, code)}", flush=True)
+                return code
+            state.done(stage, started)
+    print("" if plan_only else f"\n{summary(request, state)}")
+    return EXIT_DONE
+
+
+def command_line(stage: Stage) -> str:
+    """Return a stage's command, to copy."""
+    from mkd.run_command import mkd_command, quoted
+
+    return f"{mkd_command()} {' '.join(map(quoted, stage.words))}"
+
+
+def why_not(stage: Stage, code: int) -> str:
+    """Return what a stage's exit code means, and what to do."""
+    again = "start the same command again: it resumes here"
+    if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        return f"stopped in the stage {stage.name}; {again}"
+    return f"the stage {stage.name} ended with {code}: mend what its error says, then {again}"
+
+
+def summary(request: Request, state: State) -> str:
+    """Return what has come out, and the next commands."""
+    from mkd.config.load import load_config
+    from mkd.human import duration
+    from mkd.log.records import read_records
+    from mkd.recipe.first_run import CONFIG
+    from mkd.run.end_text import held_out_rows
+    from mkd.run_command import mkd_command, quoted
+
+    path = request.out / CONFIG
+    checkpoint = load_config(["--config", str(path)]).config.checkpoint
+    seconds = {name: stage["seconds"] for name, stage in state.stages.items()}
+    times = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    total = duration(sum(seconds.values()))
+    rows = {"student": str(checkpoint.export_hf), **dict(held_out_rows(read_records(str(checkpoint.save))))}
+    for role in ("teacher", "student"):
+        tasks = request.out / f"tasks-{role}.json"
+        if tasks.exists():
+            scores = json.loads(tasks.read_text(encoding="utf-8"))
+            shown = (f"{key} {value:.4g}" for key, value in scores.items() if isinstance(value, float))
+            rows[f"tasks of the {role}"] = ", ".join(shown)
+    rows |= {"report": f"{checkpoint.save}/report.html", "settings": str(path), "time": f"{total}: {times}"}
+    width, mkd, export = max(map(len, rows)), mkd_command(), quoted(str(checkpoint.export_hf))
+    lines = [
+        "the student is distilled",
+        *(f"  {name:{width}}  {text}" for name, text in rows.items()),
+        "next:",
+    ]
+    lines.append(f"  {mkd} evaluate --student-hf {export} --completions FILE.jsonl    # your own task")
+    lines.append(f"  {mkd} train --config {quoted(path)} --train-iters N    # more steps, N in all")
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""Distil with one command, in real processes that are killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mkd.commands.distill import main
+from mkd.errors import EXIT_CHECKPOINT, EXIT_PREEMPTED, EXIT_USAGE
+from mkd.recipe.distill_stages import only_one
+from tests.reported import reported_codes
+from tests.train.command import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 300
+
+
+def words(files: Path, student: str, out: Path, *more) -> list[str]:
+    own = [files / "teacher", student, files / "text.jsonl", "--gpus", 0, "--out", out]
+    own += ["--seq-length", 32, "--train-iters", 8, "--eval-interval", 8, *more]
+    return [str(word) for word in own]
+
+
+def start(argv: list[str], folder: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mkd", "distill", *argv],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def stop_when(
+    process: subprocess.Popen, is_time: Callable[[], bool], number: signal.Signals
+) -> tuple[int, str]:
+    """Send the signal to `mkd distill` alone as soon as it is time. Return (exit code, output)."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_time():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    out = process.communicate(timeout=PATIENCE_S)[0]
+    return process.returncode, out
+
+
+def finish(process: subprocess.Popen) -> str:
+    out = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 0, out
+    return out
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def has_steps(out: Path, number: int) -> Callable[[], bool]:
+    metrics = out / "run/metrics.jsonl"
+    return lambda: metrics.exists() and len(metrics.read_text().splitlines()) > number
+
+
+def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
+    """The training process does not outlive the kill; then every stage is done once."""
+    out = tmp_path / "out"
+    process = start(words(files, files / "student", out), tmp_path)
+    running = []
+
+    def is_time() -> bool:
+        running[:] = children(process.pid)
+        return has_steps(out, 1)()
+
+    code, _ = stop_when(process, is_time, signal.SIGKILL)
+    assert code == -signal.SIGKILL and running
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{running[0]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    text = finish(start(["--out", str(out)], tmp_path))
+    assert f"resuming in {out}" in text and "the student is distilled" in text
+    assert [one["iteration"] for one in read_metrics(out / "run") if "split" not in one] == list(range(1, 9))
+    assert (out / "hf/model.safetensors").exists() and (out / "run/report.html").exists()
+    state = json.loads((out / "distill.json").read_text())
+    assert list(state["stages"]) == ["train", "check", "report"]
+
+    text = finish(start(["--out", str(out)], tmp_path))  # nothing is left to do
+    assert text.count(": done") == 3 and "the student is distilled" in text
+    assert main(words(files, files / "student", out, "--lr", 1)) == EXIT_USAGE  # in another folder, too
+    assert reported_codes(capsys.readouterr().err)[0].startswith("choose-another-folder")
+    with only_one(out):
+        assert main(["--out", str(out)]) == EXIT_CHECKPOINT
+    assert reported_codes(capsys.readouterr().err)[0].startswith("save-in-use")
+
+
+@pytest.mark.slow
+def test_stops_in_every_stage_do_not_change_the_student(files, tmp_path):
+    """A kill while the student is cut, SIGTERM in training, a kill in the check: the bits stay the same."""
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    finish(start(words(files, "layers:2", whole), tmp_path))
+    argv = words(files, "layers:2", torn)
+
+    process = start(argv, tmp_path)
+    code, _ = stop_when(
+        process, lambda: (torn / "student").exists() and children(process.pid), signal.SIGKILL
+    )
+    assert code == -signal.SIGKILL
+    process = start(argv, tmp_path)
+    code, text = stop_when(process, has_steps(torn, 3), signal.SIGTERM)
+    assert code == EXIT_PREEMPTED and "stopped in the stage train; start the same command again" in text
+    process = start(argv, tmp_path)
+    state = torn / "distill.json"
+    code, _ = stop_when(
+        process, lambda: '"train"' in state.read_text() and children(process.pid), signal.SIGKILL
+    )
+    assert code == -signal.SIGKILL
+    finish(start(argv, tmp_path))
+    for name in ("student", "hf"):
+        assert (torn / name / "model.safetensors").read_bytes() == (
+            whole / name / "model.safetensors"
+        ).read_bytes()
+
+
+@pytest.mark.slow
+def test_tasks_are_scored_and_edited_settings_train_further(files, tmp_path):
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"prompt": "the quick", "completion": " brown fox"}) + "\n")
+    out = tmp_path / "out"
+    argv = words(files, files / "student", out, "--eval-completions", task)
+    text = finish(start(argv, tmp_path))
+    assert "tasks of the teacher" in text and "tasks of the student" in text
+    settings = out / "run.yaml"
+    settings.write_text(settings.read_text().replace("train_iters: 8", "train_iters: 10"))
+    text = finish(start(argv, tmp_path))
+    assert [one["iteration"] for one in read_metrics(out / "run") if "split" not in one][-1] == 10
+    assert ": done" not in text
