@@ -71,16 +71,12 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
             what = f"{name} {config[name]!r} is not supported"
             why = f"released models of this family have {value!r}"
             raise UsageError(what, why, "use a model with it", code="model-feature-not-supported")
-    parts = {
-        MIXER: dict(ffn_hidden_size=0, mixer=_read_mixer(config)),
-        ATTENTION: dict(ffn_hidden_size=0),
-        MLP: dict(ffn_hidden_size=config["intermediate_size"], mixes_tokens=False),
-    }
+    block = LayerShape(ffn_hidden_size=0, rope=None, activation="squared_relu", is_gated=False)
+    mlp = replace(block, ffn_hidden_size=config["intermediate_size"], mixes_tokens=False)
+    layers = {MIXER: replace(block, mixer=_read_mixer(config)), ATTENTION: block, MLP: mlp}
     kinds = _kinds(config)
     if EXPERTS in kinds:
-        parts[EXPERTS] = parts[MLP] | dict(moe=_read_experts(config))
-    common = dict(rope=None, activation="squared_relu", is_gated=False)
-    layers = {kind: LayerShape(**common, **of_kind) for kind, of_kind in parts.items()}
+        layers[EXPERTS] = replace(mlp, moe=_read_experts(config))
     return tuple(layers[kind] for kind in kinds)
 
 

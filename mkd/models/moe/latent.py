@@ -63,13 +63,14 @@ def with_latents(spec: ModuleSpec, latent_size: int) -> ModuleSpec:
 
 
 @cache
-def _of_width(experts: type, width: int) -> type:
+def _of_width(experts: Any, width: int) -> type:
     """Return a subclass of `experts` whose inputs and outputs have so many channels."""
 
-    def build(self: Any, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any):
+    def build(
+        self: Any, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any
+    ) -> None:
         config = copy(config)
         config.hidden_size = width
-        super(made, self).__init__(num_local_experts, config, *args, **options)
+        experts.__init__(self, num_local_experts, config, *args, **options)
 
-    made = type(f"Latent{experts.__name__}", (experts,), {"__init__": build})
-    return made
+    return type(f"Latent{experts.__name__}", (experts,), {"__init__": build})
