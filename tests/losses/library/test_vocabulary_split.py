@@ -114,6 +114,18 @@ def dtensors_over_the_vocabulary(student_ids, teacher_ids):
             assert one.grad.placements == one.placements
             assert_close(one.grad, wanted)
 
+    # without tp_group the same heads are gathered, and gradients are right too
+    own_weight, own_bias = (
+        distribute_tensor(one, mesh, [Shard(0)]).requires_grad_() for one in (weight, bias)
+    )
+    whole_hidden, heads = hidden.clone().requires_grad_(), LMHead(own_weight, own_bias, **FORM)
+    gathered = module(reduction="sum")(
+        whole_hidden, teacher_hidden, shift_labels=labels, student_head=heads, teacher_head=teacher_weight
+    )
+    gathered.loss.backward()
+    for one, wanted in zip((whole_hidden, own_weight, own_bias), right, strict=True):
+        assert_close(one.grad, wanted)
+
     logits = plain_logits(hidden, weight, bias, **FORM).requires_grad_()
     (wanted,) = torch.autograd.grad(
         torch.where(
