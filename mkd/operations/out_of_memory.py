@@ -89,7 +89,7 @@ def explain(
 ) -> OutOfMemory:
     """Return the error for the user: planned and actual memory of this rank, and changes that help."""
     pipeline_rank = rank // (world_size // forecast.config.parallel.pipeline_model_parallel_size)
-    planned = forecast.memory().ranks[pipeline_rank]
+    planned = forecast.memory.ranks[pipeline_rank]
     wanted = _wanted_gib(str(error))
     why = f"planned for pipeline rank {pipeline_rank}: {planned.describe()}"
     if device:

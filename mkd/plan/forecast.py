@@ -241,9 +241,15 @@ class Forecast:
         packs = self.updates * self.batch.global_batch_size
         return packs * distillation_flops(self.student, [one.shape for one in teachers], documents, lengths)
 
+    @cached_property
     def memory(self) -> MemoryPlan:
-        """Predict the memory of every pipeline rank."""
+        """Memory of every pipeline rank."""
         return self._memory(self.states_ahead)
+
+    @property
+    def planned_gib(self) -> float:
+        """Memory of the fullest process."""
+        return max(rank.total_gib for rank in self.memory.ranks)
 
     def _memory(self, ahead: int) -> MemoryPlan:
         """Predict the memory with teachers that many micro-batches ahead."""
@@ -267,7 +273,7 @@ class Forecast:
             "step_time_ms": step_ms,
             "tokens_per_s_per_gpu": tokens / seconds / self.num_gpus,
             "tflops_per_gpu": self.flops_per_step / seconds / self.num_gpus / 1e12,
-            "peak_memory_gib": max(rank.allocated_gib for rank in self.memory().ranks),
+            "peak_memory_gib": max(rank.allocated_gib for rank in self.memory.ranks),
             "all_to_all_ms": exchange_ms,
             "all_to_all_share": exchange_ms / step_ms,
             "collectives_ms": self.collectives_ms(),

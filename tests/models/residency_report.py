@@ -110,7 +110,7 @@ def measure(name: str, args: argparse.Namespace, machine: Machine, context) -> M
         (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if machine.is_cuda else (0, 0)
     )
     losses = losses if args.deterministic else losses[:1]
-    planned = plan.forecast.memory().ranks[context.pp_rank].allocated_gib
+    planned = plan.forecast.memory.ranks[context.pp_rank].allocated_gib
     whole = 2 * sum(plan.forecast.figures()["teacher_parameters"]) / GIB
     found = Measured(losses, milliseconds, median(teacher_ms), peak / GIB, planned, rest / GIB, whole)
     if context.rank == 0:

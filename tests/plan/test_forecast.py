@@ -57,7 +57,7 @@ def test_figures_agree_with_the_prediction():
     figures, seconds = four.figures(), four.planned_step_ms() / 1000
     assert figures["tokens_per_s_per_gpu"] == pytest.approx(8 * SEQ_LENGTH / seconds / 4)
     assert figures["tflops_per_gpu"] == pytest.approx(four.mfu(four.planned_step_ms()) * PEAK_TFLOPS)
-    rank = four.memory().ranks[0]
+    rank = four.memory.ranks[0]
     assert figures["peak_memory_gib"] == pytest.approx(rank.total_gib - rank.device_gib)
 
 
@@ -146,7 +146,7 @@ def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
     assert ahead.figures()["step_time_ms"] < 0.9 * stock.figures()["step_time_ms"]
     assert ahead.figures()["step_time_ms"] >= 0.9999 * ideal_ms(ahead.rank_work(), 8)
     assert ahead.step_ms() == stock.step_ms()
-    last, plain = ahead.memory().ranks[-1], stock.memory().ranks[-1]
+    last, plain = ahead.memory.ranks[-1], stock.memory.ranks[-1]
     assert last.transient_gib - plain.transient_gib == pytest.approx(8 * 2 * SEQ_LENGTH * 4096 / 2**30)
     for work, stage in zip(ahead.rank_work(), ahead.stage_times, strict=True):
         assert work.teacher_ms + work.forward_ms == pytest.approx(stage.forward_ms)
@@ -158,10 +158,10 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
     """The bound is 0.95 of a GPU's memory. A number that is given stays, and needs what it needs."""
     auto, none, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 0, 8))
     assert (auto.states_ahead, none.states_ahead, given.states_ahead) == (8, 0, 8)
-    assert auto.prefetch == given.prefetch and auto.memory() == given.memory()
+    assert auto.prefetch == given.prefetch and auto.memory == given.memory
     assert "(--teacher-prefetch 8, chosen by auto)" in describe_forecast(auto)
     assert "(--teacher-prefetch 8): " in describe_forecast(given) and "ahead" not in describe_forecast(none)
-    need_gib = max(rank.total_gib for rank in given.memory().ranks)
+    need_gib = max(rank.total_gib for rank in given.memory.ranks)
 
     def on_gpus(number: int | str, gpu_gib: float) -> Forecast:
         if source == "machine":
@@ -171,9 +171,9 @@ def test_auto_runs_ahead_where_the_memory_fits(source):
 
     large, small = (on_gpus("auto", (need_gib + more) / 0.95) for more in (0.001, -0.001))
     assert large.states_ahead == 8 and large.prefetch == given.prefetch
-    assert small.states_ahead == 0 and small.prefetch is None and small.memory() == none.memory()
+    assert small.states_ahead == 0 and small.prefetch is None and small.memory == none.memory
     assert f"chosen by auto): 8 micro-batches ahead would need {need_gib:.1f} GiB" in describe_forecast(small)
-    assert on_gpus(8, 1).states_ahead == 8 and on_gpus(8, 1).memory() == given.memory()
+    assert on_gpus(8, 1).states_ahead == 8 and on_gpus(8, 1).memory == given.memory
 
 
 def test_auto_does_not_search_for_long():

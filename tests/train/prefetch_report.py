@@ -66,7 +66,7 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
         for ahead in (0, 2 * context.pp_size):
             engine, plan, batches = engine_of(args, microbatches, ahead, machine, context)
             train_step(engine, batches)
-            memory = plan.forecast.memory().ranks[context.pp_rank]
+            memory = plan.forecast.memory.ranks[context.pp_rank]
             require_state(engine, memory.optimizer_gib)
             objective = training_objective(engine, batches)
 

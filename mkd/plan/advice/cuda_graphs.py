@@ -57,7 +57,7 @@ def planned_graphs(forecast: Forecast) -> PlannedGraphs:
     facts = forecast.facts
     reasons = list(_reasons(facts))
     roles = ("student", *(teacher.role for teacher in facts.planned_teachers))
-    usable_gib, need_gib = forecast.usable_gib(), forecast.need_gib(forecast.states_ahead)
+    usable_gib, need_gib = forecast.usable_gib(), forecast.planned_gib
     for dropped in (None, 0, *range(1, len(reasons))):  # the student keeps most
         if dropped is not None and reasons[dropped] is None:
             reasons[dropped] = "the memory of the GPU is needed otherwise"

@@ -18,7 +18,7 @@ def describe_forecast(forecast: Forecast) -> str:
     """Return batch, layouts, times and memory as a few lines."""
     lines = [forecast.batch.equation(), *_layouts(forecast), *_features(forecast), *parameters(forecast)]
     lines += [*_padded_attention(forecast), *_mixers(forecast), *_times(forecast)]
-    return "\n".join([*lines, forecast.memory().describe(), planned_graphs(forecast).describe()])
+    return "\n".join([*lines, forecast.memory.describe(), planned_graphs(forecast).describe()])
 
 
 def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
@@ -32,7 +32,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
     lines += [*_features(forecast), *parameters(forecast)]
     if predicts:
         step_ms, steps = forecast.planned_step_ms(), forecast.config.training.train_iters
-        gib = max(rank.total_gib for rank in forecast.memory().ranks)
+        gib = forecast.planned_gib
         lines.append(
             f"predicted on H200: {milliseconds(step_ms)} a step, {duration(steps * step_ms / 1000)} for "
             f"{counted(steps, 'step')}; {gib:.1f} GiB on the fullest GPU (--dry-run shows the whole plan)"

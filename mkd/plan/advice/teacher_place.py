@@ -60,7 +60,7 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
         except MkdError:
             continue
         if not separates_peers(changed):
-            need_gib = max(rank.total_gib for rank in changed.memory().ranks)
+            need_gib = changed.planned_gib
             is_planned = not changed.states_ahead or _is_quickly_planned(changed)
             step_ms = changed.planned_step_ms() if is_planned else changed.step_ms()
             planned.append(PlannedPlace(place, step_ms, need_gib, is_planned))

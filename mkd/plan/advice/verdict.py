@@ -106,7 +106,7 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
 
 def fullest_rank(forecast: Forecast) -> tuple[int, float]:
     """Return (pipeline rank that needs most memory, GiB that it needs)."""
-    ranks: Sequence[RankMemory] = forecast.memory().ranks
+    ranks: Sequence[RankMemory] = forecast.memory.ranks
     rank = max(range(len(ranks)), key=lambda index: ranks[index].total_gib)
     return rank, ranks[rank].total_gib
 

@@ -114,7 +114,7 @@ def test_host_copies_cost_time():
         forecast(1, *more)
         for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
     )
-    state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
+    state_ms = 2 * plain.memory.ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
     assert optimizer.step_ms() == pytest.approx(plain.step_ms() + state_ms)
     assert plain.step_ms() == plain.step.step_ms + plain.optimizer_ms
     assert teacher.step_ms() > plain.step_ms()  # 8,192 tokens do not hide the copy of a layer
