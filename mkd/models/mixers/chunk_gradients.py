@@ -59,7 +59,9 @@ def chunk_gradients(
     dg = (dq * q).sum(-1) - (dk * k).sum(-1)
     dg += torch.where(rows.is_last[:, None], from_state + of_rows.sum(-1, keepdim=True), 0.0)
     dw = -(dv @ h.mT)
-    dq, dk = (x.unflatten(1, (-1, each)).sum(2).to(q.dtype) for x in (dq, dk))
+    if each > 1:
+        dq, dk = (x.unflatten(1, (-1, each)).sum(2) for x in (dq, dk))
+    dq, dk = dq.to(q.dtype), dk.to(k.dtype)
     return rows.tokens(dq), rows.tokens(dk), rows.tokens(dw), rows.tokens(dg[..., None])[..., 0]
 
 
@@ -98,7 +100,9 @@ class _ChunkRows:
 
     def tokens(self, x: Tensor) -> Tensor:
         """Return [n, heads, C, d] as [1, t, heads, d]."""
-        return x.transpose(1, 2).flatten(0, 1)[self.slots][None]
+        size = self.rows.size(1)
+        heads, chunk, place = torch.arange(x.size(1), device=x.device), self.slots // size, self.slots % size
+        return x[chunk[:, None], heads, place[:, None]][None]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ kernels of a gated delta net (fla-core 0.6) keep, all with e bytes,
     gated norm     input and gate: 2 n dv
     numbers        for a block two fp32 and for a head five, and e bytes
 
-They compute states and updates again in backward. The states before all chunks, n dk dv / C, then live with
-their gradients.
+They compute states and updates again in backward, where the states before all chunks, n dk dv / C, live with
+their gradients. What fused kernels keep and hold was counted in Triton's interpreter, where all tensors are
+torch's (2 and 4 heads of 128 channels in bf16): the kept bytes are exact.
 """
 
 from __future__ import annotations
@@ -57,26 +58,28 @@ def mixer_forward_bytes(mixer: MixerShape, element: int, is_fused: bool) -> int:
     """Return the bytes of a token at the peak of a forward without gradients.
 
     In plain torch that is about what autograd would keep. With fused kernels it is in the output of the
-    recurrence: the first product's output and its convolution, the gate, what autograd would keep of the
-    recurrence, and weights, updates, written values, states and outputs.
+    recurrence: the first product's output and its convolution, two forms of queries and keys, values,
+    weights, updates, written values and outputs, the gate unless it is in the first product's output, the
+    states, and the inverses of the systems.
     """
     if not is_fused:
         return mixer_bytes(mixer, element) + mixer.output_width * element
     heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
-    around = mixer.projected_width + mixer.convolved_width + 2 * mixer.blocks * keys
-    inside = keys + 5 * values + keys * values // SCAN_CHUNK + SCAN_CHUNK
-    return (around + heads * inside) * element
+    around = mixer.projected_width + mixer.convolved_width + 4 * mixer.blocks * keys
+    inside = keys + (4 + (mixer.heads_per_block > 1)) * values + keys * values // SCAN_CHUNK + SCAN_CHUNK
+    return (around + heads * inside) * element + 4 * 5 * heads
 
 
 def mixer_gradient_bytes(mixer: MixerShape, element: int, is_fused: bool = False) -> int:
     """Return the bytes of a token's gradients while backward is in the recurrence.
 
     In plain torch they are fp32, of queries, keys and values in two forms each, and of two matrices of pairs.
-    With fused kernels they are what forward has at its peak, the gradients of states, and those of queries,
-    keys, weights and values of every head. It is an estimate.
+    It is an estimate. With fused kernels they are those of the step that mkd has on Hopper GPUs
+    (chunk_gradients.py), which holds more than fla's: states and their gradients, three forms of queries and
+    keys and nine of values, two gradients and two matrices of pairs in fp32, and three of e bytes.
     """
     heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
     if is_fused:
-        inside = 6 * keys + 8 * values + 2 * keys * values // SCAN_CHUNK
-        return heads * (inside * element + 4 * (3 * keys + 2 * SCAN_CHUNK))
+        inside = 3 * keys + 9 * values + 2 * keys * values // SCAN_CHUNK + 3 * SCAN_CHUNK
+        return heads * (inside * element + 4 * (2 * keys + 2 * SCAN_CHUNK))
     return 4 * heads * (4 * keys + 2 * values + 2 * SCAN_CHUNK)
