@@ -12,6 +12,7 @@ from mkd.parent_process import end_with_launcher
 from mkd.version import __version__
 
 COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
+    "quickstart": "distil a small real model on this machine's CPU, to see how it works",
     "init": "choose the settings of a first run, and write them with their reasons",
     "distill": "choose settings, make the student, train, export and check in one go; resumes",
     "train": "distil a teacher into a student",
@@ -29,6 +30,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "parity": "compare a model in mkd with the same model in transformers",
     "projection": "relate the vocabularies of a student and a cross-tokenizer teacher",
     "topk": "store a teacher's predictions, to train from them later",
+    "completion": "print a script that completes commands and flags in bash or zsh",
     "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
 }
 INSTEAD = {"plot": "mkd report RUN --png FILE"}  # commands of earlier versions

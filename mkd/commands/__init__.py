@@ -3,6 +3,7 @@
 mkd/__main__.py has the table of commands. Libraries that take seconds are imported after the flags are
 parsed, so that `--help` is quick. tools/ has a script of a few lines for most of them, for checkouts.
 
+    quickstart.py    a small real model on a CPU, from nothing to a student
     init.py          the settings of a first run, chosen and written with their reasons
     distill.py       all of it in one go
     train.py         training; the run itself is in mkd/run
@@ -20,5 +21,6 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     parity.py        mkd against transformers
     projection.py    vocabularies of two tokenizers
     topk.py          a teacher's stored predictions
+    completion.py    commands and flags for the Tab key of a shell
     launch_scripts.py    the scripts of launch/, copied out of an installed mkd
 """

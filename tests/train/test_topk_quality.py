@@ -10,8 +10,8 @@ import torch
 
 from mkd.pruning.cut import Cut, evenly_spaced
 from mkd.pruning.student_files import write_student
+from mkd.quickstart.demo_text import write_text
 from tests.train.command import run_main
-from tools.quickstart import write_text
 
 pytestmark = pytest.mark.download
 pytest.importorskip("pyarrow")

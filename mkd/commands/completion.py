@@ -1,0 +1,63 @@
+"""Print a script that completes commands and flags in a shell: bash or zsh.
+
+    source <(mkd completion bash)                       # in this shell
+    mkd completion bash >> ~/.bash_completion           # in every new one
+    mkd completion zsh >> ~/.zshrc
+
+Commands and flags are those of the installed version. Anything else is completed as a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from importlib import import_module
+
+from mkd.config.flags import FlagParser, known_flags
+from mkd.errors import returns_exit_code
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+TAKE_RUN_FLAGS = ("train", "plan", "evaluate", "topk", "init", "distill")
+ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+
+
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the script."""
+    parser = FlagParser("mkd completion", __doc__)
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that reads the script")
+    shell = parser.parse_args(argv).shell
+    print((ZSH if shell == "zsh" else "") + script(), end="")
+
+
+def script() -> str:
+    """Return the script, which zsh reads too."""
+    from mkd.__main__ import COMMANDS
+
+    cases = "".join(f"        {name}) words='{' '.join(flags_of(name))}' ;;\n" for name in COMMANDS)
+    return f"""_mkd() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words='{" ".join(COMMANDS)}'
+    elif [ "${{word#--}}" != "$word" ]; then
+        case "${{COMP_WORDS[1]}}" in
+{cases}        esac
+    fi
+    [ -z "$words" ] || COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _mkd mkd
+"""
+
+
+def flags_of(command: str) -> list[str]:
+    """Return the flags in the help of a command, and those of a run if it takes them."""
+    if command == "completion":
+        return ["--help"]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        import_module(f"mkd.commands.{command.replace('-', '_')}").main(["--help"])
+    found = FLAG.findall(text.getvalue())
+    return sorted({*found, *(known_flags() if command in TAKE_RUN_FLAGS else ())})
