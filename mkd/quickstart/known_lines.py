@@ -66,7 +66,7 @@ PROMPTS = (  # beginning -> expected end of its last line
 
 @dataclass(frozen=True)
 class KnownLines:
-    """What one model wrote: an end of the line for each prompt and seed."""
+    """Ends of lines by one model: one for each prompt and seed."""
 
     ends: tuple[tuple[str, ...], ...]  # [prompts][seeds]
 
