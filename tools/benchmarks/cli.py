@@ -84,6 +84,15 @@ def parser() -> argparse.ArgumentParser:
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
     trainers.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
+    trainers.add_argument(
+        "--document-length", type=int, help="tokens of every document (default: lengths of conversations)"
+    )
+    trainers.add_argument(
+        "--padded",
+        type=int,
+        default=2,
+        help="documents of a padded batch (default: 2: TRL's logits of 4 do not fit beside 1.7B and 8B)",
+    )
     mixer = _add_mixer_command(commands)
     _add_pair_flags((step, pipeline, graphs, trainers, mixer, _add_decode_command(commands)))
     _add_layout_flags((step, pipeline, graphs, mixer))

@@ -107,10 +107,15 @@ def run_mixer(args: argparse.Namespace, machine: Machine) -> Report:
 
 
 def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.synthetic_documents import ChatLengths
     from tools.benchmarks.trainers_benchmark import benchmark
 
     documents = args.documents or (64 if machine.is_cuda else 16)
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
+    lengths = chat_lengths(machine)
+    if args.document_length:
+        lengths = ChatLengths(args.document_length, args.document_length, spread=0.0)
+    settings = pair_settings(args, machine)
+    return benchmark(machine, detect(), settings, lengths, documents, args.padded)
 
 
 def run_corpus(args: argparse.Namespace, machine: Machine) -> Report:

@@ -189,6 +189,7 @@ SHAPES = {
     "qwen2.5-vl-3b": _qwen2_5_vl(2048, 36, 16, 2, 11008, 151936, tied=True),
     "qwen2.5-vl-7b": _qwen2_5_vl(3584, 28, 28, 4, 18944, 152064, tied=False),
     "llama3.2-1b": _llama3(2048, 16, 32, 64, 8192, tied=True, rope_factor=32.0),
+    "llama3.2-1b-untied": _llama3(2048, 16, 32, 64, 8192, tied=False, rope_factor=32.0),
     "llama3.2-3b": _llama3(3072, 28, 24, 128, 8192, tied=True, rope_factor=32.0),
     "llama3.1-8b": _llama3(4096, 32, 32, 128, 14336, tied=False, rope_factor=8.0),
 }

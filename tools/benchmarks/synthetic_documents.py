@@ -21,11 +21,12 @@ class ChatLengths:
 
     median: int
     longest: int
+    spread: float = CHAT_SIGMA  # of the logarithm; 0: all are equally long
 
     def draw(self, count: int, random: np.random.Generator) -> np.ndarray:
         """Draw `count` lengths, int64, at least 2: a shorter document has nothing to predict."""
-        lengths = random.lognormal(math.log(self.median), CHAT_SIGMA, size=count)
-        return lengths.astype(np.int64).clip(2, self.longest)
+        lengths = random.lognormal(math.log(self.median), self.spread, size=count)
+        return (lengths + 1e-6).astype(np.int64).clip(2, self.longest)
 
 
 def random_documents(lengths: np.ndarray, vocab: int, random: np.random.Generator) -> list[np.ndarray]:

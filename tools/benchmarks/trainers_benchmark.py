@@ -24,7 +24,6 @@ from tools.benchmarks.step_benchmark import step_of
 from tools.benchmarks.synthetic_documents import ChatLengths, packed_batches, random_documents
 
 MKD = "mkd, packs"
-PADDED = 2  # documents a batch: TRL's logits of 4 documents do not fit one GPU beside the models
 SAME = {
     "float32": 1e-4,
     "bfloat16": 2e-2,
@@ -43,7 +42,12 @@ class Trial:
 
 
 def benchmark(
-    machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths, num_documents: int
+    machine: Machine,
+    platform: Platform,
+    settings: PairSettings,
+    lengths: ChatLengths,
+    num_documents: int,
+    padded_by: int,  # documents of a padded batch
 ) -> Report:
     """Check every peer's loss and gradient norm against mkd's, time those that agree, and print the table.
 
@@ -63,7 +67,7 @@ def benchmark(
         before = _allocated(machine)
         pair = trainers.build_pair(settings.student, settings.teacher, machine)
         models = _allocated(machine) - before
-        for name, make in _peers(pair, documents, settings, machine).items():
+        for name, make in _peers(pair, documents, settings, machine, padded_by).items():
             try:
                 trials[name] = _beside(Arm(MKD, mkd), make, result, models, machine)
             except peers.PeerMissing as error:
@@ -140,7 +144,7 @@ def _print_table(case: str, tokens: int, trials: dict[str, Trial]) -> None:
 
 
 def _peers(
-    pair: trainers.Pair, documents: list[np.ndarray], settings: PairSettings, machine: Machine
+    pair: trainers.Pair, documents: list[np.ndarray], settings: PairSettings, machine: Machine, padded_by: int
 ) -> dict[str, Callable[[], trainers.Step]]:
     """Return name -> a call that builds the step."""
     packs = pack_pieces(np.array([len(document) for document in documents]), settings.seq_length, "bfd")
@@ -148,16 +152,18 @@ def _peers(
         [documents[i] for i in packs.piece_ids[first:last]]
         for first, last in zip(packs.offsets[:-1], packs.offsets[1:], strict=True)
     ]
-    padded = trainers.padded_rows(documents, PADDED, machine.device)
+    padded = trainers.padded_rows(documents, padded_by, machine.device)
     packed = trainers.packed_rows(members, machine.device)
     count = sum(len(document) - 1 for document in documents)
     loop, bf16 = trainers.loop_step, machine.dtype == torch.bfloat16
     found: dict[str, Callable[[], trainers.Step]] = {
-        f"transformers, eager KL, padded by {PADDED}": lambda: loop(pair, padded, trainers.eager_kl, count),
+        f"transformers, eager KL, padded by {padded_by}": lambda: loop(
+            pair, padded, trainers.eager_kl, count
+        ),
         "transformers, eager KL, packs": lambda: loop(pair, packed, trainers.eager_kl, count),
-        f"TRL GKDTrainer, padded by {PADDED}": lambda: trainers.trl_step(pair, padded, count, bf16),
+        f"TRL GKDTrainer, padded by {padded_by}": lambda: trainers.trl_step(pair, padded, count, bf16),
     }
-    for name, rows in ((f"padded by {PADDED}", padded), ("packs", packed)):
+    for name, rows in ((f"padded by {padded_by}", padded), ("packs", packed)):
         found[f"transformers, Liger chunked, {name}"] = lambda rows=rows: loop(
             pair, rows, trainers.liger_kl(1024, machine.compile), count
         )
