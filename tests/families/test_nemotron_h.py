@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.mixer_shape import MambaShape
 from mkd.plan.checks.parallel import check_heads
 from mkd.plan.footprint.activations import Activations
-from mkd.plan.models.flops import layer_matmul_parameters
+from mkd.plan.models.flops import layer_matmul_parameters, layer_mixing_flops
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.plan.parallel_sizes import ONE_PROCESS
@@ -16,7 +18,7 @@ from mkd.pruning.request import refuse_other_kinds
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, config
 from tests.reported import refused
 from tests.run_facts import facts_of
-from tests.tiny_models import config_of
+from tests.tiny_models import config_of, make_model
 
 SIZES = dict(model_type="nemotron_h", vocab_size=131072, hidden_size=4096, num_attention_heads=32)
 NANO = SIZES | dict(  # Nemotron 3 Nano
@@ -134,3 +136,25 @@ def test_a_layer_with_experts_of_latents_by_hand():
     matrices = 6 * 2 * 512 * 1856 + 2 * 2688 * 3712 + 2 * 512 * 2688 + 128 * 2688
     assert layer_matmul_parameters(shape, layer) == matrices
     assert layer_matmul_parameters(shape, shape.layers[0]) == 2688 * (2 * 4096 + 2 * 1024 + 64 + 4096)
+
+
+def test_the_recurrence_by_hand():
+    """64 heads of 64 channels in 8 groups, states of 64 x 128: FLOPs of a token between the projections.
+
+    Two products with the state, scores of a group and their products with values in chunks of 64, and a
+    convolution of 6,144 channels over 4 tokens.
+    """
+    shape = ModelShape.from_hf_config(NANO)
+    flops = 64 * (2 * 2 * 64 * 128 + 64 * 2 * 64) + 8 * 64 * 2 * 128 + 2 * 4 * 6144
+    assert layer_mixing_flops(shape, shape.layers[0], 10, 100) == 10 * flops
+    assert layer_mixing_flops(shape, shape.layers[1], 10, 100) == 0
+
+
+def test_names_of_a_model_saved_without_its_head(tmp_path):
+    from transformers import AutoModel
+
+    folder = make_model(tmp_path / "model", "nemotron_h")
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "body")
+    with refused("hf-tensor-prefix", CheckpointError) as caught:
+        check_hf_checkpoint(ModelShape.from_hf_dir(folder), HFCheckpoint(tmp_path / "body"))
+    assert "lack the prefix 'backbone.'" in str(caught.value)

@@ -55,7 +55,7 @@ class Mamba(Mixer):
         mixed = self.recurrence.convolve(mixed.flatten(1), filters, bias, rows)
         x, b, c = mixed.unflatten(1, (-1, sum(mixer.convolved_parts))).split(mixer.convolved_parts, dim=-1)
         x = wide(x).reshape(x.size(0), -1, mixer.value_dim)
-        b, c = (wide(one).repeat_interleave(each, dim=1) for one in (b, c))
+        b, c = wide(b), wide(c)
         step = F.softplus(wide(step).flatten(1) + dt_bias).clamp(min=mixer.least_step)
         g = -wide(a_log).exp() * step
         output = self.recurrence.decayed_sum(c, b, x * step[..., None], g, rows)

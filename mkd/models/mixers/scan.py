@@ -42,8 +42,8 @@ class _Decays:
 
 
 def gated_delta_rule(
-    q: Tensor,  # [t, heads, dk]
-    k: Tensor,  # [t, heads, dk]
+    q: Tensor,  # [t, heads, dk]; without corrections [t, groups, dk], each for a run of heads
+    k: Tensor,  # the same
     v: Tensor,  # [t, heads, dv]
     g: Tensor,  # [t, heads], log of the decay, at most 0
     beta: Tensor | None,  # [t, heads]; None: no corrections
@@ -60,21 +60,28 @@ def gated_delta_rule(
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
         g, beta = (x if x is None else F.pad(x, (0, 0, 0, padding)) for x in (g, beta))
         documents = torch.cat((documents, documents[-1:].expand(padding)))
-    q, k, v = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (q, k, v))  # [n, heads, C, d]
+    # [n, heads or groups, C, d]
+    q, k, v = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (q, k, v))
     g = g.unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [n, heads, C]
     decays = _decays(g, documents.view(-1, CHUNK))
     updates, reads = v, None
     if beta is not None:
         beta = beta.unflatten(0, (-1, CHUNK)).transpose(1, 2)
         updates, reads = _updates(k, v, beta[..., None], decays)
-    scores = q @ k.transpose(-1, -2) * decays.pairs
+    scores = _times(q @ k.transpose(-1, -2), decays.pairs)
     ended = {end // CHUNK for end in ends}
     outputs, kept = _over_chunks(
-        q * decays.entering, k * decays.leaving, scores, updates, reads, decays.through, ended
+        _times(q, decays.entering), _times(k, decays.leaving), scores, updates, reads, decays.through, ended
     )
     states = [_state_behind(end, k, decays, *kept[end // CHUNK]) for end in ends]
     outputs = outputs.transpose(1, 2).flatten(0, 1)[:tokens]
     return outputs, torch.stack(states) if states else outputs.new_empty(0, heads, k.size(-1), v.size(-1))
+
+
+def _times(x: Tensor, of_heads: Tensor) -> Tensor:
+    """Return the product of `x` [n, groups, C, *] and `of_heads` [n, heads, C, *], for every head."""
+    groups = x.size(1)
+    return (x[:, :, None] * of_heads.unflatten(1, (groups, -1))).flatten(1, 2)
 
 
 def _decays(
@@ -137,20 +144,20 @@ def _over_chunks(
 
 def _state_behind(
     token: int,
-    k: Tensor,  # [n, heads, C, dk]
+    k: Tensor,  # [n, heads or groups, C, dk]
     decays: _Decays,
     before: Tensor,  # [heads, dk, dv], the state before the token's chunk
     written: Tensor,  # [heads, C, dv], by the tokens of the chunk
 ) -> Tensor:
     """Return the state of a token's document behind this token, [heads, dk, dv]."""
     chunk, place = divmod(token, CHUNK)
-    keys = k[chunk] * decays.pairs[chunk, :, place, :, None]
+    keys = _times(k[chunk][None], decays.pairs[chunk, :, place, :, None][None])[0]
     return decays.entering[chunk, :, place, :, None] * before + keys.transpose(-1, -2) @ written
 
 
 def delta_rule_step(
-    q: Tensor,  # [n, heads, dk]
-    k: Tensor,  # [n, heads, dk]
+    q: Tensor,  # [n, heads or groups, dk], as in `gated_delta_rule`
+    k: Tensor,  # the same
     v: Tensor,  # [n, heads, dv]
     g: Tensor,  # [n, heads], log of the decay, at most 0
     beta: Tensor | None,  # [n, heads]; None: no corrections
@@ -160,6 +167,7 @@ def delta_rule_step(
 
     All inputs are fp32 (or fp64), and so are the results.
     """
+    q, k = (x.repeat_interleave(v.size(1) // x.size(1), dim=1) for x in (q, k))
     states = states * g.exp()[..., None, None]
     written = v[..., None, :]
     if beta is not None:

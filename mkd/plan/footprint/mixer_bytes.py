@@ -12,8 +12,8 @@ A gated delta net keeps queries and keys before they have length 1, 4 (2 K dk), 
 forms of n dk, three of n dv, the solution n (dk + dv) and five matrices. The gated norm keeps three forms of
 n dv in fp32 and two of e bytes. It has ten numbers.
 
-Mamba-2 keeps six forms of n dk, seven of n dv with the gated norm, three matrices, and eight numbers; in fp32
-also the activated sum of the convolution, c e.
+Mamba-2 keeps two forms of n dk, seven of n dv with the gated norm, two matrices, and eight numbers. For its
+blocks it keeps four forms of K dk and a matrix K C; in fp32 also the activated sum of the convolution, c e.
 
 Measured with `saved_tensors_hooks` on torch 2.13: see tests/plan/footprint/test_mixer_bytes.py. The fused
 kernels of a gated delta net (fla-core 0.6) keep, all with e bytes,
@@ -49,7 +49,8 @@ def mixer_bytes(mixer: MixerShape, element: int, is_fused: bool = False) -> int:
         numbers = 10
     else:
         before = mixer.convolved_width * element if element == 4 else 0
-        recurrence = 4 * heads * (6 * keys + 7 * values + 3 * SCAN_CHUNK + state)
+        recurrence = 4 * heads * (2 * keys + 7 * values + 2 * SCAN_CHUNK + state)
+        recurrence += 4 * mixer.blocks * (4 * keys + SCAN_CHUNK)
         numbers = 8
     return convolution + before + recurrence + 4 * numbers * heads + SCAN_CHUNK
 

@@ -79,15 +79,17 @@ def layer_mixing_flops(shape: ModelShape, layer: LayerShape, tokens: int, square
 def _recurrence_flops(mixer: MixerShape) -> int:
     """Count the FLOPs of a token in the convolution and in the chunked recurrence.
 
-    Two products with the state count, and in a chunk q k^T and scores times values. With corrections, a third
-    product with the state, k k^T, and the solution of a triangular system for keys and values. Chunks are
-    whole, without regard to the causal mask.
+    Two products with the state count, and in a chunk scores times values, and q k^T of every block. With
+    corrections, a third product with the state, k k^T, and the solution of a triangular system for keys and
+    values; q k^T is then of every head. Chunks are whole, without regard to the causal mask.
     """
-    keys, values = mixer.key_dim, mixer.value_dim
-    of_head = 4 * keys * values + SCAN_CHUNK * (2 * keys + 2 * values)
+    keys, values, scored = mixer.key_dim, mixer.value_dim, mixer.blocks
+    of_head = 4 * keys * values + SCAN_CHUNK * 2 * values
     if mixer.has_corrections:
         of_head += 2 * keys * values + SCAN_CHUNK * (4 * keys + 2 * values)
-    return mixer.heads * of_head + 2 * mixer.kernel_size * mixer.convolved_width
+        scored = mixer.heads
+    convolution = 2 * mixer.kernel_size * mixer.convolved_width
+    return mixer.heads * of_head + scored * SCAN_CHUNK * 2 * keys + convolution
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
