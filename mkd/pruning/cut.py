@@ -10,6 +10,7 @@ from mkd.errors import UsageError
 from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.sizes import StudentSizes
 
+OVERRIDES = "per_layer_config"  # index of a layer -> its values, for some layers
 BY_LAYER = ("layer_types", "no_rope_layers")  # keys of config.json with a value for every layer
 WINDOW, FULL = "sliding_attention", "full_attention"
 
@@ -60,6 +61,9 @@ class Cut:
         for name in filter(config.get, BY_LAYER):
             values = config[name]
             config[name] = [values[min(layer, len(values) - 1)] for layer in self.layers]
+        if config.get(OVERRIDES):
+            given, places = config[OVERRIDES], enumerate(map(str, self.layers))
+            config[OVERRIDES] = {str(new): given[old] for new, old in places if old in given}
         windows = {layer.sliding_window for layer in teacher.layers}
         if len(windows) > 1 and not config.get("layer_types"):  # kinds follow from the index
             config["layer_types"] = [WINDOW if layer.sliding_window else FULL for layer in student.layers]
@@ -87,6 +91,8 @@ class Cut:
 def first_parts(sizes: StudentSizes, teacher: ModelShape) -> Cut:
     """Return a cut to `sizes` before anything is chosen: the first layers, channels and groups."""
     own, layers = StudentSizes.of(teacher), tuple(range(sizes.num_layers))
+    if not may_end(teacher, layers[-1]):
+        layers = (*layers[:-1], teacher.num_layers - 1)
     ffn, groups = tuple(range(sizes.ffn_hidden_size)), tuple(range(sizes.num_query_groups))
     return Cut(
         layers,
@@ -94,6 +100,15 @@ def first_parts(sizes: StudentSizes, teacher: ModelShape) -> Cut:
         ffn=(ffn,) * len(layers) if len(ffn) < own.ffn_hidden_size else None,
         groups=(groups,) * len(layers) if len(groups) < own.num_query_groups else None,
     )
+
+
+def may_end(teacher: ModelShape, layer: int) -> bool:
+    """Return True if the teacher's layer of that index may be a student's last one.
+
+    Where layers differ in their heads, transformers reads the last one as full attention.
+    """
+    last = teacher.layers[-1].heads
+    return last is None or teacher.layers[layer].heads == last
 
 
 def evenly_spaced(num_layers: int, kept: int) -> tuple[int, ...]:

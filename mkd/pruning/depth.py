@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mkd.data.batch import PackedBatch
-from mkd.pruning.cut import without_block
+from mkd.pruning.cut import may_end, without_block
 from mkd.pruning.probe import Probe, Score
 
 FAR_BEHIND = 2.0  # times the best candidate's KL
@@ -32,8 +32,9 @@ def measure_blocks(probe: Probe, batches: Sequence[PackedBatch], num_kept: int) 
     length = len(everything) - num_kept
     candidates = []
     for start in range(num_kept + 1 if length else 1):
-        removed = everything[start : start + length]
-        candidates.append(DepthCandidate(without_block(len(everything), start, length), removed))
+        layers = without_block(len(everything), start, length)
+        if may_end(probe.model.shape, layers[-1]):
+            candidates.append(DepthCandidate(layers, everything[start : start + length]))
     measure(probe, batches, everything, candidates)
     return candidates
 
@@ -46,7 +47,11 @@ def measure_one_by_one(probe: Probe, batches: Sequence[PackedBatch], num_kept: i
     base = tuple(range(len(probe.layers)))
     rounds: list[DepthCandidate] = []
     while len(base) > num_kept:
-        candidates = [DepthCandidate(tuple(one for one in base if one != layer), (layer,)) for layer in base]
+        without = {layer: tuple(one for one in base if one != layer) for layer in base}
+        shape = probe.model.shape
+        candidates = [
+            DepthCandidate(rest, (layer,)) for layer, rest in without.items() if may_end(shape, rest[-1])
+        ]
         measure(probe, batches, base, candidates)
         rounds.append(best(candidates))
         base = rounds[-1].layers

@@ -74,11 +74,11 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
             "use a smaller model of its family as the student",
             code="cut-not-supported",
         )
-    if any(layer.heads for layer in teacher.layers):
+    if "text_config" in teacher.hf_config:
         raise UsageError(
-            f"mkd cannot cut a {teacher.family} model",
-            "its layers differ in their heads, and the last one must have full attention",
-            "use a smaller model of its family as the student",
+            f"mkd cannot cut a {teacher.hf_config.get('model_type')} model",
+            "its config.json describes a vision tower too, and a cut knows only the text model",
+            "cut its text model saved on its own",
             code="cut-not-supported",
         )
     if teacher.moe is not None:

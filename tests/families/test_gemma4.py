@@ -12,7 +12,9 @@ from mkd.plan.advice.cuda_graphs import _of_shape
 from mkd.plan.checks.parallel import check_heads
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
+from mkd.pruning.cut import Cut, first_parts, may_end
 from mkd.pruning.request import refuse_other_kinds
+from mkd.pruning.sizes import StudentSizes
 from tests.plan.shapes import STUDENT, config
 from tests.reported import refused
 from tests.run_facts import facts_of
@@ -149,6 +151,20 @@ def test_wide_heads_run_without_graphs():
     assert _of_shape(ModelShape.from_hf_config(SIZES | {"global_head_dim": 256})) is None
 
 
-def test_a_cut_is_refused():
-    with refused("cut-not-supported: mkd cannot cut a gemma4_text model"):
-        refuse_other_kinds(ModelShape.from_hf_config(SIZES))
+def test_a_released_folder_is_not_cut():
+    released = {"model_type": "gemma4", "text_config": SIZES, "vision_config": {}}
+    with refused("cut-not-supported: mkd cannot cut a gemma4 model"):
+        refuse_other_kinds(ModelShape.from_hf_config(released))
+
+
+def test_a_cut_keeps_full_attention_at_its_end():
+    """The values of layers move with them, and no other cut can be written."""
+    from transformers import AutoConfig
+
+    written = json.loads(AutoConfig.for_model(**SIZES, **SHARED).to_json_string())
+    teacher = ModelShape.from_hf_config(written)
+    assert [may_end(teacher, layer) for layer in range(8)] == [False] * 5 + [True, False, True]
+    config = Cut((0, 2, 5)).config(teacher)
+    assert config["per_layer_config"] == {"2": written["per_layer_config"]["5"]}
+    assert ModelShape.from_hf_config(config).layers == tuple(teacher.layers[layer] for layer in (0, 2, 5))
+    assert first_parts(StudentSizes(3, 96, 4, 48), teacher).layers == (0, 1, 7)

@@ -48,6 +48,7 @@ CUTS = [
     ("exaone4", NARROW_LAYERS),
     ("olmo3", DEPTH),
     ("apertus", DEPTH),
+    ("gemma4", DEPTH),
 ]
 
 
