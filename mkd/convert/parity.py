@@ -10,9 +10,11 @@ from torch import Tensor
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.checkpoint.hf.hf_tower import model_type_of
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import CheckpointError, UsageError
+from mkd.families.vision import WITH_IMAGES
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
@@ -61,7 +63,7 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
     """Return logits [tokens of all documents, v] fp32 on the CPU, computed one document at a time."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    sees_images = ModelShape.from_hf_dir(folder).vision is not None
+    sees_images = model_type_of(folder) in WITH_IMAGES
     loader = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     options = dict(dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
     try:

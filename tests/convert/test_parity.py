@@ -7,6 +7,7 @@ import torch
 
 from mkd.convert.parity import Parity, random_documents, transformers_logits
 from mkd.errors import CheckpointError
+from tests.tiny_vision_models import VOCABULARY, make_vision_model
 
 
 def test_parity_figures():
@@ -32,3 +33,9 @@ def test_a_model_that_transformers_does_not_know_is_one_error(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         transformers_logits(tmp_path, [torch.zeros(2, dtype=torch.int64)], torch.device("cpu"))
     assert raised.value.code == "model-config-not-valid" and "deepseek_v3" in str(raised.value)
+
+
+def test_a_model_with_images_is_compared_on_texts(tmp_path):
+    folder = make_vision_model(tmp_path, "qwen3_vl_moe")
+    logits = transformers_logits(folder, [torch.arange(1, 5)], torch.device("cpu"))
+    assert logits.shape == (4, VOCABULARY)
