@@ -208,7 +208,7 @@ def config_of(name: str) -> dict:
             f"choose one of: {', '.join(SHAPES)}; NAME:N has N of its layers",
             code="value-unknown",
         )
-    found, kinds = SHAPES[known], "hybrid_override_pattern"
+    found, kinds = dict(SHAPES[known]), "hybrid_override_pattern"  # callers may change it
     if not layers:
         return found
     if kinds in found:  # a letter a layer

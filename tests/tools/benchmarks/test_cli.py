@@ -53,6 +53,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
         (("trainers", "--documents", "5"), {"R13"}),
         (("pipeline",), {"R11"}),
+        (("mixer",), {"R26"}),
         (("decode", "--batch", "3", "--new-tokens", "4"), {"R24"}),
         (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
     ],
