@@ -138,6 +138,17 @@ def test_a_run_from_plan_to_export(programs, files):
     mkd = programs / "mkd"
     usage = checked([mkd, "train", "--help"], files)
     assert "--teacher-hf" in usage
+    first = [
+        files / "teacher",
+        files / "student",
+        files / "text.jsonl",
+        "--gpus",
+        0,
+        "--out",
+        files / "first",
+    ]
+    assert "steps" in checked([mkd, "init", *first], files)
+    assert "tokens a step" in checked([mkd, "plan", "--config", files / "first/run.yaml"], files)
     argv = flags(files, "run", "--save", files / "run", "--export-hf", files / "run hf")
     assert "128 tokens a step" in checked([mkd, "plan", *argv], files)
     checked([mkd, "train", *argv], files)

@@ -11,7 +11,7 @@ from mkd.recipe.first_request import Request, have_other_tokens
 from mkd.recipe.settings import Settings
 from mkd.recipe.survey import Survey
 
-LENGTHS = {True: (1024, 2048, 8192), False: (128, 256, 512)}
+LENGTHS = {True: (1024, 2048, 8192), False: (128, 256, 256)}
 """Is there a GPU -> tokens of the shortest pack, of the usual one, of the longest."""
 UPDATES = 1000  # that one pass over the text is to have
 MOST_BATCH_TOKENS = {True: 2**20, False: 4096}
@@ -19,7 +19,8 @@ LEAST_BATCH_TOKENS = {True: 2**14, False: 512}
 FEW_STEPS, MOST_PASSES = 100, 3
 CPU_FLOPS = 20e9  # of a core, measured with the quickstart (docs/quickstart.md): 22e9
 CPU_SECONDS = 3600.0  # most that a first run on a CPU may take
-EVALUATIONS = 10
+EVALUATIONS, EVALUATED_BATCHES = {True: 10, False: 4}, {True: 10, False: 4}
+"""Is there a GPU -> evaluations of held-out text after the first, and batches of each."""
 
 
 def choose_basics(request: Request, settings: Settings, text: Survey, most: int | None = None) -> None:
@@ -35,7 +36,7 @@ def choose_basics(request: Request, settings: Settings, text: Survey, most: int 
     _choose_length(request, settings, text, most)
     if request.gpus:
         settings.put("training.bf16", True, "half the memory and several times the speed of fp32 on GPUs")
-    _choose_held_out(settings, text)
+    _choose_held_out(request, settings, text)
     _choose_learning_rate(request, settings)
     settings.put("checkpoint.save", str(request.out / "run"), "also metrics and settings")
     settings.put(
@@ -105,7 +106,9 @@ def choose_batch(request: Request, settings: Settings, text: Survey) -> None:
         why += f"; predicted {duration(steps * seconds)}"
     steps = settings.put("training.train_iters", steps, why)
     settings.put(
-        "training.eval_interval", max(1, steps // EVALUATIONS), "held-out text, also before the first step"
+        "training.eval_interval",
+        max(1, steps // EVALUATIONS[has_gpu]),
+        "held-out text, also before the first step",
     )
     settings.put(
         "optimizer.lr_warmup_iters", min(100, max(1, steps // 20)), "a twentieth of the run, 100 at most"
@@ -118,13 +121,14 @@ def cpu_seconds(request: Request, tokens: int) -> float:
     return tokens * (6 * student + 2 * teacher) / (CPU_FLOPS * len(os.sched_getaffinity(0)))
 
 
-def _choose_held_out(settings: Settings, text: Survey) -> None:
+def _choose_held_out(request: Request, settings: Settings, text: Survey) -> None:
     if "data.valid_data_path" not in settings.given:
         held_out = 1 if text.documents >= 2000 else 5
         settings.put(
             "data.split", f"{100 - held_out},{held_out},0", f"{held_out} % of the documents are held out"
         )
-    settings.put("training.eval_iters", 10, "batches of an evaluation, at most")
+    batches = EVALUATED_BATCHES[request.gpus > 0]
+    settings.put("training.eval_iters", batches, "batches of an evaluation, at most")
 
 
 def _choose_learning_rate(request: Request, settings: Settings) -> None:
