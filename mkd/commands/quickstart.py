@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.on_policy:
         from mkd.quickstart.on_policy_demo import quickstart_on_policy
 
-        code = quickstart_on_policy(folder, OFF_POLICY)
+        first = Path(str(folder).removesuffix("-on-policy"))  # as the quickstart proposes it
+        code = quickstart_on_policy(folder, first if first != folder else OFF_POLICY)
     else:
         from mkd.quickstart.off_policy_demo import quickstart
 

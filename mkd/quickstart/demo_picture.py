@@ -20,7 +20,7 @@ ON_POLICY = (("rollout/kl_quarter_1", "first quarter"), ("rollout/kl_quarter_4",
 def draw_off_policy(
     folder: Path, models: Mapping[str, Mapping[str, float]], written: Mapping[str, KnownLines]
 ) -> Path:
-    """Draw curves, the cross entropy of each model, and how many lines each completes as expected."""
+    """Draw curves, and for each model the cross entropy and the probability of the expected ends of lines."""
     picture = folder / "quickstart.png"
     figure = new_figure(picture, "--folder")
     figure.set_size_inches(16, 3.8)
@@ -32,9 +32,8 @@ def draw_off_policy(
         axis.lines[0].set_alpha(0.4)  # one batch is noisy: the held-out values are what counts
     heights = [values["ce_loss"] for values in models.values()]
     _bars(axes[2], list(models), heights, "cross entropy of held-out text, nats", "{:.2f}")
-    rights = [one.num_right for one in written.values()]
-    (total,) = {one.num_all for one in written.values()}
-    _bars(axes[3], list(written), rights, f"lines of code as expected, of {total}", "{}")
+    probabilities = [one.probability for one in written.values()]
+    _bars(axes[3], list(written), probabilities, "probability of a line's expected end", "{:.2f}")
     save_figure(figure, picture, "--folder")
     return picture
 

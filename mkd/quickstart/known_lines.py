@@ -7,9 +7,11 @@ can be checked without running it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 NUM_SEEDS = 3
 TEMPERATURE = 0.5
@@ -69,6 +71,7 @@ class KnownLines:
     """Ends of lines by one model: one for each prompt and seed."""
 
     ends: tuple[tuple[str, ...], ...]  # [prompts][seeds]
+    probability: float  # of an expected end, geometric mean over the prompts
 
     @property
     def num_right(self) -> int:
@@ -100,7 +103,21 @@ def complete(model_dir: Path) -> KnownLines:
             by_seed.append(
                 [line_end(tokenizer.decode(row[first:], skip_special_tokens=True)) for row in rows]
             )
-    return KnownLines(tuple(zip(*by_seed, strict=True)))
+    return KnownLines(tuple(zip(*by_seed, strict=True)), expected_probability(model, tokenizer))
+
+
+def expected_probability(model: Any, tokenizer: Any) -> float:
+    """Return the geometric mean over prompts of the probability that a model gives the expected end."""
+    import torch
+
+    logs = []
+    for prompt, expected in PROMPTS:
+        ids = tokenizer(prompt + expected, return_tensors="pt")["input_ids"]
+        first = len(tokenizer(prompt)["input_ids"])
+        with torch.no_grad():
+            predicted = model(ids).logits[0, first - 1 : -1].log_softmax(-1)
+        logs.append(predicted.gather(1, ids[0, first:, None]).sum().item())
+    return math.exp(sum(logs) / len(logs))
 
 
 def line_end(text: str) -> str:
@@ -111,7 +128,11 @@ def line_end(text: str) -> str:
 def lines_table(models: Mapping[str, KnownLines]) -> list[str]:
     """Return the number of right ends of each model, and some prompts with every end."""
     name_width = max(map(len, models))
-    lines = [f"{name:{name_width}}  {one.num_right:2} of {one.num_all} right" for name, one in models.items()]
+    lines = [
+        f"{name:{name_width}}  {one.num_right:2} of {one.num_all} right; probability of the expected end "
+        f"{one.probability:.3f}"
+        for name, one in models.items()
+    ]
     for number in SHOWN:
         prompt, expected = PROMPTS[number]
         lines += ["", *(f"    {line}" for line in prompt.splitlines())]

@@ -17,7 +17,7 @@ from mkd.quickstart.known_lines import (
 from mkd.quickstart.off_policy_demo import NAMES, ROWS
 from tests.tiny_models import add_tokenizer, make_model
 
-RIGHT = KnownLines(tuple((expected,) * NUM_SEEDS for _, expected in PROMPTS))
+RIGHT = KnownLines(tuple((expected,) * NUM_SEEDS for _, expected in PROMPTS), 1.0)
 
 
 def test_models_complete_every_prompt_with_every_seed(tmp_path):
@@ -28,7 +28,8 @@ def test_models_complete_every_prompt_with_every_seed(tmp_path):
     assert found.num_right < found.num_all and RIGHT.num_right == RIGHT.num_all
     models = dict(zip(NAMES, (RIGHT, found, found), strict=True))
     table = lines_table(models)
-    assert table[0] == "teacher         36 of 36 right" and "ok 'depth'" in "\n".join(table)
+    assert table[0] == "teacher         36 of 36 right; probability of the expected end 1.000"
+    assert 0 < found.probability < 0.1 and "ok 'depth'" in "\n".join(table)
     write_samples(models, tmp_path / "samples.jsonl")
     first = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert first["teacher"] == "right: depth\n" * (NUM_SEEDS - 1) + "right: depth"
