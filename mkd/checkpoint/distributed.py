@@ -35,6 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 from mkd.checkpoint.finite import first_not_finite
 from mkd.checkpoint.folders import BY_STEPS, CAUSE, Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.main_weights import MainWeights
 from mkd.checkpoint.optimizer_state import (
     give_first_state,
     load_optimizer,
@@ -119,7 +120,7 @@ def load_checkpoint(
     Compare the files with the manifest first, unless `is_verified`. Restore random states if layout and kind
     of device equal those of the save; otherwise the generators keep their seed. Raises CheckpointError for
     files that differ from the manifest or belong to another model, for tensors that are not finite, and for
-    an optimizer of another kind.
+    an optimizer of another kind, or of other weights than the model's.
     """
     if not is_verified:  # first: Megatron would run code that is hidden in a pickle of the checkpoint
         verify(folder, context, note)
@@ -139,7 +140,9 @@ def load_checkpoint(
         assert not missing and not unexpected, (missing, unexpected)
     position = position_of(saved)
     if state.optimizer is not None:
+        weights = MainWeights(state.optimizer)
         load_optimizer(state.optimizer, loaded["optimizer"])
+        agree(weights.problem(folder))
         state.scheduler.num_steps = position.iteration - position.skipped_iterations
         state.scheduler.step(increment=0)
     if "rng" in loaded:

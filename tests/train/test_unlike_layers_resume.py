@@ -80,3 +80,24 @@ def test_resume_is_bitwise_after_saves_at_other_layouts(files, ranks):
             assert torch.equal(tensor, before[name].to(tensor.dtype))
             continue
         assert (stored(before[name]) == stored(tensor)) == (name in CARRIED), name
+
+
+def save_shifted(arguments):
+    """Train as an mkd that left the padding of buckets out of checkpoints."""
+    from mkd.train import optimizer
+
+    pad, optimizer._store_padding = optimizer._store_padding, lambda wrapped: None
+    try:
+        train_and_hash(arguments)
+    finally:
+        optimizer._store_padding = pad
+
+
+def test_main_weights_of_other_places_are_refused(files, ranks):
+    """The weights of the model are right, and the run can start from them."""
+    if "qwen3_5" not in (files / "student" / "config.json").read_text(encoding="utf-8"):
+        pytest.skip("its buckets end without padding")
+    ranks.run(save_shifted, 2, argv(files, "shifted", *PP2, "--exit-interval", STEPS // 2))
+    resumed = argv(files, "after", *TP2, "--load", files / "shifted")
+    with pytest.raises(AssertionError, match="are not the model's weights"):
+        ranks.run(train_and_hash, 2, resumed)
