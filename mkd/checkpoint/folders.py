@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mkd.checkpoint.manifest import ManifestError, check_sizes, read_manifest, sync
 from mkd.config.schema import StudentConfig, TeacherConfig
@@ -291,7 +292,7 @@ def _is_temporary(folder: Path) -> bool:
         return False
 
 
-def position_of(state: Mapping) -> TrainingPosition:
+def position_of(state: Mapping[str, Any]) -> TrainingPosition:
     """Return the position in a state of `read_state`.
 
     Checkpoints of 2026-11-22 and before have no count of tokens; all their packs have one length. Later ones
@@ -320,7 +321,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
         )
 
 
-def read_state(folder: Path) -> dict:
+def read_state(folder: Path) -> dict[str, Any]:
     """Return the JSON state of a checkpoint. One of another Megatron engine has none and starts at 0."""
     path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 class Cleanup:
     """Run all actions at the end, in reverse order, even if one fails. The run's error comes first."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._actions: list[Callable[[BaseException | None], None]] = []
 
     def add(self, action: Callable[[BaseException | None], None]) -> None:

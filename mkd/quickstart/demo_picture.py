@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mkd.log.records import curve, read_records
 from mkd.quickstart.known_lines import KnownLines
@@ -66,7 +67,7 @@ def draw_on_policy(
     return picture
 
 
-def _bars(axis, names: Sequence[str], heights: Sequence[float], title: str, form: str) -> None:
+def _bars(axis: Any, names: Sequence[str], heights: Sequence[float], title: str, form: str) -> None:
     drawn = axis.bar(names, heights, color=COLORS, width=0.6)
     axis.bar_label(drawn, [form.format(height) for height in heights], padding=2)
     axis.set(title=title, ylim=(0, 1.15 * max(*heights, 1e-9)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mkd.config.packaged import packaged
 from mkd.log.records import read_records, split_of
@@ -89,7 +90,7 @@ def show(folder: Path) -> None:
     )
 
 
-def three_models(valid: list[dict]) -> dict[str, Mapping[str, float]]:
+def three_models(valid: list[dict[str, Any]]) -> dict[str, Mapping[str, float]]:
     """Return name -> held-out values of the teacher and of the student before and after training."""
     first, last = valid[0], valid[-1]
     teacher = {"kd_loss": 0.0, "ce_loss": last["teacher_ce"], "top1_agreement": 1.0}
