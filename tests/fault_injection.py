@@ -121,7 +121,7 @@ def _followed_by(announce, method):
 
 def fail_in_gather(fail) -> None:
     """Call `fail` when peers gather the second of the next layers, before this rank joins them."""
-    from mkd.models.residency import PeerWeights
+    from mkd.models.placed.residency import PeerWeights
 
     bring, gathers = PeerWeights.bring, itertools.count(1)
 

@@ -95,7 +95,7 @@ def restore(args: Namespace, state: State) -> None:
 
 def run_stages(request: Request, state: State, plan_only: bool) -> int:
     """Run the stages that are not done, each as a command of its own."""
-    from mkd.operations.child_command import ChildCommands
+    from mkd.operations.launch.child_command import ChildCommands
     from mkd.recipe.distill_stages import stages_of
 
     stages, commands = stages_of(request), ChildCommands()

@@ -30,7 +30,7 @@ from mkd.config.flags import (
 )
 from mkd.config.load import load_config
 from mkd.errors import ErrorList, UsageError, returns_exit_code
-from mkd.operations.local_ranks import is_started_by_launcher, run_ranks
+from mkd.operations.launch.local_ranks import is_started_by_launcher, run_ranks
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

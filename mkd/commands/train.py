@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None, processes: int = EVERY_GPU) -> int:
     A rank ends the process with the exit code instead of returning it: see `leave`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    from mkd.operations.local_ranks import is_started_by_launcher
+    from mkd.operations.launch.local_ranks import is_started_by_launcher
 
     if is_started_by_launcher():
         return refuse(words) if given_ranks(words) else train(words)
@@ -49,7 +49,7 @@ def start(words: list[str], processes: int) -> int:
     parser = FlagParser("mkd train", add_help=False, allow_abbrev=False)
     parser.add_argument(NUM_RANKS, *OTHER_SPELLINGS, type=whole_number, dest="num_ranks")
     own, rest = parser.parse_known_args(words)
-    from mkd.operations.local_ranks import run_ranks, visible_gpus
+    from mkd.operations.launch.local_ranks import run_ranks, visible_gpus
 
     num_ranks = own.num_ranks or processes or max(1, visible_gpus())
     if num_ranks == 1:

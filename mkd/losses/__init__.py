@@ -12,10 +12,7 @@ fused_linear.py          LM heads and loss in one, block by block, for training
 fused_rows.py            the same with a value for each row
 softcap.py               logits that stay within a bound
 scores.py                log-probability and entropy of given tokens, for evaluation
-triton_divergences.py    the formulas of the divergences for GPU kernels
-triton_kernels.py        the passes as GPU kernels
-triton_merge.py          the merge of row statistics as a GPU kernel
-triton_rows.py           launches these kernels, with the functions of torch_rows.py
+triton/                  the passes as GPU kernels
 stored/                  the loss of a teacher whose top-k log-probabilities are stored
 library/                 the loss as a module, without Megatron unless the vocabulary is split
 """

@@ -13,7 +13,7 @@ To add a divergence: declare it in `mkd/config/divergence.py`, write its class h
 `IMPLEMENTATIONS`. A class defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then
 take one more pass over the logits and one more SUM over ranks. A class may override that with cross terms
 that travel with the other row statistics (`KLMixture`). Formulas for GPUs are in
-`mkd/losses/triton_divergences.py`; a class without a formula runs in torch passes on GPUs.
+`mkd/losses/triton/triton_divergences.py`; a class without a formula runs in torch passes on GPUs.
 """
 
 from __future__ import annotations

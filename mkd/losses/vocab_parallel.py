@@ -160,7 +160,7 @@ def row_losses(
 def passes_for(logits: Tensor, objective: KDObjective) -> ModuleType:
     """Return the module of passes to use, which have the same functions: `torch_rows` or `triton_rows`."""
     if use_triton(logits, objective.divergence if objective.uses_teacher else None):
-        from mkd.losses import triton_rows
+        from mkd.losses.triton import triton_rows
 
         return triton_rows
     return torch_rows
@@ -170,7 +170,7 @@ def use_triton(logits: Tensor, divergence: Divergence | None) -> bool:
     """Return True if Triton kernels, whose arithmetic is fp32, can compute the divergence on these logits."""
     if not (logits.is_cuda and logits.dtype != torch.float64 and _has_triton()):
         return False
-    from mkd.losses.triton_divergences import FORMULAS
+    from mkd.losses.triton.triton_divergences import FORMULAS
 
     return divergence is None or type(divergence) in FORMULAS
 

@@ -5,6 +5,8 @@ layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
 head_norms.py                    norms over all heads, and behind the rotation
+own_heads.py                     attention whose heads differ by layer
+xielu.py                         the activation of Apertus
 sink_attention.py                attention with sinks, of GPT-OSS
 latent_attention.py              multi-head latent attention of DeepSeek-V3
 mixers/                          what a layer has in place of attention: gated delta nets, Mamba-2
@@ -15,7 +17,5 @@ language_model.py                one model part: embedding, layers, LM head
 vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
 stage.py                         student and teachers on one pipeline stage; the teachers' time
-released_layers.py               layers that give up their memory when they are built
-fp8_weights.py                   a teacher whose linear layers are in FP8, with Transformer Engine's scales
-residency.py                     a teacher whose layers live in host memory or are split over peers
+placed/                          frozen models whose layers are elsewhere, or in FP8
 """

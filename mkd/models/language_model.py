@@ -20,7 +20,7 @@ from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.router import DocumentRouter
 from mkd.models.moe.token_documents import give_documents, token_documents
 from mkd.models.packed import PackedDocuments
-from mkd.models.released_layers import with_released_layers
+from mkd.models.placed.released_layers import with_released_layers
 from mkd.models.rope import query_factors, rotary_embedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config

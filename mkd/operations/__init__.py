@@ -9,9 +9,7 @@ Read in this order:
     event_log.py      what has happened to a run, in LOG/events.jsonl
     signals.py        signals that ask the process to end
     stopping.py       signals and time limits, agreed on by all ranks; what a signal would do now
-    local_ranks.py    start the ranks of a command on this machine, without torchrun
-    child_command.py  commands of mkd one after the other, each in a process
-    rendezvous.py     all ranks meet before the start; a problem of one ends all
+    launch/           starts the processes of a run, and lets them find each other
     failures.py       which rank failed first, and why
     watchdog.py       ranks that make no progress
     crash_loop.py     runs that crash in the same step again and again

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mkd.errors import ErrorList, MkdError
-from mkd.operations.rendezvous import Problem, Rendezvous
+from mkd.operations.launch.rendezvous import Problem, Rendezvous
 
 PATIENCE_S = 60.0  # how long a rank that cannot start waits for the problems of the others
 WAIT_S = 2.0  # for the report of a peer that failed first

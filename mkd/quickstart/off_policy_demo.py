@@ -14,7 +14,7 @@ from typing import Any
 
 from mkd.config.packaged import packaged
 from mkd.log.records import read_records, split_of
-from mkd.operations.child_command import ChildCommands
+from mkd.operations.launch.child_command import ChildCommands
 from mkd.quickstart.demo_picture import draw_off_policy
 from mkd.quickstart.demo_text import write_text
 from mkd.quickstart.fetch_smollm2 import fetch_smollm2

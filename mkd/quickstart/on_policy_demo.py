@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mkd.config.packaged import packaged
 from mkd.log.records import read_records, split_of
-from mkd.operations.child_command import ChildCommands
+from mkd.operations.launch.child_command import ChildCommands
 from mkd.quickstart.demo_picture import draw_on_policy
 from mkd.quickstart.demo_text import write_prompts
 from mkd.quickstart.known_lines import complete, lines_table, write_samples

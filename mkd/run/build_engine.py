@@ -18,9 +18,9 @@ from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
 from mkd.kinds.placed.known_places import PLACES, PRECISIONS
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
-from mkd.models.fp8_weights import LayerMemory
 from mkd.models.language_model import LanguageModel
-from mkd.models.residency import layer_parameters
+from mkd.models.placed.fp8_weights import LayerMemory
+from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree

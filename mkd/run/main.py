@@ -28,7 +28,7 @@ from mkd.errors import (
 )
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
-from mkd.operations.rendezvous import Rendezvous
+from mkd.operations.launch.rendezvous import Rendezvous
 from mkd.operations.run_folders import LOG_FILES, changes_to_resume, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
 from mkd.run.early_checks import early_problems

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_divergences import LN2, LOG2E, class_mass_slope, class_parts
-from mkd.losses.triton_kernels import LOWEST, NOWHERE, add_to_softmax
+from mkd.losses.triton.triton_divergences import LN2, LOG2E, class_mass_slope, class_parts
+from mkd.losses.triton.triton_kernels import LOWEST, NOWHERE, add_to_softmax
 
 OTHER, COMMON = tl.constexpr(1), tl.constexpr(2)
 

@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from mkd.losses.triton_divergences import formula_of
-from mkd.losses.triton_rows import BLOCK, GRADIENT_BLOCK, TILE
+from mkd.losses.triton.triton_divergences import formula_of
+from mkd.losses.triton.triton_rows import BLOCK, GRADIENT_BLOCK, TILE
 from mkd.xtoken.chunk_kernels import (
     scatter_kernel,
     softmax_gradient_kernel,

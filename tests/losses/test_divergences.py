@@ -167,8 +167,8 @@ class Unknown(JensenShannon):
 def test_divergences_without_kernels_run_in_torch_passes_on_gpus(divergence, has_kernels, monkeypatch):
     known = SimpleNamespace(FORMULAS={KLMixture: None, JensenShannon: None})
     rows = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "mkd.losses.triton_divergences", known)
-    monkeypatch.setitem(sys.modules, "mkd.losses.triton_rows", rows)
+    monkeypatch.setitem(sys.modules, "mkd.losses.triton.triton_divergences", known)
+    monkeypatch.setitem(sys.modules, "mkd.losses.triton.triton_rows", rows)
     monkeypatch.setattr(sys.modules["mkd.losses"], "triton_rows", rows, raising=False)
     monkeypatch.setattr(vocab_parallel, "_has_triton", lambda: True)
     logits = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)

@@ -92,7 +92,7 @@ def rounded_activations(x, name):
 
 def round_activations(model, name):
     """Let all linear layers of a model in FP8 round their input, too."""
-    from mkd.models.fp8_weights import LINEARS
+    from mkd.models.placed.fp8_weights import LINEARS
 
     for layer in model.decoder.layers:
         for linear in LINEARS:
@@ -104,7 +104,7 @@ def round_activations(model, name):
 @contextmanager
 def stand_in_recipes():
     """Let teachers in FP8 be built on this machine."""
-    from mkd.models import fp8_weights
+    from mkd.models.placed import fp8_weights
     from mkd.platform import fp8_support
 
     replaced = [(fp8_weights, "fp8_recipe", StandInRecipe)]

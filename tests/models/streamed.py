@@ -8,7 +8,7 @@ def stream_loaded(parts, device, group=None):
 
     The layers leave the device one after another.
     """
-    from mkd.models.residency import stream_from_host, stream_from_peers
+    from mkd.models.placed.residency import stream_from_host, stream_from_peers
 
     stream = stream_from_host(parts, device) if group is None else stream_from_peers(parts, device, group)
     for part in parts:

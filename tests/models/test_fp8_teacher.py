@@ -42,7 +42,7 @@ def teacher(source, settings, context, dtype=torch.float32):
 def with_rounded_weights(source, model, context):
     """Return the model without FP8 whose weights have the values of `model`'s."""
     from mkd.config.models import TeacherConfig
-    from mkd.models.fp8_weights import LINEARS
+    from mkd.models.placed.fp8_weights import LINEARS
 
     plain = teacher(source, TeacherConfig(), context)
     largest = 0.0
@@ -80,7 +80,7 @@ def outputs(folder, checkpoint, recipe, tp, peers):
 
 
 def linears(model):
-    from mkd.models.fp8_weights import LINEARS
+    from mkd.models.placed.fp8_weights import LINEARS
 
     return [layer.get_submodule(name) for layer in model.decoder.layers for name in LINEARS]
 

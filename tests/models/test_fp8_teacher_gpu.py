@@ -68,7 +68,7 @@ def measure(folder):
 
 def products(context, source, plain, settings):
     """Return errors of weights and products, copies beside the FP8 numbers, and bytes over those in bf16."""
-    from mkd.models.fp8_weights import fp8_recipe
+    from mkd.models.placed.fp8_weights import fp8_recipe
 
     before = torch.cuda.memory_allocated()
     model = teacher(source, context, **settings)

@@ -111,7 +111,7 @@ def where_weights_are(folder, peers):
 
 
 def packed_like(buffer, layer):
-    from mkd.models.residency import layer_parameters
+    from mkd.models.placed.residency import layer_parameters
     from mkd.platform.host_memory import packed_views
 
     return packed_views(buffer, layer_parameters(layer))

@@ -73,7 +73,7 @@ def test_a_run_of_one_process_has_no_others_to_lose(is_over, tmp_path, capsys, m
     import torch.distributed as dist
 
     from mkd.operations.failures import FailureReports, end_of_rank
-    from mkd.operations.rendezvous import Rendezvous
+    from mkd.operations.launch.rendezvous import Rendezvous
 
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     reports, rendezvous = FailureReports(0, 1, tmp_path), Rendezvous(0, 1)
@@ -98,7 +98,7 @@ def test_the_report_of_torchrun_ends_with_the_error(tmp_path, monkeypatch, capsy
 
     from mkd.errors import UsageError
     from mkd.operations.failures import ERROR_FILE, FailureReports, end_of_rank
-    from mkd.operations.rendezvous import Rendezvous
+    from mkd.operations.launch.rendezvous import Rendezvous
 
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))

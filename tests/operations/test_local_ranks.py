@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from mkd.operations.local_ranks import ENVIRONMENT, is_started_by_launcher
+from mkd.operations.launch.local_ranks import ENVIRONMENT, is_started_by_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_SHELL = re.compile(r'^export (\w+)="\$\{\1:-(.*)\}"$', re.MULTILINE)
 DRIVER = """
 import json, sys
-from mkd.operations.local_ranks import run_ranks
+from mkd.operations.launch.local_ranks import run_ranks
 folder, *scripts = sys.argv[1:]
 codes = [run_ranks([sys.executable, "-c", script, folder], 2) for script in scripts]
 print("codes", json.dumps(codes), flush=True)

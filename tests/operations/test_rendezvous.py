@@ -91,7 +91,7 @@ def test_each_problem_is_said_once(start):
 def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch):
     from mkd.errors import ErrorList, UsageError
     from mkd.operations.failures import FailureReports, end_of_rank
-    from mkd.operations.rendezvous import Rendezvous
+    from mkd.operations.launch.rendezvous import Rendezvous
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     error = ErrorList([UsageError("what", "why", "do", code="example"), UsageError("more", code="example")])

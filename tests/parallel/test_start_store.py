@@ -16,7 +16,7 @@ import os, signal
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from mkd.operations.rendezvous import Rendezvous
+from mkd.operations.launch.rendezvous import Rendezvous
 from mkd.parallel.context import join_process_group
 from mkd.platform import detect
 

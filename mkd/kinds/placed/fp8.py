@@ -18,8 +18,8 @@ from mkd.plan.models.parameters import product_parameters
 from mkd.plan.parallel_sizes import Sizes
 
 if TYPE_CHECKING:  # they load torch
-    from mkd.models.fp8_weights import Fp8Weights
     from mkd.models.language_model import LanguageModel
+    from mkd.models.placed.fp8_weights import Fp8Weights
 
 PRODUCT_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
 """FP8 recipe -> time of a teacher's forward without attention over that in bf16.
@@ -73,7 +73,7 @@ class Fp8(Precision):
         return f"; {scores} of layers in FP8 (E4M3, {self.fp8_recipe} scales)"
 
     def weights(self, parts: Sequence[LanguageModel]) -> Fp8Weights:
-        from mkd.models.fp8_weights import Fp8Weights, fp8_recipe
+        from mkd.models.placed.fp8_weights import Fp8Weights, fp8_recipe
 
         return Fp8Weights(parts, fp8_recipe(self.fp8_recipe))
 

@@ -11,7 +11,7 @@ from mkd.plan.times.hardware import HOST_BYTES_PER_MS
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.language_model import LanguageModel
-    from mkd.models.residency import LayerStream, LayerTensors
+    from mkd.models.placed.residency import LayerStream, LayerTensors
     from mkd.parallel.context import ParallelContext
 
 
@@ -27,6 +27,6 @@ class HostMemory(Place):
     def stream(
         self, parts: Sequence[LanguageModel], context: ParallelContext, tensors: LayerTensors
     ) -> LayerStream:
-        from mkd.models.residency import stream_from_host
+        from mkd.models.placed.residency import stream_from_host
 
         return stream_from_host(parts, context.device, tensors)

@@ -15,7 +15,7 @@ from mkd.plan.times.hardware import GATHER_BYTES_PER_MS
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.language_model import LanguageModel
-    from mkd.models.residency import LayerStream, LayerTensors
+    from mkd.models.placed.residency import LayerStream, LayerTensors
     from mkd.parallel.context import ParallelContext
 
 COMPARED = (2, 4, 8)
@@ -86,7 +86,7 @@ class PeerMemory(Place):
     def stream(
         self, parts: Sequence[LanguageModel], context: ParallelContext, tensors: LayerTensors
     ) -> LayerStream:
-        from mkd.models.residency import stream_from_peers
+        from mkd.models.placed.residency import stream_from_peers
 
         assert self.peers is not None, "`problems` reports it"
         has_experts = any(part.shape.moe is not None for part in parts)

@@ -13,7 +13,7 @@ from mkd.plan.facts import RunFacts
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.language_model import LanguageModel
-    from mkd.models.residency import LayerStream, LayerTensors
+    from mkd.models.placed.residency import LayerStream, LayerTensors
     from mkd.parallel.context import ParallelContext
 
 STREAMED_LAYERS = 2

@@ -14,8 +14,8 @@ from mkd.plan.models.parameters import layer_parameters
 from mkd.plan.parallel_sizes import Sizes
 
 if TYPE_CHECKING:  # they load torch
-    from mkd.models.fp8_weights import Fp8Weights
     from mkd.models.language_model import LanguageModel
+    from mkd.models.placed.fp8_weights import Fp8Weights
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mkd.models.moe.grouped_product import can_group, grouped_product, place_side_by_side, stacked
-from mkd.models.residency import layer_parameters
+from mkd.models.placed.residency import layer_parameters
 from mkd.platform.host_memory import packed_bytes, packed_views
 
 COUNTS = torch.tensor([5, 0, 1, 9])  # rows of each expert; one is idle

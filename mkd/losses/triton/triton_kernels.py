@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_divergences import LN2, LOG2E, shard_gradient, shard_terms
+from mkd.losses.triton.triton_divergences import LN2, LOG2E, shard_gradient, shard_terms
 
 LOWEST = tl.constexpr(-1e30)
 NOWHERE = tl.constexpr(2147483647)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_divergences import LN2, LOG2E
+from mkd.losses.triton.triton_divergences import LN2, LOG2E
 
 
 @triton.jit

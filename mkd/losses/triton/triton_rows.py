@@ -14,9 +14,9 @@ from torch import Tensor
 from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
 from mkd.losses.softmax import RowSoftmax
 from mkd.losses.statistics import MergedStatistics
-from mkd.losses.triton_divergences import KL, Formula, formula_of
-from mkd.losses.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel
-from mkd.losses.triton_merge import merge_kernel
+from mkd.losses.triton.triton_divergences import KL, Formula, formula_of
+from mkd.losses.triton.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel
+from mkd.losses.triton.triton_merge import merge_kernel
 
 TILE = dict(LANES=512, WIDTH=8, num_warps=8)  # a row is read in tiles of LANES x WIDTH columns
 GRADIENT_BLOCK = 4096  # columns

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
-from mkd.models.released_layers import released_like
+from mkd.models.placed.released_layers import released_like
 from mkd.platform.host_memory import packed_bytes, packed_views
 
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

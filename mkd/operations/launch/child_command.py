@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from mkd.operations.local_ranks import FORWARDED
+from mkd.operations.launch.local_ranks import FORWARDED
 from mkd.parent_process import LAUNCHER
 
 

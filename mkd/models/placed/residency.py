@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
-from mkd.models.released_layers import released_like
+from mkd.models.placed.released_layers import released_like
 from mkd.platform.host_memory import ALIGNMENT, host_buffer, packed_bytes, packed_views
 
 LayerTensors = Callable[[nn.Module], Sequence[Tensor]]
