@@ -10,13 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+from mkd.errors import EXIT_PREEMPTED
+from mkd.operations.launch.child_command import ChildCommands
 from mkd.operations.launch.local_ranks import ENVIRONMENT, is_started_by_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_SHELL = re.compile(r'^export (\w+)="\$\{\1:-(.*)\}"$', re.MULTILINE)
 DRIVER = """
-import json, sys
+import json, signal, sys
 from mkd.operations.launch.local_ranks import run_ranks
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
 folder, *scripts = sys.argv[1:]
 codes = [run_ranks([sys.executable, "-c", script, folder], 2) for script in scripts]
 print("codes", json.dumps(codes), flush=True)
@@ -37,7 +40,10 @@ signal.signal(signal.SIGUSR1, end)
 Path(sys.argv[1], str(rank)).touch()
 while not Path(sys.argv[1], str(1 - rank)).exists():
     time.sleep(0.01)
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 if rank:
+    os.kill(os.getppid(), signal.SIGHUP)  # nobody gets it
+    time.sleep(0.2)
     os.kill(os.getppid(), signal.SIGUSR1)
 time.sleep(30)
 """
@@ -77,6 +83,22 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.communicate()
+
+
+def test_a_signal_that_comes_while_a_command_starts_ends_it(monkeypatch):
+    """The process exists already, and the caller does not have it yet."""
+
+    def start(*args, popen=subprocess.Popen, **more) -> subprocess.Popen:
+        process = popen(*args, **more)
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    commands = ChildCommands()
+    with commands.signals_forwarded():
+        assert commands.run(["--help"]) == EXIT_PREEMPTED
+        assert commands.run(["--help"]) == EXIT_PREEMPTED  # does not start
+    assert commands.received == [signal.SIGTERM]
 
 
 def test_launchers_are_known_by_their_variables():

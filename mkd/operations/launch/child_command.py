@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from mkd.operations.launch.local_ranks import FORWARDED
+from mkd.operations.launch.local_ranks import forwarded_signals
 from mkd.parent_process import LAUNCHER
 
 
@@ -24,6 +24,7 @@ class ChildCommands:
 
     received: list[int] = field(default_factory=list)
     _child: subprocess.Popen[bytes] | None = None
+    _num_sent: int = 0  # of `received`
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
@@ -31,7 +32,7 @@ class ChildCommands:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        earlier = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        earlier = {number: signal.signal(number, self._catch) for number in forwarded_signals()}
         try:
             yield
         finally:
@@ -53,6 +54,7 @@ class ChildCommands:
         sys.stdout.flush()
         command = [sys.executable, "-m", "mkd", *words]
         self._child = subprocess.Popen(command, env=environment, start_new_session=True)
+        self._forward()  # what came while it started
         code = self._child.wait()
         self._child = None
         if code and self.received and (code < 0 or code == EXIT_INTERRUPTED):
@@ -62,8 +64,14 @@ class ChildCommands:
     def _code_of_stop(self) -> int:
         return EXIT_INTERRUPTED if self.received[0] == signal.SIGINT else EXIT_PREEMPTED
 
-    def _forward(self, number: int, frame: Any) -> None:
+    def _catch(self, number: int, frame: Any) -> None:
         self.received.append(number)
-        if self._child is not None:
+        self._forward()
+
+    def _forward(self) -> None:
+        """Send the running command each signal that it has not got yet, once."""
+        while self._child is not None and self._num_sent < len(self.received):
+            number = self.received[self._num_sent]
+            self._num_sent += 1
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)

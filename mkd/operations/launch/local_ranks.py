@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from mkd.operations.signals import SIGNALS
 from mkd.parent_process import LAUNCHER
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -64,6 +65,16 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def forwarded_signals() -> list[signal.Signals]:
+    """Return the signals to forward: those of `FORWARDED` that this process may catch.
+
+    One that is ignored stays so, also in the ranks: `nohup` ignores SIGHUP to protect a run. The signals
+    that a run always catches are forwarded even then, because a shell script starts `mkd train &` with
+    SIGINT ignored.
+    """
+    return [one for one in FORWARDED if one in SIGNALS or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 def run_ranks(command: Sequence[str], num_ranks: int) -> int:
@@ -112,7 +123,7 @@ class _AgentRun:
             self.received.append(number)
             self._forward()
 
-        earlier = {number: signal.signal(number, catch) for number in FORWARDED}
+        earlier = {number: signal.signal(number, catch) for number in forwarded_signals()}
         try:
             yield
         finally:
