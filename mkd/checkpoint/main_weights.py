@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mkd.errors import CheckpointError
 
-MOST_DIFFERENT = 0.5  # of a parameter: rows that only fill up a vocabulary or heads may differ
+MOST_DIFFERENT = 0.5  # of the part of a parameter that this rank updates
 
 
 class MainWeights:
@@ -51,5 +51,7 @@ def _pairs(inner: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _differs(own: Tensor, main: Tensor) -> bool:
+    """Zeros do not count: rows that only fill up a vocabulary or heads are zeros in one of the two."""
     other = main.to(own.device, own.dtype).view(-1)
-    return own.numel() > 0 and bool((own != other).float().mean() > MOST_DIFFERENT)
+    counts = (own != 0) & (other != 0)
+    return bool((counts & (own != other)).sum() > MOST_DIFFERENT * counts.sum())

@@ -102,7 +102,10 @@ def head_call(
     """Return the settings and the teachers of one call; see `fused_linear_kd`."""
     objective.require_teacher(len(teachers) > 0)
     width = student.weight.shape[0]
-    shard = shard or VocabShard.of_group(width, tp_group, objective)
+    if shard is None:  # then rows of all heads lie alike on the processes
+        is_split = tp_group is not None and tp_group.size() > 1
+        assert not is_split or all(len(one.weight) == width for one in teachers), "heads are cut alike"
+        shard = VocabShard.of_group(width, tp_group, objective)
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
     block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, student.hidden.is_cuda)
     trained = any(one is not None and one.requires_grad for one in student[:2] + (student.bias,))

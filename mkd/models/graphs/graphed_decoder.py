@@ -87,8 +87,11 @@ class GraphedDecoder:
         `hidden` is None on later stages, whose decoder holds its input.
         """
         bounds = Bounds.of(packed, tokens)
-        if not self._takes(packed) or not self._has_room(bounds):
-            return self._eager(hidden, self.angles(packed), packed)
+        takes = self._takes(packed)
+        has_room = takes and self._has_room(bounds)  # counted as by processes whose graphs could be made
+        if not (has_room and self.is_on):
+            lacks_graphs = not takes or bounds not in self._graphed
+            return self._eager(hidden, self.angles(packed), packed, lacks_graphs)
         packed = filled(packed, bounds)
         received = self.decoder.input_tensor if hidden is None else hidden
         given = LayerInput(received, self.angles(packed), packed)
@@ -98,7 +101,7 @@ class GraphedDecoder:
             if graphs is not None:
                 return graphs.run(given)
             self.decoder.set_input_tensor(received)  # a capture may have set its own
-        return self._eager(hidden, given.angles, packed)
+        return self._eager(hidden, given.angles, packed, bounds not in self._graphed)
 
     def release(self) -> None:
         """Drop all graphs, and make no more."""
@@ -112,7 +115,7 @@ class GraphedDecoder:
         fits_mode = has_gradient and self.decoder.training if self._is_trained else not has_gradient
         by_row = (packed.token_positions, packed.positions, packed.query_factors)
         is_pack = packed.cu_seqlens_q is packed.cu_seqlens_q_padded and all(one is None for one in by_row)
-        return self.is_on and fits_mode and is_pack
+        return fits_mode and is_pack
 
     def _has_room(self, bounds: Bounds) -> bool:
         """Return True if packs of these bounds are graphed, or may be from the next one on."""
@@ -171,13 +174,18 @@ class GraphedDecoder:
             LOG.info("CUDA graphs of %s: packs of %s", self.name, bounds)
         return graphs
 
-    def _eager(self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments) -> Tensor:
+    def _eager(
+        self, hidden: Tensor | None, angles: Tensor, packed: PackedDocuments, lacks_graphs: bool
+    ) -> Tensor:
+        """Run a pack without graphs. `lacks_graphs` False: those of other processes run this one as graphs.
+
+        Then its backward must not compute the layers again, because collectives are part of that.
+        """
         keeps_activations = self._is_trained and torch.is_grad_enabled()
         if not self.is_on and self.recomputes:  # slots that were in use when the graphs were dropped
             self.memory.drop(self.decoder)
-        is_short = self.recomputes and (self.is_on or bool(self.memory.slots))
-        again = recomputed(self.decoder) if is_short and keeps_activations else nullcontext()
-        with again:
+        again = self.recomputes and lacks_graphs and keeps_activations
+        with recomputed(self.decoder) if again else nullcontext():
             return self.decoder(
                 hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
             )

@@ -149,7 +149,9 @@ class _TrainedGraph:
         self._module, self._section, self._place = module, section, place
         self._before, self._given, self._slot = before, given, slot
         self._after_backward = after_backward
-        self._stand_ins = {name: stand_in(parameter) for name, parameter in section.parameters.items()}
+        complete: list[nn.Parameter] = []
+        self._stand_ins = {name: stand_in(one, complete) for name, one in section.parameters.items()}
+        self._complete, self._in_order = complete, ()
         self._computed: tuple[Tensors, Tensors] | None = None  # input and output of a forward
         self.after: dict[str, Border] = {}
 
@@ -183,8 +185,10 @@ class _TrainedGraph:
             if border.gradient is not None:
                 _put(border.gradient, gradient)
         self._backward.replay()
+        # As in a backward without graphs: all data-parallel processes start reductions in one order.
+        self._in_order = self._in_order or tuple(self._complete)
         if self._after_backward is not None:
-            self._after_backward(self._section.parameters.values())
+            self._after_backward(self._in_order)
         found = [border.gradient for border in self._before.values()]
         if self._place > 0:
             return [None if one is None else one.detach() for one in found]

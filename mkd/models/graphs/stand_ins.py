@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 
-def stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a leaf over the memory of `parameter`, with its attributes, such as `main_grad`."""
+def stand_in(parameter: nn.Parameter, complete: list[nn.Parameter]) -> nn.Parameter:
+    """Return a leaf over the memory of `parameter`, with its attributes, such as `main_grad`.
+
+    Backward appends `parameter` to `complete` when the gradient has been added.
+    """
     leaf = nn.Parameter(parameter.detach())
     vars(leaf).update(vars(parameter))
     leaf.grad_added_to_main_grad = False
     leaf.register_post_accumulate_grad_hook(_add_to_main)
+    leaf.register_post_accumulate_grad_hook(lambda _: complete.append(parameter))
     return leaf
 
 

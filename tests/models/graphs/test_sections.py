@@ -112,7 +112,9 @@ def test_sections_change_no_bit(family, most_layers, ranks, tmp_path):
             expected = sorted(name for name in in_layers if ".mlp.experts." not in name)
             first = [name for group in groups[:graphs] for name in group]
             assert len(groups) == graphs * len(LENGTHS) and sorted(first) == expected
-            assert "decoder.final_layernorm.weight" in groups[0]
+            assert groups[0][0] == "decoder.final_layernorm.weight"  # as backward completes them
+            layers = [int(name.split(".")[2]) for name in first if ".layers." in name]
+            assert layers == sorted(layers, reverse=True)
 
 
 def test_documents_of_tokens_fill_the_bounds():
