@@ -60,7 +60,11 @@ def with_and_without_graphs_on_one_rank() -> tuple[dict, dict]:
     def made(graphs, *given):
         return None if graphs.sync and dist.get_rank() == 1 else makes(graphs, *given)
 
-    without, makes, row = GraphedDecoder._takes, GraphedDecoder._made, GraphRow("", 2, flags=OVERLAP, forced=Forced())
+    without, makes, row = (
+        GraphedDecoder._takes,
+        GraphedDecoder._made,
+        GraphRow("", 2, flags=OVERLAP, forced=Forced()),
+    )
     small = partial(optimizer.DistributedDataParallelConfig, bucket_size=200_000)
     short = dict(STEPS=4, PACKS=1, SEQ_LENGTH=128)
     with (
