@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mkd.recipe.distill_stages import Stage, State
     from mkd.recipe.first_request import Request
 
+STOPS = (EXIT_PREEMPTED, EXIT_INTERRUPTED)  # exit codes of a stage that a signal has ended
+
 
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,42 +57,63 @@ def is_bare(args: Namespace) -> bool:
 
 def begin(args: Namespace, rest: Sequence[str]) -> tuple[Request, State]:
     """Return the request and the state: settings are chosen and written now, or the folder has them."""
-    from mkd.recipe.distill_stages import STATE, State
-    from mkd.recipe.first_request import check_folder
-    from mkd.recipe.first_run import CONFIG, choose_first_run
+    from mkd.recipe.distill_stages import State
 
     state = State.read(args.out)
     if state is None and is_bare(args):
         ask_for_rest(args)
-    if state is not None and is_bare(args):
-        restore(args, state)
-        rest = rest or state.asked["flags"]
-    asked = arguments(args, rest)
     if state is None:
-        check_folder(args.out, [CONFIG])
         request = build_request(args, rest)
-        run = choose_first_run(request)
-        run.write()
-        print(run.summary(shows_commands=False))
-        state = State(args.out / STATE, asked, {})
-        state.write()
-        return request, state
-    state.require_same(asked)
+        return request, first_state(request, rest)
     restore(args, state)
+    state.require_same(arguments(args, args.gpus, args.gpu_memory_gib, rest or state.asked["flags"]))
     print(f"resuming in {args.out}")
     return build_request(args, state.asked["flags"]), state
 
 
-def arguments(args: Namespace, rest: Sequence[str]) -> dict[str, Any]:
+def first_state(request: Request, rest: Sequence[str]) -> State:
+    """Choose and write the settings, or take those of `mkd init`. Write and return the state.
+
+    Raises UsageError if the folder has settings that do not fit, or holds another run.
+    """
+    from mkd.recipe.distill_stages import STATE, State, stages_of
+    from mkd.recipe.first_run import CONFIG, choose_first_run
+    from mkd.recipe.folder_in_use import check_no_run, check_settings, is_cut
+
+    path, is_chosen = request.out / CONFIG, (request.out / CONFIG).exists()
+    check_no_run(request, exports_too=True)
+    if is_chosen:
+        request.check()
+        check_settings(request, path)
+        print(f"the settings are those of {path}")
+    else:
+        run = choose_first_run(request)
+        run.write()
+        print(run.summary(shows_commands=False))
+    state = State(request.out / STATE, arguments(request, request.gpus, request.gpu_gib, rest), {})
+    state.write()
+    if is_chosen and request.sizes is not None and is_cut(Path(request.student_folder)):
+        state.done(stages_of(request)[0], time.monotonic())  # with the command that `mkd init` prints
+    return state
+
+
+def arguments(
+    given: Namespace | Request, gpus: int | None, gpu_memory_gib: float | None, rest: Sequence[str]
+) -> dict[str, Any]:
     """Return what must not change between two starts, as JSON."""
-    given = {"teacher": args.teacher, "student": args.student, "data": list(args.data), "flags": list(rest)}
-    return given | {"gpus": args.gpus, "gpu_memory_gib": args.gpu_memory_gib, "folder": str(Path.cwd())}
+    models = {"teacher": given.teacher, "student": given.student, "data": list(given.data)}
+    machine = {"gpus": gpus, "gpu_memory_gib": gpu_memory_gib if gpus else None}
+    return models | machine | {"flags": list(rest), "folder": str(Path.cwd())}
 
 
 def restore(args: Namespace, state: State) -> None:
-    """Take the arguments of the first start."""
-    for name in ("teacher", "student", "data", "gpus", "gpu_memory_gib"):
-        setattr(args, name, state.asked[name])
+    """Take the arguments of the first start for those that are not given."""
+    if is_bare(args):
+        for name in ("teacher", "student", "data"):
+            setattr(args, name, state.asked[name])
+    for name in ("gpus", "gpu_memory_gib"):
+        if getattr(args, name) is None:
+            setattr(args, name, state.asked[name])
 
 
 def run_stages(request: Request, state: State, plan_only: bool) -> int:
@@ -105,11 +128,17 @@ def run_stages(request: Request, state: State, plan_only: bool) -> int:
             if state.is_done(stage):
                 print(f"{head}: done")
                 continue
+            if stage.skipped:
+                print(f"{head}: skipped, because {stage.skipped}")
+                continue
             print(f"{head}\n  {command_line(stage)}", flush=True)
             if plan_only:
                 continue
             started = time.monotonic()
             code = commands.run(stage.words)
+            if stage.may_fail and code not in (EXIT_DONE, *STOPS):
+                print(f"the stage {stage.name} ended with {code}: the others do not need it", flush=True)
+                continue
             if code != EXIT_DONE:
                 print(f"\n{why_not(stage, code)}", flush=True)
                 return code
@@ -128,7 +157,7 @@ def command_line(stage: Stage) -> str:
 def why_not(stage: Stage, code: int) -> str:
     """Return what a stage's exit code means, and what to do."""
     again = "start the same command again: it resumes here"
-    if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+    if code in STOPS:
         return f"stopped in the stage {stage.name}; {again}"
     return f"the stage {stage.name} ended with {code}: mend what its error says, then {again}"
 

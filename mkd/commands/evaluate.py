@@ -30,7 +30,7 @@ from mkd.config.flags import (
 )
 from mkd.config.load import load_config
 from mkd.errors import ErrorList, UsageError, returns_exit_code
-from mkd.operations.launch.local_ranks import is_started_by_launcher, run_ranks
+from mkd.operations.launch.local_ranks import is_started_by_launcher, ranks_given_twice, run_ranks
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -67,11 +67,20 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the evaluation and return the exit code."""
     args, rest = parse(argv)
-    if (args.nproc_per_node or 1) > 1 and not is_started_by_launcher():
-        words = list(sys.argv[1:] if argv is None else argv)
+    if args.nproc_per_node is not None and is_started_by_launcher():
+        raise ranks_given_twice(NUM_RANKS)
+    if (args.nproc_per_node or 1) > 1:
+        words = without_ranks(list(sys.argv[1:] if argv is None else argv))
         return run_ranks([sys.executable, "-m", "mkd", "evaluate", *words], args.nproc_per_node)
     evaluate(args, rest, rank=int(os.environ.get("RANK", "0")))
     return None
+
+
+def without_ranks(words: list[str]) -> list[str]:
+    """Return a command line without the number of ranks."""
+    parser = FlagParser("mkd evaluate", add_help=False, allow_abbrev=False)
+    parser.add_argument(NUM_RANKS)
+    return parser.parse_known_args(words)[1]
 
 
 def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:

@@ -55,12 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     own, rest = divide(argv, parser)
     args = parser.parse_args(own)
     ask_for_rest(args)
-    from mkd.recipe.first_request import check_folder
+    from mkd.recipe.distill_stages import STATE
     from mkd.recipe.first_run import CONFIG, choose_first_run
+    from mkd.recipe.folder_in_use import check_new_file, check_no_distillation, check_no_run
 
     request = build_request(args, rest)
     if not args.overwrite:
-        check_folder(request.out, [CONFIG])
+        check_new_file(request.out / CONFIG)
+    check_no_distillation(request.out / STATE)
+    check_no_run(request, exports_too=False)
     run = choose_first_run(request)
     run.write()
     print(run.summary())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mkd.config.flags import NUM_RANKS, FlagParser, whole_number
-from mkd.errors import ErrorList, UsageError, returns_exit_code
+from mkd.errors import ErrorList, returns_exit_code
 
 OTHER_SPELLINGS = ("--nproc_per_node",)  # torchrun's older one
 EVERY_GPU = 0  # processes: as many as there are GPUs
@@ -35,12 +35,9 @@ def given_ranks(words: Sequence[str]) -> bool:
 @returns_exit_code
 def refuse(words: list[str]) -> int:
     """Raise the error of a number of ranks for a command that is one of several ranks itself."""
-    what, why = f"{NUM_RANKS} is given to one of several ranks", "torchrun or Slurm has started them already"
-    error = UsageError(
-        what, why, f"leave {NUM_RANKS} out, or start mkd without a launcher", code="remove-flag"
-    )
-    error.on_all_ranks = True
-    raise error
+    from mkd.operations.launch.local_ranks import ranks_given_twice
+
+    raise ranks_given_twice(NUM_RANKS)
 
 
 @returns_exit_code

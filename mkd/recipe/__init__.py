@@ -8,6 +8,7 @@ In reading order:
     choose.py           length, batch, steps and learning rate, from the survey and the models
     choose_layout.py    where the teacher lives and how both models are split, from the plan
     recipe_yaml.py      the settings as a commented YAML file
+    folder_in_use.py    what the folder of the run already holds
     first_run.py        all of it: from a request to the file and its summary
-    stages.py           the stages of `mkd distill`, each a command, and which of them are done
+    distill_stages.py   the stages of `mkd distill`, each a command, and which of them are done
 """

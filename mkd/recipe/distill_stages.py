@@ -19,6 +19,7 @@ from mkd.errors import CheckpointError, UsageError
 from mkd.plan.models.parameters import model_parameters
 from mkd.recipe.first_request import Request
 from mkd.recipe.first_run import CONFIG, make_student_words
+from mkd.run_command import quoted
 
 STATE = "distill.json"
 MOST_COMPARED = 2_000_000_000  # parameters of a student that is compared with transformers, in one process
@@ -32,6 +33,8 @@ class Stage:
     title: str
     words: tuple[str, ...]  # the command line without `mkd`
     reads: bytes = b""  # contents of the file of settings that it reads
+    may_fail: bool = False  # the stages after it run all the same
+    skipped: str = ""  # why it does not run
 
     @property
     def key(self) -> str:
@@ -81,10 +84,16 @@ class State:
 
     def require_same(self, asked: dict[str, Any]) -> None:
         """Raise UsageError if something else is asked for than when the distillation began."""
-        changed = [name for name in asked if asked[name] != self.asked.get(name)]
+        out, changed = self.path.parent, [name for name in asked if asked[name] != self.asked.get(name)]
+        if "folder" in changed:
+            raise UsageError(
+                f"{out} holds a distillation that was started in another directory",
+                "the paths of its models and text are relative to that directory",
+                f"start it in that directory: cd {quoted(str(self.asked.get('folder')))}",
+                code="choose-another-folder",
+            )
         if changed:
             was = ", ".join(f"{name} {_shown(self.asked.get(name))}" for name in changed)
-            out = self.path.parent
             raise UsageError(
                 f"{out} holds a distillation with other arguments: there {was}",
                 "its stages would not fit together",
@@ -141,4 +150,13 @@ def _evaluations(request: Request, config: Config, ranks: Sequence[str], reads: 
         if model:
             words = ["evaluate", *ranks, "--config", str(request.out / CONFIG), "--student-hf", model]
             words += ["--out", str(request.out / f"tasks-{role}.json"), "--overwrite"]
-            yield Stage(f"evaluate-{role}", f"score the {role} on the held-out tasks", tuple(words), reads)
+            title = f"score the {role} on the held-out tasks"
+            is_teacher = role == "teacher"
+            skipped = _why_no_teacher_scores(config) if is_teacher else ""
+            yield Stage(f"evaluate-{role}", title, tuple(words), reads, may_fail=is_teacher, skipped=skipped)
+
+
+def _why_no_teacher_scores(config: Config) -> str:
+    """Return why the teacher cannot be scored as if it were a student, whole on each GPU; "" if it can."""
+    residency = config.teachers[0].residency if config.teachers else "device"
+    return "" if residency == "device" else f"its residency is {residency}, and this needs it whole on a GPU"

@@ -7,14 +7,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.hf.hf_hub import config_folder
-from mkd.config.data_files import require_file
+from mkd.config.data_files import parse_blend, require_file
 from mkd.errors import ErrorList, MkdError, UsageError, collect_error
 from mkd.plan.advice.notes import SMALL_TEACHER
 from mkd.plan.models.model_shape import ModelShape
@@ -53,7 +53,7 @@ class Request:
 
     teacher: str  # Hugging Face folder or hub id
     student: str  # the same, or a size
-    data: tuple[str, ...]  # as --data-path
+    data: tuple[str, ...]  # as --data-path: paths, or weights and paths
     out: Path  # folder of everything that is written
     gpus: int = 0  # processes, one per GPU; 0: one process on the CPU
     gpu_gib: float | None = None  # memory of one GPU
@@ -68,6 +68,11 @@ class Request:
     def student_folder(self) -> str:
         """Folder or hub id of the student, which may still have to be made."""
         return self.student if self.sizes is None else str(self.out / "student")
+
+    @property
+    def text_files(self) -> tuple[str, ...]:
+        """Paths in `data`, without weights. Raises UsageError if it has wrong weights."""
+        return parse_blend(self.data, "DATA").paths
 
     @property
     def processes(self) -> int:
@@ -101,12 +106,13 @@ class Request:
         """Return the request for the student that is to be cut, measured on `num_tokens` tokens."""
         assert self.sizes is not None
         return StudentRequest(
-            self.teacher, Path(self.student_folder), self.sizes, text=self.data, num_tokens=num_tokens
+            self.teacher, Path(self.student_folder), self.sizes, text=self.text_files, num_tokens=num_tokens
         )
 
     def check(self) -> None:
         """Raise ErrorList for models, sizes and files that cannot be, all at once."""
         problems: list[MkdError] = []
+        paths = collect_error(problems, lambda: self.text_files) or ()
         if collect_error(problems, lambda: self.teacher_shape) is not None:
             collect_error(problems, lambda: self.student_shape)
             if self.sizes is not None and not problems:
@@ -114,7 +120,7 @@ class Request:
                 problems += filter(None, [text_problem(self.student_request(1), sizes, self.teacher_shape)])
         elif self.sizes is None:
             collect_error(problems, lambda: config_folder(self.student))
-        for path in self.data:
+        for path in paths:
             if not Path(path + ".idx").exists():
                 collect_error(problems, lambda path=path: require_file(path, "data"))  # type: ignore[misc]
         if problems:
@@ -172,12 +178,3 @@ def default_folder(teacher: str, student: str, parent: Path = Path("runs")) -> P
     """Return runs/STUDENT-from-TEACHER."""
     names = (re.sub(r"[^\w.-]+", "-", Path(one).name) for one in (student, teacher))
     return parent / "-from-".join(names)
-
-
-def check_folder(out: Path, files: Sequence[str]) -> None:
-    """Raise UsageError if one of the `files` exists in `out`."""
-    found = [name for name in files if (out / name).exists()]
-    if found:
-        what = f"{out} already has {', '.join(found)}"
-        do = "choose another --out, or give --overwrite"
-        raise UsageError(what, "it would be replaced", do, code="already-exists")

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.hf.hf_folder import PLANNED
+from mkd.checkpoint.hf.hf_folder import PLANNED, is_planned
 from mkd.config.load import load_config
 from mkd.human import counted, duration, number
 from mkd.plan.advice.verdict import fullest_rank
@@ -17,6 +17,7 @@ from mkd.pruning.cut import first_parts
 from mkd.recipe.choose import choose_basics, choose_batch
 from mkd.recipe.choose_layout import DoesNotFit, choose_layout, put_data_parallel
 from mkd.recipe.first_request import Request, have_other_tokens
+from mkd.recipe.folder_in_use import check_student
 from mkd.recipe.recipe_yaml import recipe_text
 from mkd.recipe.settings import Settings
 from mkd.recipe.survey import survey
@@ -115,6 +116,7 @@ class FirstRun:
 def choose_first_run(request: Request) -> FirstRun:
     """Choose all settings. Raises ErrorList for what cannot be, and UsageError if the pair does not fit."""
     request.check()
+    check_student(request)
     text, length = survey(request.data), None
     while True:
         settings = Settings(request.given)
@@ -145,17 +147,17 @@ def make_student_words(request: Request) -> list[str]:
     }
     words += [word for flag, value in given.items() if value for word in (flag, str(value))]
     tokens = GPU_TOKENS if request.gpus else CPU_TOKENS
-    return [*words, "--data-path", *request.data, "--tokens", str(tokens)]
+    return [*words, "--data-path", *request.text_files, "--tokens", str(tokens)]
 
 
 def write_planned_student(request: Request) -> None:
     """Write config.json and tokenizer of the student to cut, so that it can be planned; no weights yet.
 
-    A student that has been cut stays as it is.
+    A student that has been cut stays as it is: `check_student` has compared its sizes.
     """
     folder, sizes = Path(request.student_folder), request.sizes
     assert sizes is not None
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() and not is_planned(folder):
         return
     teacher = request.teacher_shape
     config = first_parts(sizes.resolve(teacher)[0], teacher).config(teacher) | {PLANNED: True}

@@ -10,9 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from mkd.errors import EXIT_PREEMPTED
+import pytest
+
+from mkd.commands.evaluate import main as evaluate
+from mkd.commands.train import main as train
+from mkd.errors import EXIT_PREEMPTED, EXIT_USAGE
 from mkd.operations.launch.child_command import ChildCommands
 from mkd.operations.launch.local_ranks import ENVIRONMENT, is_started_by_launcher
+from tests.reported import reported_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_SHELL = re.compile(r'^export (\w+)="\$\{\1:-(.*)\}"$', re.MULTILINE)
@@ -99,6 +104,13 @@ def test_a_signal_that_comes_while_a_command_starts_ends_it(monkeypatch):
         assert commands.run(["--help"]) == EXIT_PREEMPTED
         assert commands.run(["--help"]) == EXIT_PREEMPTED  # does not start
     assert commands.received == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("command", [train, evaluate])
+def test_one_of_several_ranks_starts_no_others(command, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert command(["--nproc-per-node", "2"]) == EXIT_USAGE
+    assert reported_codes(capsys.readouterr().err)[0].startswith("remove-flag")
 
 
 def test_launchers_are_known_by_their_variables():

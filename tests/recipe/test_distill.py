@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from mkd.commands.distill import main
+from mkd.commands.init import main as init
 from mkd.errors import EXIT_CHECKPOINT, EXIT_PREEMPTED, EXIT_USAGE
+from mkd.operations.launch.child_command import ChildCommands
 from mkd.recipe.distill_stages import only_one
 from tests.reported import reported_codes
 from tests.train.command import read_metrics
@@ -99,6 +102,65 @@ def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
     with only_one(out):
         assert main(["--out", str(out)]) == EXIT_CHECKPOINT
     assert reported_codes(capsys.readouterr().err)[0].startswith("save-in-use")
+
+
+def test_what_a_folder_holds_is_taken_or_refused(files, tmp_path, capsys, monkeypatch):
+    """The settings of `mkd init` stay. Other arguments, checkpoints and another directory are refused."""
+    out = tmp_path / "out"
+
+    def plan(*words) -> str:
+        """Return the output, or the text of the errors."""
+        code = main([*map(str, words), "--plan-only"])
+        found = capsys.readouterr()
+        assert code in (0, EXIT_USAGE) and (not code or "error[choose-another-folder]" in found.err)
+        return found.err if code else found.out
+
+    assert init(words(files, "layers:2", out)) == 0
+    settings = out / "run.yaml"
+    settings.write_text(settings.read_text() + "# edited\n")
+    assert f"{settings} has other settings" in plan(*words(files, files / "student", out))
+    assert "the student has layers 2" in plan(*words(files, "layers:1", out))
+    assert "optimizer.lr is 0.0001" in plan(*words(files, "layers:2", out, "--lr", 1))
+    (out / "run").mkdir()
+    pointer = out / "run/latest_checkpointed_iteration.txt"
+    pointer.write_text("1")
+    assert f"{out / 'run'} holds checkpoints" in plan(*words(files, "layers:2", out))
+    pointer.unlink()
+    described = json.loads((out / "student/config.json").read_text())
+    (out / "student/config.json").write_text(json.dumps(described | {"mkd_planned": False}))
+    (out / "student/model.safetensors").touch()  # as after `mkd make-student`, which is not done again
+    text = plan(*words(files, "layers:2", out))
+    assert f"the settings are those of {settings}" in text
+    assert re.findall(r"\] (.*): done", text) == ["cut the student out of the teacher"]
+    assert settings.read_text().endswith("# edited\n")
+
+    assert "resuming" in plan("--out", out) and "resuming" in plan("--out", out, "--gpus", 0)
+    assert "with other arguments: there gpus 0" in plan("--out", out, "--gpus", 8, "--gpu-memory-gib", 80)
+    assert init([*words(files, "layers:2", out), "--overwrite"]) == EXIT_USAGE
+    here = Path.cwd()
+    monkeypatch.chdir(tmp_path)
+    assert f"start it in that directory: cd {here}" in plan("--out", out)
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_the_scores_of_the_teacher_are_not_needed(residency, files, tmp_path, capsys, monkeypatch):
+    """A teacher that cannot be scored costs no later stage. Nothing runs here: only the order is tested."""
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"prompt": "the quick", "completion": " brown fox"}) + "\n")
+    ran = []
+
+    def run(commands, command) -> int:
+        ran.append(Path(command[-2]).name if command[0] == "evaluate" else command[0])
+        return {"tasks-teacher.json": 1, "report": EXIT_CHECKPOINT}.get(ran[-1], 0)
+
+    monkeypatch.setattr(ChildCommands, "run", run)
+    more = ("--eval-completions", task, "--teacher-residency", residency)
+    assert main(words(files, files / "student", tmp_path / "out", *more)) == EXIT_CHECKPOINT
+    scored = ["tasks-teacher.json"] * (residency == "device") + ["tasks-student.json"]
+    assert ran == ["train", *scored, "parity", "report"]
+    assert ("skipped, because its residency is host" in capsys.readouterr().out) == (residency == "host")
+    stages = json.loads((tmp_path / "out/distill.json").read_text())["stages"]
+    assert list(stages) == ["train", "evaluate-student", "check"]
 
 
 @pytest.mark.slow

@@ -99,6 +99,33 @@ def test_a_student_that_is_still_to_be_cut_can_be_planned(files, tmp_path, capsy
     assert written["optimizer"]["lr"] == 1e-4  # a cut; a finished model would have 1e-5
 
 
+def test_a_folder_is_used_again_only_where_its_files_fit(files, tmp_path, capsys):
+    """Another size replaces a student that is only planned. One that has been cut, and checkpoints, stay."""
+
+    def init(size: str) -> list[str]:
+        text = files / "text.jsonl"
+        words = [files / "teacher", size, "0.7", text, "0.3", text, "--gpus", 0, "--out", tmp_path]
+        code = main([*map(str, words), "--overwrite"])
+        assert code in (0, EXIT_USAGE)
+        found = capsys.readouterr()
+        return [one.partition(":")[0] for one in reported_codes(found.err)] if code else found.out.split()
+
+    out = init("layers:2")
+    assert out[out.index("--data-path") + 1 :][:2] == [str(files / "text.jsonl")] * 2
+    init("layers:1")
+    config = tmp_path / "student/config.json"
+    described = json.loads(config.read_text())
+    assert described["num_hidden_layers"] == 1
+    config.write_text(json.dumps(described | {"mkd_planned": False}))  # as after a cut
+    before = (tmp_path / "run.yaml").read_bytes()
+    assert init("layers:2") == ["choose-another-folder"]
+    assert (tmp_path / "run.yaml").read_bytes() == before
+    init("layers:1")
+    (tmp_path / "run/iter_0000001").mkdir(parents=True)
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("1")
+    assert init("layers:1") == ["choose-another-folder"]
+
+
 @pytest.mark.parametrize(("gpus", "gib", "is_split"), [(8, 79.1, True), (1, 79.1, None)])
 def test_what_is_chosen_for_gpus_fits_their_memory(gpus, gib, is_split, tmp_path):
     """A Llama of 70B teaches one of 8B. None: it cannot, and says what could."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
 from mkd.operations.signals import SIGNALS
 from mkd.parent_process import LAUNCHER
 
@@ -54,6 +54,18 @@ def is_started_by_launcher(environment: Mapping[str, str] = MappingProxyType(os.
     """Return True if torchrun, Slurm's srun or mpirun has started this process as one of several."""
     is_slurm_task = "SLURM_STEP_ID" in environment and environment.get("SLURM_NTASKS", "1") != "1"
     return is_slurm_task or any(name in environment for name in RANK_VARIABLES)
+
+
+def ranks_given_twice(flag: str) -> UsageError:
+    """Return the error for a number of ranks that a process of a launcher gets as `flag`."""
+    error = UsageError(
+        f"{flag} is given to one of several ranks",
+        "torchrun or Slurm has started them already",
+        f"leave {flag} out, or start mkd without a launcher",
+        code="remove-flag",
+    )
+    error.on_all_ranks = True
+    return error
 
 
 def visible_gpus() -> int:
