@@ -1,4 +1,4 @@
-"""What the folder of a first run already holds: files, checkpoints, a student, or settings that fit."""
+"""Checks of the folder of a first run: its settings, its student and its checkpoints must fit the request."""
 
 from __future__ import annotations
 

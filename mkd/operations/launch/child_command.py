@@ -47,7 +47,7 @@ class ChildCommands:
         """
         if self.received:
             return self._code_of_stop()
-        own = str(Path(__file__).resolve().parents[2])  # a checkout is not installed
+        own = str(Path(__file__).resolve().parents[3])  # a checkout is not installed
         on_path = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         environment = {**os.environ, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(on_path))

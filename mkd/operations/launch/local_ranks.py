@@ -198,7 +198,7 @@ def _silence_agent() -> None:
 @contextmanager
 def _environment(num_ranks: int) -> Iterator[None]:
     """Set the variables of the ranks inside the block."""
-    here = str(Path(__file__).resolve().parents[2])  # a checkout is not installed
+    here = str(Path(__file__).resolve().parents[3])  # a checkout is not installed
     on_path = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     has_gpus = visible_gpus() > 0
     threads = 1 if has_gpus else max(1, len(os.sched_getaffinity(0)) // num_ranks)
