@@ -35,6 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 from mkd.checkpoint.finite import first_not_finite
 from mkd.checkpoint.folders import BY_STEPS, CAUSE, Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_tower import TOWER
 from mkd.checkpoint.main_weights import MainWeights
 from mkd.checkpoint.optimizer_state import (
     give_first_state,
@@ -42,6 +43,7 @@ from mkd.checkpoint.optimizer_state import (
     optimizer_kind,
     require_same_optimizer,
 )
+from mkd.checkpoint.saved_tower import lacks_tower, tower_problem
 from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError, first_line
@@ -113,6 +115,7 @@ def load_checkpoint(
     context: ParallelContext,
     *,
     is_verified: bool = False,
+    has_tower: bool = False,  # the models' towers have weights already, for a checkpoint without
     note: Callable[[str], None] = print,
 ) -> TrainingPosition:
     """Read `folder`, saved at any layout, into `state` and return its position. Collective.
@@ -120,7 +123,8 @@ def load_checkpoint(
     Compare the files with the manifest first, unless `is_verified`. Restore random states if layout and kind
     of device equal those of the save; otherwise the generators keep their seed. Raises CheckpointError for
     files that differ from the manifest or belong to another model, for tensors that are not finite, and for
-    an optimizer of another kind, or of other weights than the model's.
+    an optimizer of another kind, or of other weights than the model's. A checkpoint without the tower that a
+    model has is of another model, unless `has_tower` and the tower is frozen.
     """
     if not is_verified:  # first: Megatron would run code that is hidden in a pickle of the checkpoint
         verify(folder, context, note)
@@ -128,7 +132,8 @@ def load_checkpoint(
     if state.optimizer is not None:
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
         give_first_state(state.optimizer)  # Megatron reads only into state that exists
-    wanted = _sharded_state(state, context, is_loading=True)
+    no_tower = _keeps_tower(folder, state, context, has_tower, note)
+    wanted = _sharded_state(state, context, is_loading=True, no_tower=no_tower)
     device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
@@ -137,6 +142,7 @@ def load_checkpoint(
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
+        missing = [name for name in missing if not (no_tower and name.startswith(TOWER))]
         assert not missing and not unexpected, (missing, unexpected)
     position = position_of(saved)
     if state.optimizer is not None:
@@ -148,6 +154,21 @@ def load_checkpoint(
     if "rng" in loaded:
         _restore_random_states(loaded["rng"])
     return position
+
+
+def _keeps_tower(
+    folder: Path, state: TrainingState, context: ParallelContext, has_tower: bool, note: Callable[[str], None]
+) -> bool:
+    """Return True if a tower of this rank keeps its weights, because the checkpoint has none. Collective.
+
+    Raises CheckpointError on all ranks for a tower that has no weights yet, and for one that is trained.
+    """
+    lacks = lacks_tower(folder, state.models)
+    is_training = state.optimizer is not None
+    agree(tower_problem(folder, state.models, is_training, has_tower) if lacks else None)
+    if lacks and context.rank == 0:
+        note(f"{folder} has no vision tower: the tower keeps the weights of the model's folder")
+    return lacks
 
 
 def load_layer_by_layer(
@@ -164,6 +185,7 @@ def load_layer_by_layer(
     first, because Megatron cannot read a part of a tensor of which nobody reads the rest.
     """
     verify(folder, context, note)
+    _keeps_tower(folder, TrainingState(models), context, False, note)
     whole = [(model, "") for model in models]
     problems = [_read_weights(folder, whole, context, wants=lambda name: LAYERS not in name)]
     if context.world_size == 1:
@@ -271,12 +293,14 @@ def _cause(error: BaseException) -> str:
     return first_line(error)
 
 
-def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    state: TrainingState, context: ParallelContext, is_loading: bool, no_tower: bool = False
+) -> dict[str, Any]:
     metadata = _content_metadata(context)
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
-    if is_loading:
-        for model in models:
-            for name in [name for name in model if name.endswith(EXTRA_STATE)]:
+    for model in models:
+        for name in [*model]:
+            if (is_loading and name.endswith(EXTRA_STATE)) or (no_tower and name.startswith(TOWER)):
                 del model[name]
     sharded = {f"model{index}": weights for index, weights in enumerate(models)}
     if state.optimizer is not None:

@@ -11,13 +11,19 @@ from megatron.core import dist_checkpointing
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_carried import carried_bytes
+from mkd.checkpoint.hf.hf_carried import carried_bytes, has_weights
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_weights import load_tower
 from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.checkpoint.saved_tower import lacks_tower
 from mkd.checkpoint.verifying import verify
 from mkd.convert.conversion_checks import locate, require_room_for_export
 from mkd.convert.models import DTYPES, build_context, build_model
+from mkd.errors import MkdError, collect_error
+from mkd.models.language_model import LanguageModel
+from mkd.parallel.agreement import agree
 from mkd.plan.models.model_shape import ModelShape
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
 
@@ -39,6 +45,20 @@ def saved_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's embedding, which all weights share; fp32 if it has none."""
     embedding = dist_checkpointing.load_tensors_metadata(str(folder)).get("embedding.word_embeddings.weight")
     return torch.float32 if embedding is None else embedding.dtype
+
+
+def load_missing_tower(model: LanguageModel, folder: Path, reference: Path) -> bool:
+    """Fill this rank's tower from `reference` if the checkpoint in `folder` has none. Collective.
+
+    Return True if it has been filled. If one rank finds a tensor that cannot be used, all raise its error.
+    """
+    is_filled = lacks_tower(folder, [model]) and has_weights(reference)
+    problems: list[MkdError] = []
+    if is_filled:
+        with torch.no_grad():
+            collect_error(problems, lambda: load_tower(model, HFCheckpoint(reference)))
+    agree(problems[0] if problems else None)
+    return is_filled
 
 
 def run(
@@ -63,7 +83,8 @@ def run(
     verify(folder, context, print)  # before anything is unpickled
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)
     model = build_model(shape, weights, context)
-    load_checkpoint(folder, TrainingState([model]), context, is_verified=True)
+    has_tower = load_missing_tower(model, folder, reference)
+    load_checkpoint(folder, TrainingState([model]), context, is_verified=True, has_tower=has_tower)
     assets = assets_of(folder, reference)
     in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
     parts = [(model, model.first_layer)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,17 +16,18 @@ from mkd.human import counted, duration
 from mkd.tokenizers.tokenizer import Tokenizer
 
 EVERY_S = 10.0  # between two lines of progress
+T = TypeVar("T")
 
 
-class TimedBatches(list[PackedBatch]):
+class TimedBatches(list[T]):
     """Batches that say during every pass over them how far it is, and how long the rest takes at most."""
 
-    def __init__(self, batches: Sequence[PackedBatch], say: Callable[[str], None], every_s: float = EVERY_S):
+    def __init__(self, batches: Sequence[T], say: Callable[[str], None], every_s: float = EVERY_S):
         """`say` gets a line at most every `every_s` seconds."""
         super().__init__(batches)
         self._say, self._every_s = say, every_s
 
-    def __iter__(self) -> Iterator[PackedBatch]:
+    def __iter__(self) -> Iterator[T]:
         start = shown = time.monotonic()
         for done, batch in enumerate(super().__iter__()):
             now = time.monotonic()

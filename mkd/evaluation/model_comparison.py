@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mkd.losses import DistillationLoss, LMHead
 from mkd.tokenizers.load import open_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}  # of a batch with its padding
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def compare_models(
     tokens, and DataError for a text that cannot be read.
     """
     folders = resolve_hf(request.a), resolve_hf(request.b)
-    batches = _same_batches(request, folders, BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"])
+    pieces = _same_pieces(request, folders)
+    batches = [*grouped_by_length(pieces, BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"])]
     dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     models = [ComparedModel.load(folder, dtype, device) for folder in folders]
     example = _sequences(batches[0])["input_ids"][:1, :8].to(device)
@@ -117,6 +118,7 @@ class ComparedModel:
 
     model: nn.Module
     head: LMHead | None = None  # None: not known
+    base: nn.Module | None = None  # the model without its head; None: not known
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> ComparedModel:
@@ -145,27 +147,37 @@ class ComparedModel:
         except UsageError:
             return False
         self.head = head
+        base = getattr(self.model, "base_model", self.model)
+        if base is not self.model:
+            whole = self.model(input_ids=example, output_hidden_states=True).hidden_states[-1]
+            own = getattr(base(input_ids=example), "last_hidden_state", None)
+            most = 8 * torch.finfo(whole.dtype).eps * float(whole.abs().max())
+            is_same = own is not None and float((own - whole).abs().max()) <= most
+            self.base = base if is_same else None
         return True
 
     def states(self, inputs: dict[str, Tensor], with_head: bool) -> Tensor:
         """Return the last hidden states [k, t, h], or the logits [k, t, v] without a head."""
         if not with_head:
-            return self.model(**inputs).logits
-        output = self.model(**inputs, logits_to_keep=1, output_hidden_states=True)
-        return output.hidden_states[-1]
+            return self.model(**inputs, use_cache=False).logits
+        if self.base is not None:
+            return self.base(**inputs, use_cache=False).last_hidden_state
+        more = dict(logits_to_keep=1, output_hidden_states=True)  # those of all layers
+        return self.model(**inputs, use_cache=False, **more).hidden_states[-1]
 
 
-def _same_batches(
-    request: ComparisonRequest, folders: Sequence[Path], batch_tokens: int
-) -> list[PackedBatch]:
-    """Return the text in the tokens of both models. Raises UsageError if they differ."""
+def _same_pieces(request: ComparisonRequest, folders: Sequence[Path]) -> list[PackedBatch]:
+    """Return the text in the tokens of both models, a piece of a document each.
+
+    Raises UsageError if they differ.
+    """
     ours, theirs = (
         read_batches(
             request.text,
             open_tokenizer(str(folder)),
             num_tokens=request.num_tokens,
             seq_length=request.seq_length,
-            batch_tokens=batch_tokens,
+            batch_tokens=1,  # each piece is a batch
             least=1,
         )
         for folder in folders
@@ -186,16 +198,29 @@ def _same_batches(
     return ours
 
 
-def _sequences(batch: PackedBatch) -> dict[str, Tensor]:
-    """Return `input_ids`, `attention_mask` and `targets` (-100 without loss), [k, t]: a row a document."""
-    borders = batch.cu_seqlens_padded.tolist()
-    lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
-    shape = len(lengths), max(lengths)
+def grouped_by_length(pieces: Sequence[PackedBatch], most_tokens: int) -> Iterator[list[PackedBatch]]:
+    """Yield all pieces, the longest first, in groups of at most `most_tokens` with padding.
+
+    A group has the tokens of its longest piece in every row. A longer piece is a group of its own.
+    """
+    group: list[PackedBatch] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.max_seqlen):
+        if group and (len(group) + 1) * group[0].max_seqlen > most_tokens:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _sequences(pieces: Sequence[PackedBatch]) -> dict[str, Tensor]:
+    """Return `input_ids`, `attention_mask` and `targets` (-100 without loss), [k, t]: a row a piece."""
+    shape = len(pieces), max(piece.max_seqlen for piece in pieces)
     ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -100)
-    labels = torch.where(batch.loss_mask[0] != 0, batch.labels[0], -100)
-    for row, (start, length) in enumerate(zip(borders, lengths, strict=False)):
-        ids[row, :length] = batch.tokens[0, start : start + length]
-        targets[row, :length] = labels[start : start + length]
+    for row, piece in enumerate(pieces):
+        length = piece.max_seqlen
+        ids[row, :length] = piece.tokens[0]
+        targets[row, :length] = torch.where(piece.loss_mask[0] != 0, piece.labels[0], -100)
         mask[row, :length] = 1
     return dict(input_ids=ids, attention_mask=mask, targets=targets)

@@ -136,7 +136,8 @@ def load_start(
     if folder is None:
         return TrainingPosition()
     with engine.optimizer.state_on_device():
-        position = load_checkpoint(folder, state, engine.context, is_verified=True)
+        given: dict[str, Any] = dict(is_verified=True, has_tower=True, note=LOG.info)  # the student's weights
+        position = load_checkpoint(folder, state, engine.context, **given)
     notice.keep(folder, position.iteration)
     LOG.info(describe_resume(folder, position.iteration))
     return position

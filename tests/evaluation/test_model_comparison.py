@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mkd.commands.compare import main
+from mkd.evaluation import model_comparison
+from mkd.evaluation.model_comparison import ComparedModel
 from mkd.losses.library import language_head
 from tests.losses.library.plain_loss import plain_divergence
 from tests.tiny_models import add_tokenizer, make_model
@@ -60,6 +62,18 @@ def expected(folder):
     return count, *(sums / count).tolist()
 
 
+def watch_shapes(monkeypatch):
+    """Return a set that gets rows and columns of every batch, and whether all layers are kept."""
+    found, states = set(), ComparedModel.states
+
+    def watched(model, inputs, with_head):
+        found.add((*inputs["input_ids"].shape, with_head and model.base is None))
+        return states(model, inputs, with_head)
+
+    monkeypatch.setattr(ComparedModel, "states", watched)
+    return found
+
+
 def compare(folder, *more):
     words = [folder / "a", folder / "b", "--data", folder / "text.jsonl", "--seq-length", SEQ_LENGTH, *more]
     return main([str(word) for word in words])
@@ -67,7 +81,9 @@ def compare(folder, *more):
 
 @pytest.mark.parametrize("known_scale", [True, False])
 def test_equals_plain_transformers(folder, tmp_path, capsys, monkeypatch, known_scale):
-    """Through the heads, and through logits where the head alone does not make them."""
+    """Through the heads, and through logits where the head alone does not make them. Padding counts."""
+    monkeypatch.setitem(model_comparison.BATCH_TOKENS, "cpu", 3 * SEQ_LENGTH + 1)
+    shapes = watch_shapes(monkeypatch)
     if not known_scale:
         monkeypatch.setattr(language_head, "SCALES", {})  # of Granite: it divides its logits
     out = tmp_path / "figures.json"
@@ -79,6 +95,9 @@ def test_equals_plain_transformers(folder, tmp_path, capsys, monkeypatch, known_
     names = ("ce_a", "ce_b", "kl_a_b", "kl_b_a", "top1_agreement")
     assert found["num_tokens"] == count
     assert [found[name] for name in names] == pytest.approx(values, rel=1e-4)
+    assert {rows for rows, *_ in shapes} >= {3} and not any(keeps_all for *_, keeps_all in shapes)
+    assert all(rows * columns <= 3 * SEQ_LENGTH + 1 for rows, columns, _ in shapes)
+    assert len({columns for _, columns, _ in shapes}) > 1
     assert found["perplexity_b"] == pytest.approx(math.exp(values[1]), rel=1e-4)
     assert f"KL(A || B), nats per token     {found['kl_a_b']:.6g}" in shown
 

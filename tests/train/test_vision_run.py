@@ -13,7 +13,7 @@ from tests.checkpoint.saved_tensors import all_tensors
 from tests.data.images.tiny_processors import image_file, make_qwen, picture
 from tests.reported import reported_codes
 from tests.tiny_models import make_model
-from tests.train.command import flags, read_metrics, run_main, write_records
+from tests.train.command import call_main, flags, read_metrics, run_main, write_records
 from tests.train.test_resume import train_and_hash
 from tests.train.two_processors import with_text, with_weights
 
@@ -180,6 +180,46 @@ def test_a_teacher_of_text_teaches_on_text_alone(files, ranks):
     before, after = all_tensors(files / "student"), all_tensors(files / "of text")
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
     assert unchanged == {name for name in before if "visual" in name}, "weight decay moves the rest"
+
+
+def save_text_alone(arguments):
+    """Train as an mkd that ran the text model of a student with images alone."""
+    from functools import partial
+
+    from mkd.checkpoint import distributed
+
+    whole = distributed._sharded_state
+    distributed._sharded_state = partial(whole, no_tower=True)
+    try:
+        train_and_hash(arguments)
+    finally:
+        distributed._sharded_state = whole
+
+
+def test_a_checkpoint_without_a_tower_resumes(files, ranks):
+    """The tower keeps the weights of the student's folder; what has none for it is refused by name."""
+    make_text_teacher(files, "teacher of text", "text alone.jsonl")
+
+    def words(run, *more, **paths):
+        given = dict(teacher_hf="teacher of text", data_path="text alone.jsonl", image_root=None) | paths
+        return argv(files, run, "--student-train-parts", "text", *more, **given)
+
+    (straight,) = ranks.run(train_and_hash, 1, words("never stopped"))
+    ranks.run(save_text_alone, 1, words("no tower", "--exit-interval", STEPS // 2))
+    (found,) = ranks.run(train_and_hash, 1, words("goes on", "--load", files / "no tower"))
+    assert found == straight
+    started = words("starts", "--student-load", files / "no tower", student_hf=None)
+    (refused,) = run_main(ranks, started)
+    assert reported_codes(refused.stderr) == ["checkpoint-of-another-model"]
+    assert "--reference-hf" in refused.stderr
+    out = files / "with the tower"
+    export = ["--load", files / "no tower", "--hf-out", out, "--reference-hf", files / "student"]
+    (exported,) = ranks.run(call_main, 1, [str(word) for word in export], "mkd.commands.export")
+    assert exported[0] == 0, exported
+    before, after = all_tensors(files / "student"), all_tensors(out)
+    assert before.keys() == after.keys()
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert unchanged == {name for name in before if "visual" in name}
 
 
 def test_simpo_learns_from_pairs_of_text_and_refuses_those_with_pictures(files, ranks):

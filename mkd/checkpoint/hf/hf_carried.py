@@ -39,7 +39,7 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
     """
     if not carried_patterns(shape):
         return {}
-    checkpoint = HFCheckpoint(folder) if _has_weights(folder) else None
+    checkpoint = HFCheckpoint(folder) if has_weights(folder) else None
     found = {} if checkpoint is None else dict(_carried(shape, checkpoint))
     parts = shape.hf_config, shape.hf_config.get("text_config") or {}
     has_further = any(part.get(name) for part in parts for name in NUM_FURTHER)
@@ -61,13 +61,14 @@ def find_carried(shape: ModelShape, folder: Path) -> dict[str, CarriedTensor]:
 
 def carried_bytes(shape: ModelShape, folder: Path) -> int:
     """Return the bytes of the tensors that `find_carried` finds; it raises the same errors."""
-    if not (carried_patterns(shape) and _has_weights(folder)):
+    if not (carried_patterns(shape) and has_weights(folder)):
         return 0
     found = (one for _, one in _carried(shape, HFCheckpoint(folder)))
     return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
+    """Return True if the folder has weights, not only the small files of a model."""
     return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 

@@ -62,7 +62,7 @@ def read_stacks(
     outer = VISION_FAMILIES.get(model_type)
     family = FAMILIES.get((outer and outer.text_family) or model_type)
     if family is not None and family.reads_turned_stacks:
-        turned = dict(_turned(headers))
+        turned = dict(_turned(headers, quantised))
         return dict(headers) | {name: one.header for name, one in turned.items()}, dict(turned)
     if family is None or not family.reads_stacked_experts:
         return dict(headers), {}
@@ -79,15 +79,20 @@ def read_stacks(
     return found, matrices
 
 
-def _turned(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, TurnedStack]]:
+def _turned(
+    headers: Mapping[str, TensorHeader], quantised: Container[str]
+) -> Iterator[tuple[str, TurnedStack]]:
     """Yield the stacks [experts, out, in]: those of a layer share the hidden size where only they can."""
     for name, gate_up in headers.items():
         match = STACK.fullmatch(name)
-        down = headers.get(name.replace("gate_up_proj", "down_proj"))
-        if match is None or match[2] != "gate_up_proj" or down is None:
+        if match is None or match[2] != "gate_up_proj":
+            continue
+        down_name = f"{match[1]}down_proj"
+        down = headers.get(down_name)
+        if down is None or name in quantised or down_name in quantised:
             continue
         if len(gate_up.shape) == len(down.shape) == 3 and gate_up.shape[2] == down.shape[1]:
-            for one, header in ((name, gate_up), (f"{match[1]}down_proj", down)):
+            for one, header in ((name, gate_up), (down_name, down)):
                 experts, rows, columns = header.shape
                 yield one, TurnedStack((one,), replace(header, shape=(experts, columns, rows)))
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkd.errors import UsageError, first_line
 from mkd.models.mixers.pack_rows import PackRows, Segments
 from mkd.models.mixers.recurrence import PackedRecurrence
+from mkd.plan.models.mixer_kernels import fla_version
 
 
 class FusedRecurrence(PackedRecurrence):
@@ -83,3 +85,17 @@ def kernels() -> dict[str, Any]:
 
     register_where_triton_is_wrong()
     return {"convolution": causal_conv1d, "delta rule": chunk_gated_delta_rule, "gated norm": rms_norm_gated}
+
+
+def require_kernels() -> None:
+    """Raise UsageError if the kernels cannot be imported. A model with fused mixers calls it when built."""
+    try:
+        kernels()
+    except Exception as error:  # the type depends on what is broken: fla-core, Triton or a library of theirs
+        raise UsageError(
+            f"the kernels of fla-core {fla_version()} cannot be imported: {first_line(error)}",
+            "the package is installed, so mixers were planned as fused kernels",
+            "pip install --force-reinstall 'megatron-kd[hybrid]', or pip uninstall fla-core: "
+            "mixers then run in plain torch, more slowly",
+            code="package-missing",
+        ) from error

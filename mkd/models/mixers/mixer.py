@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from mkd.families.mixer_shape import MixerShape
-from mkd.models.mixers.fused_recurrence import FusedRecurrence
+from mkd.models.mixers.fused_recurrence import FusedRecurrence, require_kernels
 from mkd.models.mixers.pack_rows import PackRows, channels_to_rows, pack_rows, rows_to_channels
 from mkd.models.mixers.recurrence import PackedRecurrence
 from mkd.models.packed import PackedDocuments
@@ -160,7 +160,12 @@ class Mixer(MegatronModule):
 
 
 def _recurrence(config: TransformerConfig, mixer: MixerShape) -> PackedRecurrence:
-    """Return the operations of a mixer: fused kernels on GPUs where they can run."""
+    """Return the operations of a mixer: fused kernels on GPUs where they can run.
+
+    Raises UsageError if fla-core is installed, and its kernels cannot be imported.
+    """
     settings = dict(is_bf16=config.params_dtype == torch.bfloat16, is_exact=config.deterministic_mode)
-    has_gpu = torch.cuda.is_available()
-    return FusedRecurrence() if has_gpu and unfused_reason(mixer, **settings) is None else PackedRecurrence()
+    if not torch.cuda.is_available() or unfused_reason(mixer, **settings) is not None:
+        return PackedRecurrence()
+    require_kernels()
+    return FusedRecurrence()

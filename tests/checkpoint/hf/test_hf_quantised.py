@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.errors import CheckpointError
 from tests.checkpoint.hf.test_hf_writer import import_export
 from tests.checkpoint.saved_tensors import all_tensors
@@ -91,6 +93,17 @@ def test_mxfp4_is_exact_and_transposed(tmp_path):
     cut = (slice(1, 2), slice(20, 50), slice(3, 40))  # of every dimension at once
     assert torch.equal(checkpoint.read("mlp.down_proj", cut), expected[cut])
     assert checkpoint.bytes_read - before == 37 * 2 * 17
+
+
+def test_quantised_stacks_are_not_turned(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
+    start = "model.language_model.layers.0.mlp.experts."
+    headers = {
+        f"{start}{name}": TensorHeader("f", (3, 8, 8), "BF16") for name in ("gate_up_proj", "down_proj")
+    }
+    assert read_stacks(tmp_path, headers, ())[1].keys() == headers.keys()
+    for quantised in headers:
+        assert read_stacks(tmp_path, headers, {quantised}) == (headers, {})
 
 
 @pytest.fixture
