@@ -14,6 +14,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint, save_chec
 from mkd.checkpoint.folders import TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.checkpoint.saved_tower import tower_problem
 from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import MkdError
 from mkd.parallel.context import ParallelContext
@@ -117,3 +118,13 @@ def test_a_damaged_tower_is_refused_by_name(tmp_path, ranks):
         "hf-tensor-unexpected: has shape",
     ]
     shutil.rmtree(source)
+
+
+def test_a_trained_tower_needs_a_checkpoint_with_one(tmp_path):
+    part = torch.nn.ModuleDict({"tower": torch.nn.Linear(2, 2)})
+    assert tower_problem(tmp_path, [part], is_training=False, has_weights=True) is None
+    found = tower_problem(tmp_path, [part], is_training=True, has_weights=True)
+    assert "--student-train-parts text" in found.do
+    part.requires_grad_(False)
+    assert tower_problem(tmp_path, [part], is_training=True, has_weights=True) is None
+    assert "--reference-hf" in tower_problem(tmp_path, [part], is_training=False, has_weights=False).do
