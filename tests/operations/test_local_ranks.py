@@ -32,6 +32,7 @@ print("codes", json.dumps(codes), flush=True)
 BEGIN = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
 CODE_OF_THE_FIRST = BEGIN + "time.sleep(30 * (rank == 0)); sys.exit(66)"
 WELL = BEGIN + "assert os.environ['WORLD_SIZE'] == '2' and os.environ['NCCL_NVLS_ENABLE'] == '0'"
+WELL += "; assert Path(os.environ['PYTHONPATH'].split(os.pathsep)[0], 'pyproject.toml').is_file()"
 KILLED = BEGIN + "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(30)"
 SIGNALLED = (  # rank 1 signals the launcher when both can take it; the launcher's own SIGTERM comes later
     BEGIN
