@@ -78,7 +78,7 @@ def first_state(request: Request, rest: Sequence[str]) -> State:
     """
     from mkd.recipe.distill_stages import STATE, State, stages_of
     from mkd.recipe.first_run import CONFIG, choose_first_run
-    from mkd.recipe.folder_in_use import check_no_run, check_settings, is_cut
+    from mkd.recipe.folder_in_use import check_no_run, check_no_student, check_settings, is_cut
 
     path, is_chosen = request.out / CONFIG, (request.out / CONFIG).exists()
     check_no_run(request, exports_too=True)
@@ -87,6 +87,7 @@ def first_state(request: Request, rest: Sequence[str]) -> State:
         check_settings(request, path)
         print(f"the settings are those of {path}")
     else:
+        check_no_student(request)
         run = choose_first_run(request)
         run.write()
         print(run.summary(shows_commands=False))

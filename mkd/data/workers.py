@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from mkd.errors import MkdError
 from mkd.parent_process import die_with_parent
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 DEAD_WORKER = "DataLoader worker"  # in torch's error about one
 FEEDER_SECONDS = 10.0  # most that the end of a thread of the loader is waited for
 

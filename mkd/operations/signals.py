@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that end a run.
 
 torchrun and schedulers end a job with SIGTERM. Slurm warns with the signal of --signal. People press Ctrl-C.
+A closed terminal's SIGHUP ends a run as well, unless `nohup` has let the process ignore it.
 """
 COPY_S = 2.0  # within which torchrun passes on a Ctrl-C that its processes have also got from the terminal
 FORCED_S = 3.0  # for the main thread to clean up after a second Ctrl-C, before the process ends
@@ -49,6 +51,8 @@ class Signals:
         """Acknowledge a signal. Return True if it is a second Ctrl-C. Called in a thread."""
         now, is_ctrl_c = time.monotonic(), number == signal.SIGINT
         self.received = self.received or number
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if not self._is_asked:
             self._is_asked, self._copy_until = True, now + COPY_S * self.has_torchrun
             again = f"; press Ctrl-C again to stop now{self.lost}"
@@ -69,7 +73,8 @@ class Signals:
     def _say(self, text: str) -> None:
         if self.speaks:
             line_break = "\n" if os.isatty(2) else ""  # after the ^C of the terminal
-            os.write(2, f"{line_break}{text}\n".encode())
+            with suppress(OSError):  # the terminal is gone
+                os.write(2, f"{line_break}{text}\n".encode())
 
 
 def _has_torchrun(environment: Mapping[str, str]) -> bool:
@@ -99,7 +104,9 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
     os.set_blocking(writer, False)
     is_over = threading.Event()
     listener = threading.Thread(target=_listen, args=(reader, signals, is_over), name="signals", daemon=True)
-    earlier = {number: signal.signal(number, catch) for number in SIGNALS}
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    caught = SIGNALS if is_ignored else (*SIGNALS, signal.SIGHUP)
+    earlier = {number: signal.signal(number, catch) for number in caught}
     earlier_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     listener.start()
     try:
@@ -120,7 +127,7 @@ def _listen(reader: int, signals: Signals, is_over: threading.Event) -> None:
     """Acknowledge signals as they come, in a thread: Python's handlers wait for the main thread."""
     while not is_over.is_set():
         for number in os.read(reader, 64):
-            if number in SIGNALS and signals.came(number):
+            if number in (*SIGNALS, signal.SIGHUP) and signals.came(number):
                 for action in signals.when_forced:
                     action()
                 _thread.interrupt_main()
@@ -129,7 +136,16 @@ def _listen(reader: int, signals: Signals, is_over: threading.Event) -> None:
                     os._exit(EXIT_INTERRUPTED)
 
 
+def _leave_terminal() -> None:
+    """Send output to a terminal nowhere from now on: writing to one that is closed is an error."""
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in (1, 2):
+            with suppress(OSError):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(nowhere.fileno(), descriptor)
+
+
 def ignore_signals() -> None:
-    """Ignore `SIGNALS` from now on. Python's handlers would end with the interpreter."""
-    for number in SIGNALS:
+    """Ignore `SIGNALS` and SIGHUP from now on. Python's handlers would end with the interpreter."""
+    for number in (*SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

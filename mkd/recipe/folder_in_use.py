@@ -54,6 +54,14 @@ def check_no_run(request: Request, exports_too: bool) -> None:
         raise UsageError(what, why, f"choose another --out, or remove {export}", code="choose-another-folder")
 
 
+def check_no_student(request: Request) -> None:
+    """Raise UsageError if a model is where the student is to be cut: the cut would replace it."""
+    folder = Path(request.student_folder)
+    if request.sizes is not None and is_cut(folder):
+        what, why = f"{folder} holds a model", "the student that is cut out of the teacher would replace it"
+        raise UsageError(what, why, f"choose another --out, or move {folder}", code="choose-another-folder")
+
+
 def check_student(request: Request) -> None:
     """Raise UsageError if the student that has been cut in `request.out` has other sizes than requested."""
     folder = Path(request.student_folder)

@@ -107,3 +107,22 @@ def test_signals_are_answered_in_the_middle_of_a_computation():
             assert process.wait(timeout=30) == 130 and process.stderr.read() == ""
         finally:
             process.kill()
+
+
+def test_a_closed_terminal_ends_a_run_unless_it_is_ignored(monkeypatch):
+    """The run saves; `nohup` lets it continue."""
+    from mkd.operations import signals as module
+
+    monkeypatch.setattr(module, "_leave_terminal", lambda: None)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with module.caught_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received == signal.SIGHUP
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with module.caught_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -17,7 +17,7 @@ from mkd.losses.fused_rows import fused_linear_rows
 from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard, require_columns
 from mkd.losses.library import dtensors
 from mkd.losses.library.language_head import LMHead
-from mkd.losses.library.target_rows import TargetRows, denominator, target_rows
+from mkd.losses.library.target_rows import TargetRows, denominator, require_labels, target_rows
 from mkd.losses.library.vocabulary_split import VocabularySplit, split_heads, split_logits
 from mkd.losses.lm_head import HeadInput
 from mkd.losses.statistics import VALUE_NAMES, RowValues
@@ -130,6 +130,7 @@ class DistillationLoss(nn.Module):
     def _of_logits(self, student: Tensor, teacher: Tensor | None, target: TargetRows) -> KDOutput | RowValues:
         own, local, split, ids = split_logits(student, teacher, self.tp_group)
         objective, shard = self._objective(split, ids)
+        self._check_labels(target, objective)
         own, local = (None if one is None else one.flatten(0, -2) for one in (own, local))
         loss = vocab_parallel_rows if self.reduction == "none" else vocab_parallel_kd
         rows = own, local, target.labels, target.mask
@@ -144,6 +145,7 @@ class DistillationLoss(nn.Module):
     ) -> KDOutput | RowValues:
         local, split, ids = split_heads(heads[: len(states)], self.tp_group)
         objective, shard = self._objective(split, ids)
+        self._check_labels(target, objective)
         student, *teachers = (
             HeadInput(hidden, head.weight, head.logits_cap, head.bias, head.scale)
             for hidden, head in zip(states, local, strict=True)
@@ -164,6 +166,11 @@ class DistillationLoss(nn.Module):
             fp32_logits=self.fp32_logits,
             shard=shard,
         )
+
+    def _check_labels(self, target: TargetRows, objective: KDObjective) -> None:
+        """Check the labels of rows with a loss, unless the device must not be waited for."""
+        if self.skip_ignored_rows and target.has_labels:
+            require_labels(target.labels[target.mask != 0], objective.student_vocab_size)
 
     def _states(self, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return hidden states [t, h] of all rows, in `dtype` if there is one."""

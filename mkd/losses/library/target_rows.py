@@ -61,6 +61,18 @@ def target_rows(
     return TargetRows(shift_labels, mask, True)
 
 
+def require_labels(chosen: Tensor, vocab_size: int) -> None:
+    """Raise UsageError if a label of a row with a loss is no id of the student. Waits for the device."""
+    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < vocab_size:
+        found = int(chosen.min()) if int(chosen.min()) < 0 else int(chosen.max())
+        raise UsageError(
+            f"the label {found} is not an id of the student, which has {vocab_size}",
+            "its probability is not defined",
+            "give such rows ignore_index or weight 0, or set ignore_index to this number",
+            code="numbers-contradict",
+        )
+
+
 def _next(values: Tensor, last: float) -> Tensor:
     """Return the value of the next place, `last` at the end."""
     return torch.nn.functional.pad(values[..., 1:], (0, 1), value=last)

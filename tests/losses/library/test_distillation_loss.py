@@ -230,6 +230,10 @@ def test_refuses_what_does_not_fit():
             lambda: DistillationLoss(student_vocab_size=71)(hidden, teacher_hidden, labels=labels, **heads),
         ),
         ("model-feature-not-supported", lambda: LMHead.of(nn.Embedding(4, 4))),
+        (
+            "numbers-contradict",
+            lambda: loss(hidden, teacher_hidden, labels=labels - labels.max() - 1, **heads),
+        ),
     ):
         with refused(code, UsageError):
             call()
