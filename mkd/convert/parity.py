@@ -13,6 +13,7 @@ from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_tower import model_type_of
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import build_model, load_from_hf
+from mkd.convert.reference_model import one_expert_at_a_time
 from mkd.errors import CheckpointError, UsageError
 from mkd.families.vision import WITH_IMAGES
 from mkd.models.language_model import LanguageModel
@@ -73,6 +74,7 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
         why = str(error).splitlines()[0]
         what = f"transformers cannot load {folder}, so nothing can be compared"
         raise CheckpointError(what, why, do, code="model-config-not-valid") from error
+    one_expert_at_a_time(model)
     return torch.cat([model(ids[None].to(device)).logits[0].float().cpu() for ids in documents])
 
 

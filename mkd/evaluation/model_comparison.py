@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.convert.reference_model import one_expert_at_a_time
 from mkd.data.batch import PackedBatch
 from mkd.data.measured_text import TimedBatches, read_batches
 from mkd.errors import CheckpointError, UsageError, first_line
@@ -137,6 +138,7 @@ class ComparedModel:
                 "name a folder with config.json and *.safetensors of a language model",
                 code="model-config-not-valid",
             ) from error
+        one_expert_at_a_time(model)
         return cls(model.eval().requires_grad_(False).to(device))
 
     def find_head(self, example: Tensor) -> bool:
