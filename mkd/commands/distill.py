@@ -122,11 +122,11 @@ def run_stages(request: Request, state: State, plan_only: bool) -> int:
     from mkd.operations.launch.child_command import ChildCommands
     from mkd.recipe.distill_stages import stages_of
 
-    stages, commands = stages_of(request), ChildCommands()
+    stages, commands, has_changed = stages_of(request), ChildCommands(), False
     with commands.signals_forwarded():
         for number, stage in enumerate(stages, 1):
             head = f"\n[{number}/{len(stages)}] {stage.title}"
-            if state.is_done(stage):
+            if state.is_done(stage) and not has_changed:
                 print(f"{head}: done")
                 continue
             if stage.skipped:
@@ -144,6 +144,7 @@ def run_stages(request: Request, state: State, plan_only: bool) -> int:
                 print(f"\n{why_not(stage, code)}", flush=True)
                 return code
             state.done(stage, started)
+            has_changed = has_changed or stage.name in ("student", "train")  # the later stages read it
     print("" if plan_only else f"\n{summary(request, state)}")
     return EXIT_DONE
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkd.config.flags import FlagParser, parse_command_line, whole_number
 from mkd.errors import ErrorList, UsageError, returns_exit_code
@@ -104,17 +105,28 @@ def ask_for_rest(args: argparse.Namespace, read: Callable[[str], str] = input) -
 
     number, memory = visible_gpus_and_memory()
     if args.gpus is None:
-        args.gpus = whole_number(_ask(read, "GPUs, 0 for the CPU", str(number)), 0)
+        args.gpus = _ask(read, "GPUs, 0 for the CPU", str(number), partial(whole_number, least=0))
     if args.gpus and args.gpu_memory_gib is None:
-        args.gpu_memory_gib = float(_ask(read, "GiB of memory of one GPU", str(memory or 79.1)))
+        args.gpu_memory_gib = _ask(read, "GiB of memory of one GPU", str(memory or 79.1), float)
     if args.out is None:
         args.out = Path(_ask(read, "folder of the run", str(default_folder(args.teacher, args.student))))
 
 
-def _ask(read: Callable[[str], str], question: str, default: str = "") -> str:
-    while not (answer := read(f"{question}{f' [{default}]' if default else ''}: ").strip() or default):
-        pass
-    return answer
+def _ask(
+    read: Callable[[str], str], question: str, default: str = "", parse: Callable[[str], Any] = str
+) -> Any:
+    """Ask until there is an answer that `parse` takes. Raises UsageError if there are no more answers."""
+    while True:
+        try:
+            answer = read(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        except EOFError as error:
+            what, do = "the answers end before the last question", "answer all, or give TEACHER STUDENT DATA"
+            raise UsageError(what, f"{question} has none", do, code="add-flag") from error
+        try:
+            if answer:
+                return parse(answer)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            print(f"  {error}")
 
 
 def build_request(args: argparse.Namespace, rest: Sequence[str]) -> Request:

@@ -19,6 +19,7 @@ from mkd.errors import CheckpointError, UsageError
 from mkd.plan.models.parameters import model_parameters
 from mkd.recipe.first_request import Request
 from mkd.recipe.first_run import CONFIG, make_student_words
+from mkd.recipe.folder_in_use import has_weights, make_folder
 from mkd.run_command import quoted
 
 STATE = "distill.json"
@@ -33,6 +34,7 @@ class Stage:
     title: str
     words: tuple[str, ...]  # the command line without `mkd`
     reads: bytes = b""  # contents of the file of settings that it reads
+    leaves: str = ""  # the file, or the folder of a model, without which it has to run again
     may_fail: bool = False  # the stages after it run all the same
     skipped: str = ""  # why it does not run
 
@@ -79,8 +81,10 @@ class State:
         self.write()
 
     def is_done(self, stage: Stage) -> bool:
-        """Return True if the stage is done as it is now."""
-        return self.stages.get(stage.name, {}).get("key") == stage.key
+        """Return True if the stage is done as it is now, and what it leaves is still there."""
+        left = Path(stage.leaves)
+        is_there = not stage.leaves or (has_weights(left) if left.is_dir() else left.exists())
+        return is_there and self.stages.get(stage.name, {}).get("key") == stage.key
 
     def require_same(self, asked: dict[str, Any]) -> None:
         """Raise UsageError if something else is asked for than when the distillation began."""
@@ -109,7 +113,7 @@ def _shown(value: Any) -> str:
 @contextmanager
 def only_one(out: Path) -> Iterator[None]:
     """Lock the folder against a second `mkd distill`. Raises CheckpointError if there is one."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with open(out / ".lock", "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,19 +129,21 @@ def stages_of(request: Request) -> list[Stage]:
     config, reads = load_config(["--config", str(path)]).config, path.read_bytes()
     stages = []
     if request.sizes is not None:
-        words = make_student_words(request)
-        stages.append(Stage("student", "cut the student out of the teacher", (*words, "--overwrite")))
+        words, title = (*make_student_words(request), "--overwrite"), "cut the student out of the teacher"
+        stages.append(Stage("student", title, words, leaves=request.student_folder))
     ranks = ("--nproc-per-node", str(request.processes))
     train = ("train", *ranks, "--config", str(path))
-    stages.append(Stage("train", "train, evaluate held-out text, export", train, reads))
-    stages += _evaluations(request, config, ranks, reads)
     export, save = config.checkpoint.export_hf, config.checkpoint.save
+    title = "train, evaluate held-out text, export"
+    stages.append(Stage("train", title, train, reads, leaves=str(export or save or "")))
+    stages += _evaluations(request, config, ranks, reads)
     if export and save and model_parameters(request.student_shape).total <= MOST_COMPARED:
         compared = ("parity", "--hf", export, "--load", save)
         title = "compare the export in transformers with the checkpoint in mkd"
         stages.append(Stage("check", title, compared, reads))
     if save:
-        stages.append(Stage("report", "write one page about the run", ("report", save), reads))
+        title, leaves = "write one page about the run", str(Path(save) / "report.html")
+        stages.append(Stage("report", title, ("report", save), reads, leaves=leaves))
     return stages
 
 

@@ -35,14 +35,22 @@ PARTS = {
 def parse_size(text: str) -> Sizes | None:
     """Return the size of a student to cut: `0.5B`, `113M`, `layers:12` or `layers:12,ffn:1024`.
 
-    None: `text` names a model. A folder of that name wins.
+    None: `text` names a model. A folder of that name wins. Raises UsageError for parts that are no size.
     """
     if Path(text).is_dir():
         return None
     if match := NUMBER.fullmatch(text):
         return Sizes(target_params=int(float(match[1]) * UNITS[match[2].lower()]))
     pairs = [part.partition(":") for part in text.split(",")]
-    if not all(name in PARTS and number.isdecimal() and int(number) for name, _, number in pairs):
+    names = [name for name, _, _ in pairs]
+    is_valid = all(name in PARTS and number.isdecimal() and int(number) for name, _, number in pairs)
+    if ":" in text and names[0] in PARTS and not (is_valid and len(set(names)) == len(names)):
+        what, why = (
+            f"{text!r} is not a size",
+            f"a size has each of {', '.join(PARTS)} once, with a number above 0",
+        )
+        raise UsageError(what, why, "use for example layers:12,ffn:1024, or 0.5B", code="value-unknown")
+    if not is_valid:
         return None
     return Sizes(**{PARTS[name]: int(number) for name, _, number in pairs})
 

@@ -17,7 +17,7 @@ from mkd.pruning.cut import first_parts
 from mkd.recipe.choose import choose_basics, choose_batch
 from mkd.recipe.choose_layout import DoesNotFit, choose_layout, put_data_parallel
 from mkd.recipe.first_request import Request, have_other_tokens
-from mkd.recipe.folder_in_use import check_student
+from mkd.recipe.folder_in_use import check_student, make_folder
 from mkd.recipe.recipe_yaml import recipe_text
 from mkd.recipe.settings import Settings
 from mkd.recipe.survey import survey
@@ -45,7 +45,7 @@ class FirstRun:
     def write(self) -> None:
         """Write the file, and the config.json of a student that is still to be cut. Check both."""
         request = self.request
-        request.out.mkdir(parents=True, exist_ok=True)
+        make_folder(request.out)
         if request.sizes is not None:
             write_planned_student(request)
         self.path.write_text(recipe_text(self.settings, self.heading()), encoding="utf-8")

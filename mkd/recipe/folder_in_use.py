@@ -12,12 +12,27 @@ from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_folder import is_planned, model_files
 from mkd.config.load import load_config
 from mkd.config.options import flat_settings
-from mkd.errors import UsageError
+from mkd.errors import UsageError, first_line
 from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.sizes import StudentSizes
 from mkd.recipe.first_request import Request
 
 SAVE, LOAD = "checkpoint.save", "checkpoint.load"
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a run. Raises UsageError if that cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "a file has this name" if out.is_file() else first_line(error)
+        what, do = f"the folder {out} cannot be made", "choose another --out"
+        raise UsageError(what, why, do, code="not-writable") from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if `folder` holds all weights of a model: the file that is moved there last exists."""
+    return any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE))
 
 
 def check_new_file(path: Path) -> None:
@@ -79,8 +94,8 @@ def check_student(request: Request) -> None:
 
 
 def is_cut(folder: Path) -> bool:
-    """Return True if `folder` holds a complete student: the file that is moved there last exists."""
-    return not is_planned(folder) and any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE))
+    """Return True if `folder` holds a complete student."""
+    return not is_planned(folder) and has_weights(folder)
 
 
 def sizes_of(folder: Path) -> StudentSizes | None:

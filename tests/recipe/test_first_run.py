@@ -7,21 +7,25 @@ import os
 import pty
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from mkd.commands.init import main
+from mkd.commands.init import _ask, main
 from mkd.commands.plan import main as plan
+from mkd.config.flags import whole_number
 from mkd.config.load import load_config
-from mkd.errors import EXIT_DATA, EXIT_USAGE
+from mkd.errors import EXIT_DATA, EXIT_USAGE, UsageError
 from mkd.plan.times.hardware import USABLE
 from mkd.pruning.sizes import Sizes
 from mkd.recipe.choose_layout import fullest_rank
+from mkd.recipe.distill_stages import Stage, State
 from mkd.recipe.first_request import Request, parse_size
 from mkd.recipe.first_run import choose_first_run
-from tests.reported import reported_codes
+from mkd.recipe.folder_in_use import make_folder
+from tests.reported import refused, reported_codes
 from tests.train.command import write_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,12 +48,49 @@ def llama(folder: Path, layers: int, hidden: int, ffn: int, heads: int) -> str:
         ("layers:12", Sizes(num_layers=12)),
         ("layers:12,ffn:1024", Sizes(num_layers=12, ffn_hidden_size=1024)),
         ("Qwen/Qwen2.5-0.5B", None),
-        ("layers:0", None),
         ("12", None),
     ],
 )
 def test_a_student_is_a_model_or_a_size(text, sizes):
     assert parse_size(text) == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["layers:0", "layers:2.5", "layers:", "layers:3,foo:12", "layers:3,layers:2"]
+)
+def test_parts_that_are_no_size(text):
+    with refused("value-unknown", UsageError):
+        parse_size(text)
+
+
+def test_answers_are_asked_for_again(capsys):
+    answers = iter(["two", "-1", "2"])
+    assert _ask(lambda question: next(answers), "GPUs", "0", partial(whole_number, least=0)) == 2
+    assert capsys.readouterr().out.count("is not a whole number of 0 or more") == 2
+
+    def ended(question):
+        raise EOFError
+
+    with refused("add-flag", UsageError):
+        _ask(ended, "teacher")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with refused("not-writable", UsageError):
+            make_folder(out)
+
+
+def test_a_stage_is_done_while_what_it_leaves_is_there(tmp_path):
+    stage = Stage("train", "train", ("train",), leaves=str(tmp_path / "hf"))
+    state = State(tmp_path / "distill.json", {}, {})
+    state.done(stage, 0.0)
+    assert not state.is_done(stage)
+    (tmp_path / "hf").mkdir()
+    assert not state.is_done(stage)
+    (tmp_path / "hf/model.safetensors").touch()
+    assert state.is_done(stage)
 
 
 def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
