@@ -14,15 +14,15 @@ softcap.py               logits that stay within a bound
 scores.py                log-probability and entropy of given tokens, for evaluation
 triton/                  the passes as GPU kernels
 stored/                  the loss of a teacher whose top-k log-probabilities are stored
-library/                 the loss as a module, without Megatron unless the vocabulary is split
+standalone/              the loss as a module, without Megatron unless the vocabulary is split
 """
 
 from mkd.losses.divergences import build_divergence
 from mkd.losses.fused_linear import fused_linear_kd
 from mkd.losses.kd_objective import KDObjective, KDOutput
-from mkd.losses.library.distillation_loss import DistillationLoss, DistillationOutput
-from mkd.losses.library.language_head import LMHead
 from mkd.losses.lm_head import HeadInput
+from mkd.losses.standalone.distillation_loss import DistillationLoss, DistillationOutput
+from mkd.losses.standalone.language_head import LMHead
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
 from mkd.losses.vocab_parallel import vocab_parallel_kd
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
-from tests.losses.library.plain_loss import plain_rows
+from tests.losses.standalone.plain_loss import plain_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "loss-library.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)

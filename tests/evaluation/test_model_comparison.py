@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mkd.commands.compare import main
 from mkd.evaluation import model_comparison
 from mkd.evaluation.model_comparison import ComparedModel
-from mkd.losses.library import language_head
-from tests.losses.library.plain_loss import plain_divergence
+from mkd.losses.standalone import language_head
+from tests.losses.standalone.plain_loss import plain_divergence
 from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH = 16

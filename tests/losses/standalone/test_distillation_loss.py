@@ -13,8 +13,8 @@ from torch import nn
 from mkd.config.divergence import DECLARATIONS
 from mkd.errors import UsageError
 from mkd.losses import DistillationLoss, LMHead
-from tests.losses.library.plain_loss import plain_logits, plain_rows
 from tests.losses.objectives import MIXED
+from tests.losses.standalone.plain_loss import plain_logits, plain_rows
 from tests.losses.test_vocab_parallel_cost import Recorder
 from tests.reported import refused
 

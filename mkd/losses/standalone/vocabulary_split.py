@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from mkd.errors import UsageError
 from mkd.losses.kd_objective import KDObjective, VocabShard, require_columns
-from mkd.losses.library import dtensors
-from mkd.losses.library.language_head import LMHead
+from mkd.losses.standalone import dtensors
+from mkd.losses.standalone.language_head import LMHead
 from mkd.parallel.axes import place_in
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mkd.losses import DistillationLoss, LMHead
-from tests.losses.library.plain_loss import plain_logits, plain_rows
+from tests.losses.standalone.plain_loss import plain_logits, plain_rows
 from tests.ranks import skip_unless_gpus_take
 
 ROWS, STUDENT, TEACHER = 18, 12, 20

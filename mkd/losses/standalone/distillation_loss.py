@@ -15,11 +15,11 @@ from mkd.losses.divergences import build_divergence
 from mkd.losses.fused_linear import fused_linear_kd
 from mkd.losses.fused_rows import fused_linear_rows
 from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard, require_columns
-from mkd.losses.library import dtensors
-from mkd.losses.library.language_head import LMHead
-from mkd.losses.library.target_rows import TargetRows, denominator, require_labels, target_rows
-from mkd.losses.library.vocabulary_split import VocabularySplit, split_heads, split_logits
 from mkd.losses.lm_head import HeadInput
+from mkd.losses.standalone import dtensors
+from mkd.losses.standalone.language_head import LMHead
+from mkd.losses.standalone.target_rows import TargetRows, denominator, require_labels, target_rows
+from mkd.losses.standalone.vocabulary_split import VocabularySplit, split_heads, split_logits
 from mkd.losses.statistics import VALUE_NAMES, RowValues
 from mkd.losses.vocab_parallel import vocab_parallel_kd, vocab_parallel_rows
 from mkd.plan.footprint.head import head_block_rows
