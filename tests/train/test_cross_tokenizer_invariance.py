@@ -95,3 +95,19 @@ def test_layout_equals_one_process(loss, flags, layout, folder, single, ranks):
         run_layout, layout.ranks, layout.with_flags(flags), folder, loss, folder / "layout", UPDATES
     )
     require_equal(errors_of(results, folder, reference))
+
+
+def test_soft_capped_logits_at_a_layout(ranks, tmp_path):
+    """A teacher with another tokenizer and a cap: its cap changes the loss, alike on two processes."""
+    folder, losses = make_files(tmp_path, families=("qwen3", "gemma4", "qwen2")), []
+    path = folder / "cross" / "config.json"
+    written = json.loads(path.read_text())
+    assert written["final_logit_softcapping"]
+    for cap in (written["final_logit_softcapping"], 0.01):
+        path.write_text(json.dumps(written | {"final_logit_softcapping": cap}))
+        (single,) = ranks.run(run_layout, 1, SINGLE, folder, "partition_kl", folder / "single", 1)
+        layout = Layout("TP2 + sequence parallel", 2, tp=2, flags=SP)
+        results = ranks.run(run_layout, 2, layout, folder, "partition_kl", folder / "layout", 1)
+        require_equal(errors_of(results, folder, single))
+        losses.append(single["sums"]["kd"])
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
