@@ -18,7 +18,7 @@ from mkd.models.graphs.capture import first_cause
 from mkd.models.graphs.graph_memory import GraphMemory, SlotPass
 from mkd.models.graphs.layer_input import LayerInput
 from mkd.models.graphs.passes import ForwardPass, Sections, TrainingPass
-from mkd.models.graphs.sections import cut, whole
+from mkd.models.graphs.sections import cut, whole, why_uncut
 from mkd.models.moe.layer import ExpertLayer
 from mkd.models.packed import PackedDocuments
 
@@ -70,7 +70,10 @@ class GraphedDecoder:
         self._compiles_backward = self._is_trained and bool(experts)
         waits = bool(experts) and (self.cuts_at_experts or any(one.host_waits for one in experts))
         self.sections: Sections = [whole(self.decoder)]
-        if waits or self.most_layers is not None:
+        if waits and (why := why_uncut(self.decoder)) is not None:
+            LOG.warning("%s runs without CUDA graphs: %s", self.name, why)
+            self.is_on = False
+        elif waits or self.most_layers is not None:
             self.sections = cut(self.decoder, waits, self.most_layers)
 
     @property

@@ -63,7 +63,7 @@ def cut(
     """Return the layers in sections. If `at_experts`, experts run between them, without a graph.
 
     The layers run one by one: without recomputation of whole layers, and without 8-bit arithmetic of
-    Megatron's.
+    Megatron's. `why_uncut` names what forbids a cut at experts.
     """
     assert part.config.recompute_granularity != "full", "the part itself recomputes whole layers"
     sections: list[Section | EagerSection] = []
@@ -84,8 +84,6 @@ def cut(
         own, name = layer.named_parameters, f"layers.{index}"
         own_layers += 1
         if at_experts and isinstance(layer.mlp, ExpertLayer):
-            can_cut = isinstance(layer, SplitLayer) and type(layer.mlp) is ExpertLayer
-            assert can_cut, "the experts have norms of their own"
             parameters.update(_trained(_without_experts(own(name))))
             works.append(partial(_before_experts, layer))
             close()
@@ -100,6 +98,18 @@ def cut(
         works.append(partial(_final_norm, part.final_layernorm))
     close()
     return sections
+
+
+def why_uncut(part: TransformerBlock) -> str | None:
+    """Return why the part cannot be cut at its experts; None: it can."""
+    if part.config.recompute_granularity == "full":
+        return "whole layers are recomputed, and the host waits for their experts"
+    with_experts = [layer for layer in part.layers if isinstance(layer.mlp, ExpertLayer)]
+    if any(layer.recompute_pre_mlp_layernorm or layer.mlp.moe_layer_recompute for layer in with_experts):
+        return "experts or their norm are recomputed, and the host waits for the experts"
+    if all(isinstance(layer, SplitLayer) and type(layer.mlp) is ExpertLayer for layer in with_experts):
+        return None
+    return "the host waits for experts with norms or widths of their own"
 
 
 def _trained(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

@@ -89,14 +89,15 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
     if facts.config.training.cuda_graphs == "off":
         yield from ["--cuda-graphs off"] * (1 + len(facts.planned_teachers))
         return
-    yield _of_shape(facts.pair.student)
+    yield _of_shape(facts.pair.student, facts.sizes.expert)
     for teacher in facts.planned_teachers:
-        yield "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
+        streams, expert_size = teacher.place.streams, teacher.sizes.expert
+        yield "layers that move run one by one" if streams else _of_shape(teacher.shape, expert_size)
 
 
-def _of_shape(shape: ModelShape) -> str | None:
-    if shape.moe is not None:
-        return "graphs with experts have not been timed"
+def _of_shape(shape: ModelShape, expert_size: int) -> str | None:
+    if shape.moe is not None and expert_size > 1:
+        return "experts on several processes have not been timed"
     if shape.vision is not None:
         return "rows with images differ in shape"
     if any(layer.mixer is not None for layer in shape.layers):

@@ -117,6 +117,27 @@ def test_sections_change_no_bit(family, most_layers, ranks, tmp_path):
             assert layers == sorted(layers, reverse=True)
 
 
+def left_alone(folder):
+    """Return reasons not to cut a part at its experts, and whether a model that cannot be cut has graphs."""
+    from mkd.models.graphs.sections import why_uncut
+
+    model = load_model(folder, tp=1)
+    decoder = model.decoder.train()
+    found = [why_uncut(decoder)]
+    decoder.layers[-1].mlp.moe_layer_recompute = True
+    found.append(why_uncut(decoder))
+    decoder.config.recompute_granularity = "full"
+    found.append(why_uncut(decoder))
+    graphed(model, True, None)
+    return found, model.graphs.is_on
+
+
+def test_a_model_that_cannot_be_cut_at_its_experts_runs_without_graphs(ranks, tmp_path):
+    (reasons, is_on) = ranks.run(left_alone, 1, make_model(tmp_path / "model", "qwen3_moe"))[0]
+    assert reasons[0] is None and not is_on
+    assert "experts or their norm are recomputed" in reasons[1] and "whole layers" in reasons[2]
+
+
 def test_documents_of_tokens_fill_the_bounds():
     from mkd.models.graphs.bounds import Bounds, filled
 

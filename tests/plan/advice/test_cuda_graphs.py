@@ -31,9 +31,11 @@ def test_dense_models_run_as_graphs():
 
 
 def test_models_whose_layers_cannot_be_graphs_are_named():
-    experts = graphs("qwen3-1.7b", "qwen3-30b-a3b:4")
-    assert experts.student and experts.teachers == (False,)
-    assert experts.describe().endswith("; without: teacher (graphs with experts have not been timed)")
+    spread = "--expert-model-parallel-size", 2
+    experts = graphs("qwen3-30b-a3b:4", "qwen3-30b-a3b:4", *spread)
+    assert not experts.student and experts.teachers == (False,)
+    why = "experts on several processes have not been timed"
+    assert experts.describe() == f"layers without CUDA graphs: student, teacher ({why})"
     moved = graphs("qwen3-1.7b", "qwen3-8b", "--teacher-residency", "host")
     assert moved.reasons == (None, "layers that move run one by one")
     off = graphs("qwen3-1.7b", "qwen3-8b", "--cuda-graphs", "off")
@@ -49,7 +51,7 @@ PAIRS = {  # shape or model_type of the student, those of the teachers, flags; w
     "own text": ("qwen3-1.7b", ("qwen3-8b",), OWN_TEXT, ()),
     "interleaved": ("qwen3-1.7b", ("qwen3-8b",), INTERLEAVED, ()),
     "images": ("qwen2.5-vl-3b", ("qwen3-8b",), (), (0,)),
-    "experts": ("qwen3-30b-a3b:4", ("qwen3-8b",), (), (0,)),
+    "experts": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), (), ()),
 }
 
 
