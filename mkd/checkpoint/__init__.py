@@ -1,5 +1,6 @@
 """Checkpoints: Megatron's, of a run, and Hugging Face's, of a model.
 
+adapters.py           checkpoints of adapters, and the base that they need
 distributed.py        what a run saves and loads: `save_checkpoint`, `load_checkpoint`
 finite.py             weights that are NaN or infinite are refused while they are loaded
 optimizer_state.py    the optimizer's part, whichever Adam reads and writes it

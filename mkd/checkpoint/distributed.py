@@ -49,12 +49,23 @@ from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError, first_line
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
+from mkd.plan.models.lora_shape import is_factor
 
 # State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"
 LAYERS = "decoder.layers."  # prefix of the names of layers in a model part
 LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
+
+
+def everything(name: str) -> bool:
+    """Return True for every tensor."""
+    return True
+
+
+def base_alone(name: str) -> bool:
+    """Return True for the tensors of a model without its adapters."""
+    return not is_factor(name)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class TrainingState:
     models: Sequence[MegatronModule]  # this rank's parts of the student, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None  # not saved: its count follows from the position
+    holds: Callable[[str], bool] = everything  # names of the models' tensors that a checkpoint contains
 
 
 def save_checkpoint(
@@ -132,7 +144,7 @@ def load_checkpoint(
     if state.optimizer is not None:
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
         give_first_state(state.optimizer)  # Megatron reads only into state that exists
-    no_tower = _keeps_tower(folder, state, context, has_tower, note)
+    no_tower = state.holds(TOWER) and _keeps_tower(folder, state, context, has_tower, note)
     wanted = _sharded_state(state, context, is_loading=True, no_tower=no_tower)
     device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
@@ -141,7 +153,7 @@ def load_checkpoint(
     agree(_not_finite(folder, state.models, loaded))
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
-        missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
+        missing = [name for name in missing if state.holds(name) and not name.endswith(EXTRA_STATE)]
         missing = [name for name in missing if not (no_tower and name.startswith(TOWER))]
         assert not missing and not unexpected, (missing, unexpected)
     position = position_of(saved)
@@ -300,7 +312,8 @@ def _sharded_state(
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
     for model in models:
         for name in [*model]:
-            if (is_loading and name.endswith(EXTRA_STATE)) or (no_tower and name.startswith(TOWER)):
+            is_left_out = (is_loading and name.endswith(EXTRA_STATE)) or (no_tower and name.startswith(TOWER))
+            if is_left_out or not state.holds(name):
                 del model[name]
     sharded = {f"model{index}": weights for index, weights in enumerate(models)}
     if state.optimizer is not None:

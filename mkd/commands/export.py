@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="source of the configuration (default: CKPT); the tokenizer, stop ids and image processor in "
         "CKPT take precedence",
     )
+    parser.add_argument(
+        "--lora-out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write the adapters of a LoRA student to, as PEFT loads them. --hf-out has them added "
+        "to the weights of --reference-hf, the model that the run started from (default: no such folder)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
     run_conversion("mcore_to_hf", parser.parse_args(argv))

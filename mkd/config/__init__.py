@@ -11,6 +11,7 @@ In reading order:
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text
     megatron_flags.py    flags of Megatron-LM that mkd does not have
+    student_base.py      a teacher that is the student as it starts
     other_names.py       names that other trainers give to settings of mkd
     flags.py             the command line
     yaml_file.py         the YAML file

@@ -12,6 +12,7 @@ from mkd.config.flags import parse_command_line
 from mkd.config.options import FIRST_TEACHER, XTOKEN, all_options, build_config, settings
 from mkd.config.packaged import config_path
 from mkd.config.schema import Config
+from mkd.config.student_base import with_student_base
 from mkd.config.yaml_file import FORMER_SECTIONS, YamlFile, read_yaml
 from mkd.errors import ErrorList, collect_error
 
@@ -44,7 +45,8 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     given = file.values | command_line.values
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
     values = {path: value for path, (value, _) in given.items()}
-    config = build_config(values, max(file.num_teachers, int(has_teacher))).with_reference().with_evaluation()
+    config = build_config(values, max(file.num_teachers, int(has_teacher))).with_reference()
+    config = with_student_base(config).with_evaluation()
     paths = (option.path for option, _ in settings(config))
     return LoadedConfig(config, {path: given[path][1] if path in given else DEFAULT for path in paths})
 

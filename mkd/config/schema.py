@@ -21,6 +21,7 @@ from mkd.kinds.judged.pair_losses.dpo import DPO
 from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
 from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.reward_settings import RewardConfig
+from mkd.kinds.lora.lora_settings import LoRAConfig
 from mkd.kinds.sampled.rollout_settings import RolloutConfig
 from mkd.kinds.weighted.weight_settings import WeightConfig
 
@@ -329,6 +330,7 @@ class Config:
     simpo: SimPO = SimPO()
     grpo: RewardConfig = RewardConfig()
     weighted: WeightConfig = WeightConfig()
+    lora: LoRAConfig = LoRAConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+from mkd.checkpoint.adapters import require_base, require_whole_model, saved_adapters
 from mkd.checkpoint.folders import (
     HF_FOLDER,
     find_checkpoint,
@@ -22,6 +23,7 @@ from mkd.checkpoint.hf.hf_hub import config_folder, resolve_hf
 from mkd.errors import CheckpointError, UsageError
 from mkd.human import counted
 from mkd.operations.disk import Written, require_disk
+from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import weight_bytes
 
@@ -40,7 +42,7 @@ def parity(hf: str, hf_b: str | None, load: Path | None, ckpt_step: int | None, 
     """Raise the problem of a model that is to be compared."""
     config_folder(hf)
     if load is not None:
-        locate(load, ckpt_step, hf)
+        require_whole_model(locate(load, ckpt_step, hf)[0])
     elif hf_b:
         config_folder(hf_b)
 
@@ -52,6 +54,7 @@ def mcore_to_hf(
     reference_hf: str | None,
     dtype: str | None,
     overwrite: bool,
+    lora_out: Path | None = None,
     **layout: int,
 ) -> None:
     """Raise the problem of an export to a Hugging Face folder."""
@@ -59,8 +62,15 @@ def mcore_to_hf(
     in_the_way = None if overwrite else model_in_the_way("--hf-out", hf_out)
     if in_the_way is not None:
         raise in_the_way
-    _, reference = locate(load, ckpt_step, reference_hf)
+    folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
+    if saved_adapters(folder) is not None:
+        require_base(folder, reference)
+    elif lora_out is not None:
+        raise no_effect("lora-out", f"{folder} holds a whole model, and no adapters", "remove it")
+    in_the_way = model_in_the_way("--lora-out", lora_out) if lora_out and not overwrite else None
+    if in_the_way is not None:
+        raise in_the_way
     require_room_for_export(hf_out, shape, dtype)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 
+from mkd.checkpoint.adapters import saved_adapters, saved_base
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER
 from mkd.checkpoint.hf.hf_assets import HFAssets
@@ -17,15 +18,20 @@ from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_weights import load_tower
 from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.checkpoint.hf.peft_writer import export_peft
 from mkd.checkpoint.saved_tower import lacks_tower
 from mkd.checkpoint.verifying import verify
 from mkd.convert.conversion_checks import locate, require_room_for_export
-from mkd.convert.models import DTYPES, build_context, build_model
+from mkd.convert.models import DTYPES, build_context, build_model, load_from_hf
 from mkd.errors import MkdError, collect_error
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.agreement import agree
+from mkd.parallel.context import ParallelContext
+from mkd.plan.models.lora_shape import is_factor
 from mkd.plan.models.model_shape import ModelShape
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
+
+EMBEDDING = "embedding.word_embeddings.weight"  # of every part of a model with all weights
 
 
 def assets_of(folder: Path, reference: Path) -> HFAssets:
@@ -42,9 +48,32 @@ def assets_of(folder: Path, reference: Path) -> HFAssets:
 
 
 def saved_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of a checkpoint's embedding, which all weights share; fp32 if it has none."""
-    embedding = dist_checkpointing.load_tensors_metadata(str(folder)).get("embedding.word_embeddings.weight")
-    return torch.float32 if embedding is None else embedding.dtype
+    """Return the dtype of a checkpoint's embedding, which all weights share, or of its adapters.
+
+    It is fp32 if the checkpoint has neither.
+    """
+    tensors = dist_checkpointing.load_tensors_metadata(str(folder))
+    found = [one for name, one in tensors.items() if is_factor(name) and not name.startswith("optimizer")]
+    found = [tensors[EMBEDDING]] if EMBEDDING in tensors else found
+    return found[0].dtype if found else torch.float32
+
+
+def load_model(
+    folder: Path, reference: Path, shape: ModelShape, dtype: torch.dtype, context: ParallelContext
+) -> LanguageModel:
+    """Return this rank's part of the model in a verified checkpoint. Collective.
+
+    If the checkpoint holds adapters alone, their base comes from `reference`.
+    """
+    lora = saved_adapters(folder)
+    if lora is not None:
+        model = load_from_hf(reference, shape, dtype, context, lora)
+        load_checkpoint(folder, TrainingState([model], holds=is_factor), context, is_verified=True)
+        return model
+    model = build_model(shape, dtype, context)
+    has_tower = load_missing_tower(model, folder, reference)
+    load_checkpoint(folder, TrainingState([model]), context, is_verified=True, has_tower=has_tower)
+    return model
 
 
 def load_missing_tower(model: LanguageModel, folder: Path, reference: Path) -> bool:
@@ -70,6 +99,7 @@ def run(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
     overwrite: bool = False,
+    lora_out: Path | None = None,
 ) -> None:
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
@@ -82,13 +112,15 @@ def run(
     context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)
     verify(folder, context, print)  # before anything is unpickled
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)
-    model = build_model(shape, weights, context)
-    has_tower = load_missing_tower(model, folder, reference)
-    load_checkpoint(folder, TrainingState([model]), context, is_verified=True, has_tower=has_tower)
+    model = load_model(folder, reference, shape, weights, context)
     assets = assets_of(folder, reference)
     in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
     parts = [(model, model.first_layer)]
     export_hf(parts, shape, hf_out, context=context, assets=assets, in_the_way=in_the_way)
+    if lora_out is not None:
+        lora, base = saved_adapters(folder), saved_base(folder)
+        assert lora is not None, "the checks have found adapters"
+        export_peft(parts, shape, lora_out, context=context, lora=lora, base=base)
     if context.rank == 0:
         print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
         warn_of_export(str(hf_out))

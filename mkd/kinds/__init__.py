@@ -4,6 +4,7 @@ kind.py          the hooks of a kind; each adds nothing by default
 known_kinds.py   all kinds, and their additions together
 loss_card.py     the objective of a run as text
 sampled/         the student's own text: completions of prompts, sampled here or by a server
+lora/            students that learn by adapters
 weighted/        records that count more or less than others
 stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer

@@ -92,6 +92,10 @@ class Kind:
         """Yield rows of the loss card about the text that has a loss."""
         return ()
 
+    def student_rows(self, config: Config) -> Iterable[Row]:
+        """Yield rows of the loss card about the weights of the student that learn."""
+        return ()
+
     def records(self, config: Config) -> WantedRecords:
         """Return what the loss reads of records besides their texts."""
         return WantedRecords()

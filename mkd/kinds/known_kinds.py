@@ -15,6 +15,7 @@ from mkd.errors import MkdError
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind, TeacherCard
+from mkd.kinds.lora.lora_students import LoRAStudents
 from mkd.kinds.placed.known_places import Places, Precisions
 from mkd.kinds.sampled.own_text import OwnText
 from mkd.kinds.weighted.weighted import Weighted
@@ -33,7 +34,16 @@ def _teacher_kinds() -> Iterator[Kind]:
         yield getattr(import_module(module), name)()
 
 
-KINDS: tuple[Kind, ...] = (*_teacher_kinds(), Pairs(), GRPO(), Weighted(), OwnText(), Precisions(), Places())
+KINDS: tuple[Kind, ...] = (
+    *_teacher_kinds(),
+    Pairs(),
+    GRPO(),
+    Weighted(),
+    OwnText(),
+    LoRAStudents(),
+    Precisions(),
+    Places(),
+)
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 
 

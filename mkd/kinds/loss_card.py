@@ -87,6 +87,8 @@ def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     yield "normaliser", data.normaliser or "; ".join([_NORMALISER, *others])
     yield from data.elsewhere
     yield from _experts(config)
+    for kind in KINDS:
+        yield from kind.student_rows(config)
 
 
 def _cross_entropy(config: Config, student: ModelShape) -> CardTerm:

@@ -1,6 +1,7 @@
 """Decoders on Megatron-core: layers for packed documents, and the stage that holds student and teachers.
 
 transformer_config.py            ModelShape -> Megatron's configuration
+lora.py                          adapters of linear layers
 layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them

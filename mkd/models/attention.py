@@ -313,10 +313,23 @@ def sharded_by_heads(
     metadata: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return Megatron's sharded state of a module whose one parameter tensor parallelism cuts by heads."""
+    own = module.state_dict(prefix="", keep_vars=True)
+    return sharded_parameters(own, {parameter: 0}, tp_group, prefix, sharded_offsets, metadata)
+
+
+def sharded_parameters(
+    parameters: dict[str, Tensor],  # by their names in the module
+    axes: dict[str, int],  # dimension that tensor parallelism cuts, of those that are cut
+    tp_group: ProcessGroup | None,
+    prefix: str,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return Megatron's sharded state of some parameters of a module."""
     return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
+        parameters,
         prefix,
-        {parameter: 0},
+        axes,
         sharded_offsets,
         tp_group=tp_group,
         dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
@@ -29,6 +29,26 @@ def build_model_parts(
         part(shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size)
         for stage in range(context.virtual_stages)
     ]
+
+
+def build_base_parts(
+    students: Sequence[LanguageModel], build: Callable[[], list[LanguageModel]]
+) -> list[LanguageModel]:
+    """Return the students without their adapters, as parts of a teacher.
+
+    `build` makes the parts, with norms apart as those of the students. Their parameters become the students',
+    so that they take no memory. Buffers are copied, because training may change a student's.
+    """
+    parts = build()
+    for student, part in zip(students, parts, strict=True):
+        known = dict(student.named_parameters())
+        for name, _ in list(part.named_parameters()):
+            module, _, leaf = name.rpartition(".")
+            part.get_submodule(module).register_parameter(leaf, known[name])
+        buffers = dict(student.named_buffers())
+        for name, buffer in part.named_buffers():
+            buffer.copy_(buffers[name])
+    return parts
 
 
 def train_parts(parts: Sequence[LanguageModel], names: Collection[str]) -> None:

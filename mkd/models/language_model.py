@@ -31,6 +31,8 @@ from mkd.plan.models.model_shape import ModelShape
 
 PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
     *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
+    *(f".{name}.lora_b" for name in ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")),
+    ".linear_proj.lora_a",
     *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
     *(".joint_query_norm.weight", ".joint_key_norm.weight"),
 )
@@ -80,12 +82,14 @@ class LanguageModel(LanguageModule):
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
         layers = shape.layers[first_layer : first_layer + num_layers]
         has_te = context.platform.transformer_engine
-        spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups)
+        kinds = options.lora, options.norms_apart
+        spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups, *kinds)
         if shape.vision is not None and shape.vision.deepstack > first_layer:
             spec = with_deepstack(spec, shape.vision.deepstack - first_layer)
         spec = with_released_layers(spec) if options.releases_layers else spec
         super().__init__(config, context.groups)
         self.shape, self.context = shape, context
+        self.has_adapters = options.lora is not None
         self.first_layer = first_layer
         self.vp_stage = virtual_stage if context.virtual_stages > 1 else None
         self.pre_process = context.is_first_stage(virtual_stage)
@@ -206,6 +210,9 @@ class LanguageModel(LanguageModule):
         """
         if hidden is not None:
             hidden = hidden.flatten().view(hidden.shape)
+            if self.has_adapters and torch.is_grad_enabled():
+                # The embedding is frozen, and recomputation skips the backward of what needs no gradient.
+                hidden.requires_grad_()
         if self.router_record is not None and self.training:
             packed_seq_params.documents_of_tokens = token_documents(
                 packed_seq_params, tokens.size(1), self.context, self.config.sequence_parallel

@@ -42,6 +42,7 @@ from mkd.models.attention import (
 from mkd.models.head_norms import JointNormAttention, TurnedNormAttention
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.layer_parts import GatedMLP, RMSNorm, ScaledLayer, with_post_norm
+from mkd.models.lora import adapted_column, adapted_row
 from mkd.models.mixers.delta_net import DeltaNet
 from mkd.models.mixers.mamba import Mamba
 from mkd.models.mixers.mixer import MixerParts
@@ -51,6 +52,7 @@ from mkd.models.moe.split_layer import SplitLayer
 from mkd.models.own_heads import NormedValueAttention, OwnHeadsAttention, SharedKeyAttention, without_values
 from mkd.models.sink_attention import SinkAttention
 from mkd.models.xielu import XIELUMLP
+from mkd.plan.models.lora_shape import LoRAShape
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class LayerParts:
     core_attention: type
     mlp: type
     experts: ExpertParts
+    lora: LoRAShape | None = None  # adapters of the linear layers
+
+    def with_norms_apart(self) -> LayerParts:
+        """Return these parts with every norm in front of its linear layer, not inside."""
+        return replace(self, column_linear=self.plain_column_linear, first_norm=self.norm)
+
+    def with_adapters(self, lora: LoRAShape) -> LayerParts:
+        """Return parts of layers with adapters, which read the output of the norm."""
+        return replace(self.with_norms_apart(), lora=lora)
 
 
 LOCAL = LayerParts(
@@ -95,15 +106,20 @@ def block_spec(
     transformer_engine: bool,
     packed_attention: bool = False,
     groups: ProcessGroupCollection | None = None,
+    lora: LoRAShape | None = None,
+    norms_apart: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
     If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
-    have it. Experts communicate over `groups`.
+    have it. Experts communicate over `groups`. `lora`: adapters of the linear layers, which read outputs of
+    norms. `norms_apart`: norms are modules of their own without adapters too.
     """
     parts = TRANSFORMER_ENGINE if transformer_engine and HAVE_TE else LOCAL
     if packed_attention:
         parts = replace(parts, core_attention=PackedAttention)
+    parts = parts.with_norms_apart() if norms_apart else parts
+    parts = parts if lora is None else parts.with_adapters(lora)
     specs = [
         layer_spec(layer, parts, ropes.index(layer.rope) if layer.rope and len(ropes) > 1 else None, groups)
         for layer in layers
@@ -118,8 +134,7 @@ def layer_spec(
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
     """
-    row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
-    norms = {}
+    row_linear, norms = _row_linear(layer, parts, "proj"), {}
     if layer.mixer is not None:
         attention = _mixer(layer.mixer, parts, row_linear)
     elif layer.mla is not None:
@@ -130,14 +145,15 @@ def layer_spec(
         norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if layer.moe is None:
         column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
-        linears = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
+        column_linear = adapted_column(column_linear, parts.lora, "fc1", layer.is_gated)
+        linears = MLPSubmodules(linear_fc1=column_linear, linear_fc2=_row_linear(layer, parts, "fc2"))
         ungated = XIELUMLP if layer.activation == "xielu" else MLP
         module = parts.mlp if layer.is_gated else ungated
         params = {} if module is MLP else {"groups": groups}
         mlp = ModuleSpec(module=module, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
-        mlp = moe_spec(layer.moe, parts.experts, groups, parts.norm)
+        mlp = moe_spec(layer.moe, _experts(layer, parts), groups, parts.norm)
         mlp = with_latents(mlp, layer.moe.latent_size) if layer.moe.latent_size else mlp
     attention_norm = parts.first_norm if "input_layernorm." in norms else parts.norm
     mlp_norm = parts.first_norm if layer.is_dense else parts.norm
@@ -152,6 +168,19 @@ def layer_spec(
         sharded_state_dict_keys_map=norms,
     )
     return ModuleSpec(module=_layer_class(layer), submodules=replace(submodules, **_left_out(layer)))
+
+
+def _row_linear(layer: LayerShape, parts: LayerParts, target: str) -> type:
+    linear = adapted_row(parts.row_linear, parts.lora, target)
+    return with_post_norm(linear, parts.norm) if layer.post_norms else linear
+
+
+def _experts(layer: LayerShape, parts: LayerParts) -> ExpertParts:
+    """Return the parts of a layer's experts. Of them only the shared ones have adapters."""
+    column, row = parts.experts.shared_linears.linear_fc1, parts.experts.shared_linears.linear_fc2
+    column = adapted_column(column, parts.lora, "fc1", layer.is_gated)
+    shared = MLPSubmodules(linear_fc1=column, linear_fc2=adapted_row(row, parts.lora, "fc2"))
+    return replace(parts.experts, shared_linears=shared)
 
 
 def _left_out(layer: LayerShape) -> dict[str, type]:
@@ -178,12 +207,13 @@ def _grouped_query_attention(
     if layer.heads is not None and layer.heads.is_wide:
         core_attention = PackedAttention
     column_linear = parts.column_linear if layer.pre_norms else parts.plain_column_linear
+    column_linear = without_values(column_linear) if layer.shared_key_value else column_linear
     module, params = _attention_module(layer, rope_index)
     return ModuleSpec(
         module=module,
         params={"attn_mask_type": AttnMaskType.causal} | params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=without_values(column_linear) if layer.shared_key_value else column_linear,
+            linear_qkv=adapted_column(column_linear, parts.lora, "qkv"),
             core_attention=core_attention,
             linear_proj=row_linear,
             q_layernorm=head_norm,
@@ -233,13 +263,16 @@ def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) ->
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal, "layer": layer},
         submodules=LatentAttentionParts(
-            parts.plain_column_linear, row_linear, parts.norm, parts.core_attention
+            adapted_column(parts.plain_column_linear, parts.lora, "qkv"),
+            row_linear,
+            parts.norm,
+            parts.core_attention,
         ),
     )
 
 
 def _mixer(mixer: MixerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
-    linears = MixerParts(parts.plain_column_linear, row_linear)
+    linears = MixerParts(adapted_column(parts.plain_column_linear, parts.lora, "qkv"), row_linear)
     module = DeltaNet if isinstance(mixer, DeltaShape) else Mamba
     return ModuleSpec(module=module, params={"mixer": mixer}, submodules=linears)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from mkd.families.layer_shape import QUICK_GELU_GAIN, LayerShape
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 
 MIXER = "mixer"  # of `recompute_modules`: what a layer has in place of attention
@@ -34,6 +35,8 @@ class ModelOptions:
     z_coeff: float = 0.0  # of the routers' z loss
     # Decoder layers give up their memory when they are built; a `LayerStream` gives them weights.
     releases_layers: bool = False
+    lora: LoRAShape | None = None  # adapters; None: the model has none
+    norms_apart: bool = False  # norms are never inside linear layers, as in a model with adapters
 
 
 def transformer_config(

@@ -18,7 +18,7 @@ from mkd.errors import UsageError
 from mkd.human import counted, size
 from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.parameters import checkpoint_bytes, weight_bytes
+from mkd.plan.models.parameters import saved_bytes, weight_bytes
 
 # Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
 CACHE_SHARE = 1 / 3
@@ -56,7 +56,7 @@ def writes_of(
     if checkpoint.save:
         count = checkpoints_to_come(config)
         what = "a checkpoint" if count < 2 else counted(count, "checkpoint")
-        num_bytes = count * checkpoint_bytes(student, bf16, config.student.train_parts) if student else 0
+        num_bytes = count * saved_bytes(config, student) if student else 0
         yield Written(what, "--save", Path(checkpoint.save), num_bytes, "save nothing (--no-save)")
     if checkpoint.export_hf:
         num_bytes = weight_bytes(student, bf16) + carried_bytes if student else 0
@@ -103,7 +103,7 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     if not checkpoint.save:
         return []
     save = Written("checkpoints", "--save", Path(checkpoint.save))
-    each = checkpoint_bytes(student, config.training.bf16, config.student.train_parts)
+    each = saved_bytes(config, student)
     staying = checkpoints_to_stay(config)
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:

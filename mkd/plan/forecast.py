@@ -239,7 +239,8 @@ class Forecast:
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
         lengths = [[round(one.seq_length / pack * document) for document in documents] for one in teachers]
         packs = self.updates * self.batch.global_batch_size
-        return packs * distillation_flops(self.student, [one.shape for one in teachers], documents, lengths)
+        shapes, is_frozen = [one.shape for one in teachers], self.config.lora.is_on
+        return packs * distillation_flops(self.student, shapes, documents, lengths, is_frozen)
 
     @cached_property
     def memory(self) -> MemoryPlan:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mkd.checkpoint.adapters import hf_base_fingerprint, require_whole_model, samples_fingerprint
 from mkd.checkpoint.folders import HF_FOLDER, find_weights, require_same_model
 from mkd.checkpoint.hf.hf_carried import carried_bytes
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
@@ -51,6 +52,10 @@ class ModelSource:
         """Return the `ends_fingerprint` of its files."""
         return ends_fingerprint(self.weight_files())
 
+    def base_fingerprint(self) -> str:
+        """Return what identifies its weights, for adapters that change them."""
+        return samples_fingerprint(self.weight_files()) if self.hf is None else hf_base_fingerprint(self.hf)
+
 
 def locate_model(
     problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
@@ -66,6 +71,7 @@ def locate_model(
             check_hf_checkpoint(shape, checkpoint)
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_weights(role, source)
+        require_whole_model(folder)
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)
         require_same_model(folder, shape)

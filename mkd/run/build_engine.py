@@ -11,14 +11,28 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
+from mkd.checkpoint.distributed import (
+    TrainingState,
+    base_alone,
+    everything,
+    load_checkpoint,
+    load_layer_by_layer,
+)
+from mkd.checkpoint.hf.hf_adapters import start_adapters
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
 from mkd.kinds.placed.known_places import PLACES, PRECISIONS
-from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages, train_parts
+from mkd.models.builder import (
+    build_base_parts,
+    build_model_parts,
+    common_padded_vocab_size,
+    join_stages,
+    train_parts,
+)
 from mkd.models.language_model import LanguageModel
+from mkd.models.lora import freeze_base
 from mkd.models.placed.fp8_weights import LayerMemory
 from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
@@ -30,6 +44,7 @@ from mkd.parallel.state_links import StateLinks
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.lora_shape import LoRAShape, is_factor
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
@@ -63,18 +78,27 @@ def build_engine(
         balance_coeff=config.training.moe_aux_loss_coeff,
         z_coeff=config.training.moe_z_loss_coeff,
     )
+    lora = LoRAShape.of(config)
     # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
     layouts = plan.facts.layouts
-    students = build_model_parts(plan.student.shape, layouts.student, options, context, vocab)
+    own_options = replace(options, lora=lora)
+    students = build_model_parts(plan.student.shape, layouts.student, own_options, context, vocab)
     load_weights(students, plan.student, context)
     train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
+    if lora is not None:
+        add_adapters(students, context, config.training.seed)
     models, setups = [], list(plan.setups if setups is None else setups)
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
         setup = setups[index]
         rows = None if setup.has_own_tokens else vocab
-        parts = build_teacher_parts(source, setup.settings, layout, options, contexts[index], rows)
+        if PLACES.of(setup.settings).shares_base:
+            apart = replace(options, norms_apart=True, releases_layers=True)
+            build = partial(build_model_parts, source.shape, layout, apart, contexts[index], rows)
+            parts = build_base_parts(students, build)
+        else:
+            parts = build_teacher_parts(source, setup.settings, layout, options, contexts[index], rows)
         if parts[-1].post_process:
             setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
@@ -92,7 +116,15 @@ def build_engine(
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce)
-    return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
+    holds = everything if lora is None else is_factor
+    return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
+
+
+def add_adapters(students: Sequence[LanguageModel], context: ParallelContext, seed: int) -> None:
+    """Give the students' adapters their first values, and freeze everything else."""
+    for part in students:
+        start_adapters(part, part.shape, context, part.first_layer, seed)
+    freeze_base(students)
 
 
 def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContext]:
@@ -212,7 +244,7 @@ def load_weights(
     """
     if source.load is not None:
         if memory is None:
-            load_checkpoint(source.load, TrainingState(parts), context)
+            load_checkpoint(source.load, TrainingState(parts, holds=base_alone), context)
         else:
             load_layer_by_layer(source.load, parts, context, memory)
         return

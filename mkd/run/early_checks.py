@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mkd.checkpoint.adapters import require_whole_model
 from mkd.checkpoint.folders import find_weights
 from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import data_paths, is_raw, require_file
@@ -65,8 +66,12 @@ def _models(
     for number in numbers:
         if model_of(config, number).load:
             role = "student" if number is None else roles[number]
-            collect_error(problems, partial(find_weights, role, model_of(config, number)))
+            collect_error(problems, partial(_require_weights, role, model_of(config, number)))
     return [model_shape(problems, config, number) for number in numbers]
+
+
+def _require_weights(role: str, source: StudentConfig | TeacherConfig) -> None:
+    require_whole_model(find_weights(role, source))
 
 
 def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:

@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 
+from mkd.checkpoint.adapters import ADAPTERS, BASE
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
@@ -27,6 +28,7 @@ from mkd.kinds.known_kinds import identity
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 from mkd.kinds.stored.stored_setup import STORED_K
 from mkd.operations.run_folders import cache_folder
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.resolve.chat_setup import CHAT_DATE, date_of
 from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
@@ -60,7 +62,16 @@ def identify_run(
     """Return the checkpoint entries (JSON) `fingerprints`, `settings` and `evaluation`."""
     known = fingerprints(plan, tokenizer, train_set, prompts)
     evaluation = evaluation_print(plan, known, valid_set)
-    return {"fingerprints": known, "settings": run_settings(plan), "evaluation": evaluation}
+    found: dict[str, object] = {
+        "fingerprints": known,
+        "settings": run_settings(plan),
+        "evaluation": evaluation,
+    }
+    lora = LoRAShape.of(plan.config)
+    if lora is None:
+        return found
+    student = plan.config.student
+    return found | {ADAPTERS: {**asdict(lora), "base": student.hf or student.load}}
 
 
 def fingerprints(
@@ -72,6 +83,8 @@ def fingerprints(
     for one in plan.setups:
         found |= one.fingerprints(plan.config, plan.tokenizers)
     found["tokenizer"] = tokenizer.fingerprint
+    if plan.config.lora.is_on:  # a checkpoint holds the adapters alone
+        found[BASE] = plan.student.base_fingerprint()
     found |= _chat(plan, tokenizer, stores, prompts)
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
@@ -126,7 +139,7 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
     others = {
         name: known[name]
         for name in known
-        if not name.startswith((TEACHER, "data.")) and name not in NOT_OF_EVALUATION
+        if not name.startswith((TEACHER, "data.", "student.")) and name not in NOT_OF_EVALUATION
         if not _is_as_before(name, known[name])
     }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]

@@ -37,6 +37,7 @@ from mkd.run.start_text import dry_run_text, start_text
 if TYPE_CHECKING:  # they load torch
     from mkd.platform import Platform
     from mkd.resolve.run_plan import Plan
+    from mkd.run.loop import Run
 
 INDENT = " "  # before each logged line, as before Megatron's progress lines
 
@@ -100,8 +101,8 @@ def run(
         rendezvous.ready(patience_s)
         return
     if _is_rank_0():
-        log, checkpoint = loaded.config.log, loaded.config.checkpoint
-        make_folders(log.tensorboard_dir, checkpoint.save, checkpoint.export_hf)
+        log, checkpoint, lora = loaded.config.log, loaded.config.checkpoint, loaded.config.lora
+        make_folders(log.tensorboard_dir, checkpoint.save, checkpoint.export_hf, lora.export_lora)
         make_folders(folder, files=LOG_FILES)
     reports.folder = folder / "errors"
     watchdog = Watchdog.from_config(parallel, reports)
@@ -151,6 +152,8 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             events.add(STOP, f"stopped at iteration {current.position.iteration}: {stop.reason}")
         if checkpoint.export_hf and not (stop and stop.is_preempted):
             export(current, Path(checkpoint.export_hf))
+        if loaded.config.lora.export_lora and not (stop and stop.is_preempted):
+            export_adapters(current, Path(loaded.config.lora.export_lora))
         end(current, stop)
         if events:
             show(end_text(current, folder, time.monotonic() - started, stop))
@@ -267,6 +270,21 @@ def export(current, folder: Path) -> None:
     LOG.info("exported the student to %s", folder)
     if _is_rank_0():
         warn_of_export(str(folder))
+
+
+def export_adapters(current: Run, folder: Path) -> None:
+    """Write the student's adapters as a folder of PEFT. Collective."""
+    from mkd.checkpoint.hf.peft_writer import export_peft
+    from mkd.plan.models.lora_shape import LoRAShape
+
+    parts, student = [(part, part.first_layer) for part in current.state.models], current.config.student
+    lora = LoRAShape.of(current.config)
+    assert lora is not None, "--export-lora needs --lora-rank"
+    base = student.hf or str(current.plan.student.assets)
+    shape, context = current.plan.student.shape, current.engine.context
+    with current.engine.parameters_gathered():
+        export_peft(parts, shape, folder, context=context, lora=lora, base=base)
+    LOG.info("exported the adapters to %s", folder)
 
 
 def _world_size() -> int:

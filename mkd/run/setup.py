@@ -37,7 +37,7 @@ from mkd.operations.stopping import StopNotice, Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
-from mkd.plan.models.parameters import checkpoint_bytes
+from mkd.plan.models.parameters import saved_bytes
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
@@ -179,7 +179,7 @@ def build_guards(plan: Plan, engine: Engine, samples, signals: Signals) -> Guard
     """Build the checks that run after every step. `samples` has the `documents_of` a sample."""
     config, context = plan.config, engine.context
     saves = bool(config.checkpoint.save)
-    save_bytes = checkpoint_bytes(plan.student.shape, config.training.bf16, config.student.train_parts)
+    save_bytes = saved_bytes(config, plan.student.shape)
     stopper = Stopper(
         context,
         signals,
@@ -251,6 +251,7 @@ def build_reporter(
         is_cross_tokenizer=any(one.has_own_tokens for one in plan.setups),
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
+        is_frozen=config.lora.is_on,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
         graph_bytes=partial(graph_bytes, engine.stages),
     )

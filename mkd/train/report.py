@@ -49,6 +49,7 @@ class Reporter:
     is_cross_tokenizer: bool = False  # some teacher has another tokenizer
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
+    is_frozen: bool = False  # the student's weights, beside its adapters
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     graph_bytes: Callable[[], int] = lambda: 0  # see mkd.train.layer_graphs
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
@@ -196,4 +197,5 @@ class Reporter:
             [row for part in batch.teacher_inputs for row in part.token_rows(batch)] for batch in microbatches
         ]
         teacher_lengths = [lengths(rows) for rows in zip(*of_teachers, strict=True)]
-        return distillation_flops(self.student, self.teachers, lengths(microbatches), teacher_lengths)
+        models = self.student, self.teachers
+        return distillation_flops(*models, lengths(microbatches), teacher_lengths, self.is_frozen)

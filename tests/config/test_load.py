@@ -23,6 +23,9 @@ WORLD_SIZES = {
     "qwen3_1.7b_grpo.yaml": 8,
     "qwen3_1.7b_on_policy.yaml": 8,
     "qwen3_30b_a3b_from_235b.yaml": 64,
+    "qwen3_4b_lora_24gib.yaml": 1,
+    "qwen3_8b_lora_80gib.yaml": 1,
+    "qwen3_8b_lora_8gpus.yaml": 8,
     "two_teachers.yaml": 8,
 }
 

@@ -4,6 +4,7 @@ hf_names.py                      which slices of tensors make a parameter (table
 hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
 hf_stacked.py                    tensors of all experts of a layer, read expert by expert
 hf_tower.py                      names of models with images, and the parameters of their towers
+hf_adapters.py                   first values of adapters, and weights with adapters added
 hf_check.py                      compares a folder's tensors with its config.json
 hf_causes.py                     one cause of many differences: prefixes, sizes, numbers of layers
 hf_hub.py                        finds the folder of a model, here or on the hub, without torch
@@ -15,4 +16,5 @@ hf_shards.py                     the layout of the written files
 hf_carried.py                    tensors that mkd does not train, and an export copies
 hf_folder.py                     what a folder holds, and how a new model replaces it
 hf_writer.py                     collects tensors from all ranks and writes them
+peft_writer.py                   adapters, as PEFT loads them
 """

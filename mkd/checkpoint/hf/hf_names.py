@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
-from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, Entry, Stack
+from mkd.families.weight_rules import EMBEDDING, FUSED_NORMS, LM_HEAD, Entry, Rule, Stack
 from mkd.plan.models.model_shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -175,6 +175,31 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     if entry is None or not exists(entry, shape.layers[layer]):
         return None
     return bind(shape, entry, layer, first_expert + int(expert[0]) if expert else None)
+
+
+def factor_map(shape: ModelShape, factor: str, factor_shape: tuple[int, ...], first_layer: int) -> TensorMap:
+    """Return the map of an adapter's factor A [rank, in] or B [out, rank] to the tensors of its weight.
+
+    `factor` ends with .lora_a or .lora_b; `factor_shape` is of this rank's shard. The factor that has the cut
+    dimension of the weight is cut like it. The other one is whole on every rank, and the same for all tensors
+    of the weight: its map names the first one.
+    """
+    name, _, kind = factor.rpartition(".lora_")
+    weight = find_map(shape, f"{name}.weight", first_layer)
+    assert weight is not None, f"{name} is in the table of weights"
+    rule, dim = weight.entry.rule, 1 if kind == "a" else 0
+    rank, length = factor_shape[1 - dim], factor_shape[dim]
+    if rule.dim == dim:
+        rule = replace(rule, other_dims=lambda model, layer: (rank,))
+        return replace(weight, entry=replace(weight.entry, rule=rule))
+    whole = Rule(
+        lambda model, layer, ranks: 1,
+        lambda model, layer, ranks: (length,),
+        dim=dim,
+        other_dims=lambda model, layer: (rank,),
+        replicated=True,
+    )
+    return replace(weight, entry=replace(weight.entry, rule=whole), tensors=weight.tensors[:1])
 
 
 def carried_patterns(shape: ModelShape) -> tuple[str, ...]:

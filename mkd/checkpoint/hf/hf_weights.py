@@ -19,6 +19,7 @@ from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.errors import CheckpointError, ErrorList, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.parallel.context import ParallelContext
+from mkd.plan.models.lora_shape import is_factor
 from mkd.plan.models.model_shape import ModelShape
 
 LOG = logging.getLogger("mkd")
@@ -69,9 +70,10 @@ def load_hf_weights(
 def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model part that tables describe: parameters, and those of `UNTRAINED`.
 
-    The tower has no table, see `tower_of`.
+    The tower has no table, see `tower_of`; for adapters see hf_adapters.py.
     """
-    parameters = {name: one for name, one in model_part.named_parameters() if not name.startswith(TOWER)}
+    named = ((name, one) for name, one in model_part.named_parameters() if not is_factor(name))
+    parameters = {name: one for name, one in named if not name.startswith(TOWER)}
     untrained = {name: one for name, one in model_part.named_buffers() if name.endswith(UNTRAINED)}
     return parameters | untrained
 

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mkd.checkpoint.hf.hf_adapters import with_adapter
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_carried import NUM_FURTHER, find_carried, predicts_further
 from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
-from mkd.checkpoint.hf.hf_names import Piece, find_map
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file
 from mkd.checkpoint.hf.hf_shards import NO_CARRIED, CarriedTensor, ExportPlan, export_plan, write_shards
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
@@ -69,12 +70,12 @@ def export_hf(
     if context.rank == 0:  # it alone reads and writes files
         problem = (in_the_way() if in_the_way else None) or prepare_folder(shape, out_dir, assets)
         problem, carried = (problem, carried) if problem else _find_carried(shape, assets)
-    _raise_everywhere(context, problem)
+    raise_everywhere(context, problem)
     # Global rank 0 holds the first stage, which has the tower.
     shapes = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
     tower = context.broadcast_object(shapes)
     plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower, carried)
-    sources = _Sources(model_parts, shape, context)
+    sources = Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
@@ -84,9 +85,9 @@ def export_hf(
         problem = (
             write_folder(plan, _with_carried(stream, carried), out_dir, assets, record)
             if is_writer
-            else _drain(stream)
+            else drain(stream)
         )
-    _raise_everywhere(context, problem)
+    raise_everywhere(context, problem)
 
 
 def _find_carried(shape: ModelShape, assets: HFAssets) -> tuple[MkdError | None, Mapping[str, CarriedTensor]]:
@@ -114,15 +115,16 @@ def _dtype_of(model_part: nn.Module) -> torch.dtype:
     return next(model_part.parameters()).dtype
 
 
-class _Sources:
+class Sources:
     """Finds Hugging Face tensors in the model parts of all pipeline stages and fetches them."""
 
     def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
-        self.parameters = [stored_tensors(part) for part, _ in model_parts]
+        self.parts = [part for part, _ in model_parts]
+        self.parameters = [self.stored(part) for part in self.parts]
         self.tower = {name: one for part, _ in model_parts for name, one in tower_of(part).items()}
         try:
-            mine = self._owned([first_layer for _, first_layer in model_parts])
+            mine = self.owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
             mine = error
         stages: list[dict[str, list[Owner]] | MkdError] = [mine] * context.pp_size
@@ -133,7 +135,23 @@ class _Sources:
                 raise stage
             self.owners = stage | self.owners  # if a tied embedding is on two stages, the first counts
 
-    def _owned(self, first_layers: list[int]) -> dict[str, list[Owner]]:
+    def stored(self, model_part: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of a model part that make the tensors."""
+        return stored_tensors(model_part)
+
+    def map_of(self, tensor: str, owner: Owner) -> TensorMap:
+        """Return the map of the parameter that makes `tensor`."""
+        found = find_map(self.shape, owner.parameter, owner.first_layer)
+        assert found is not None, "an owner has a map"
+        return found
+
+    def shard(self, owner: Owner) -> Tensor:
+        """Return this rank's shard of a parameter, with its adapter added."""
+        shard = self.parameters[owner.part][owner.parameter].detach()
+        return with_adapter(self.parts[owner.part], owner.parameter, shard)
+
+    def owned(self, first_layers: list[int]) -> dict[str, list[Owner]]:
+        """Return tensor -> its owners on this pipeline rank."""
         owned: dict[str, list[Owner]] = {}
         for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
             experts = self.context.experts(self.shape.num_experts)
@@ -177,7 +195,7 @@ class _Sources:
             return self._collect_experts(tensor, full, dtype)
         if not context.is_first_replica:
             return None
-        tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
+        tensor_map = self.map_of(tensor, owner)
         dim = tensor_map.entry.rule.dim
         whole = torch.empty(full, dtype=dtype) if context.rank == 0 else None
         holders = 1 if tensor_map.is_replicated else context.tp_size
@@ -188,7 +206,7 @@ class _Sources:
             if not pieces or not (on_stage or context.rank == 0):
                 continue
             if on_stage and context.tp_rank == tp_rank:
-                shard = self.parameters[owner.part][owner.parameter].detach()
+                shard = self.shard(owner)
                 part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
                 cuts = (piece.tensor_cut[dim] for piece in pieces)
@@ -272,7 +290,7 @@ def write_folder(
             record(stage)
         publish(out_dir)
     except OSError as error:
-        _drain(stream)
+        drain(stream)
         give_up(out_dir)
         what = f"the Hugging Face export to {out_dir} failed: {error}"
         why = f"it needs {plan.total_bytes / 2**30:.2f} GiB"
@@ -329,12 +347,12 @@ def prepare_folder(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Except
     return None
 
 
-def _drain(stream: Iterator[object]) -> None:
+def drain(stream: Iterator[object]) -> None:
     for _ in stream:
         pass
 
 
-def _raise_everywhere(context: ParallelContext, problem: Exception | None) -> None:
+def raise_everywhere(context: ParallelContext, problem: Exception | None) -> None:
     """Raise global rank 0's problem on all ranks. The broadcast is also a barrier."""
     problem = context.broadcast_object(problem)
     if problem is not None:

@@ -4,6 +4,7 @@ placed_settings.py  settings
 choice.py           a value of such a setting as a class, and what all values have in common
 place.py            the base of all places, and the device
 host_place.py       layers in host memory
+student_place.py    the weights of a student that learns by adapters
 peer_place.py       layers that several processes split
 precision.py        the base of all precisions, and that of the run
 fp8.py              products in FP8

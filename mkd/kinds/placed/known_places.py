@@ -15,10 +15,13 @@ from mkd.kinds.placed.peer_place import PeerMemory
 from mkd.kinds.placed.place import DeviceMemory, Place
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 from mkd.kinds.placed.precision import Precision
+from mkd.kinds.placed.student_place import StudentMemory
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES
 from mkd.plan.facts import RunFacts
 
-PLACES: Choices[Place] = Choices("residency", PlaceSettings, (DeviceMemory, PeerMemory, HostMemory))
+PLACES: Choices[Place] = Choices(
+    "residency", PlaceSettings, (DeviceMemory, PeerMemory, HostMemory, StudentMemory)
+)
 PRECISIONS: Choices[Precision] = Choices("precision", PrecisionSettings, (Precision, Fp8))
 
 

@@ -24,6 +24,7 @@ class Place(Choice):
     """A place from which layers come to the device one after another, each before it computes."""
 
     streams: ClassVar[bool] = True  # False: layers are on the device all the time
+    shares_base: ClassVar[bool] = False  # True: all of the teacher's weights are the student's
 
     @property
     def processes(self) -> int:

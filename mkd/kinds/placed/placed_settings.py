@@ -13,11 +13,13 @@ class PlaceSettings:
 
     residency: str = option(
         "device",
-        "place of the teacher's weights. device: the GPU. host: pinned host memory. peers: --teacher-peers "
+        "place of the teacher's weights. device: the GPU. student: the frozen weights of a student with "
+        "adapters, if the teacher is that model (--teacher-hf student-base); chosen by itself where it is "
+        "possible. host: pinned host memory. peers: --teacher-peers "
         "processes of a machine each keep a part of every layer. With host and peers, layers come to the "
         "device one after another, which saves device memory. Packs of some thousand tokens hide the "
         "transfers; peers need fewer tokens than host",
-        choices=("device", "host", "peers"),
+        choices=("device", "host", "peers", "student"),
     )
     peers: int | None = option(
         None,

@@ -89,7 +89,9 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
     if facts.config.training.cuda_graphs == "off":
         yield from ["--cuda-graphs off"] * (1 + len(facts.planned_teachers))
         return
-    yield _of_shape(facts.pair.student, facts.sizes.expert)
+    with_adapters = "layers with adapters have not been tried in graphs"
+    of_shape = _of_shape(facts.pair.student, facts.sizes.expert)
+    yield with_adapters if facts.config.lora.is_on else of_shape
     for teacher in facts.planned_teachers:
         streams, expert_size = teacher.place.streams, teacher.sizes.expert
         yield "layers that move run one by one" if streams else _of_shape(teacher.shape, expert_size)

@@ -8,9 +8,10 @@ from mkd.human import counted, duration, floating_point, gpu_hours, milliseconds
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
 from mkd.plan.forecast import MOST_PLANNED, Forecast
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.mixer_kernels import fla_version, unfused_reason
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.parameters import active_parameters, checkpoint_bytes, model_parameters, weight_bytes
+from mkd.plan.models.parameters import active_parameters, model_parameters, saved_bytes, weight_bytes
 from mkd.plan.times.bubble import balanced_bubble
 
 
@@ -63,8 +64,11 @@ def models(forecast: Forecast) -> Iterator[tuple[str, ModelShape, int]]:
 
 def parameters(forecast: Forecast) -> Iterator[str]:
     """Yield a line for each model."""
+    lora = LoRAShape.of(forecast.config)
     for role, shape, expert_parallel in models(forecast):
         line = f"{role}: {number(model_parameters(shape).total)} parameters"
+        if lora is not None and role == "student":
+            line += f", frozen, and {number(lora.parameters(shape, shape.layers))} of adapters, which learn"
         if shape.moe:
             layers = sum(not layer.is_dense for layer in shape.layers)
             line += (
@@ -171,7 +175,7 @@ def describe_totals(forecast: Forecast) -> str:
     config, student = forecast.config, forecast.student
     steps, bf16 = config.training.train_iters, config.training.bf16
     hours = steps * forecast.planned_step_ms() / 3.6e6
-    checkpoint = checkpoint_bytes(student, bf16, config.student.train_parts)
+    checkpoint = saved_bytes(config, student)
     return (
         f"{counted(steps, 'step')}: {duration(3600 * hours)}, {gpu_hours(hours * forecast.num_gpus)}, "
         f"{number(steps * forecast.batch.tokens_per_step)} tokens; on disk a checkpoint takes about "

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from mkd.config.schema import Config
+from mkd.config.student_base import with_student_base
 from mkd.errors import MkdError
 from mkd.human import milliseconds
 from mkd.plan.advice.forecast_text import describe_forecast
@@ -22,6 +23,7 @@ from mkd.plan.models.planned_models import given_layouts
 from mkd.plan.times.hardware import MACHINE, USABLE
 
 SHOWN = 3  # number of remedies
+USUAL_RANK = 16  # of adapters
 
 QUICKLY_COMPARED = 4096
 """Most pipeline ranks x micro-batches, added up over plans, for which teachers ahead are planned: seconds."""
@@ -92,6 +94,8 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
     missing = f"needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"
     lines = [f"memory: does not fit; pipeline rank {rank} {missing}"]
     found = remedies(forecast, usable)
+    if not found and not forecast.config.lora.is_on:
+        found = remedies(forecast, usable, [ADAPTERS])
     if not found:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
@@ -111,9 +115,10 @@ def fullest_rank(forecast: Forecast) -> tuple[int, float]:
     return rank, ranks[rank].total_gib
 
 
-def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
+def remedies(forecast: Forecast, usable_gib: float, further: Sequence[Change] = ()) -> list[Remedy]:
     """Return changes that make the run fit into `usable_gib`, by step time.
 
+    Each also has the `further` changes. They are for a run that nothing else makes fit.
     Pairs of changes are tried if few single changes help, and three together if nothing else does. For each
     combination of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
     change in a remedy is necessary. Times are those of runs, unless their plans take long; beyond the first
@@ -129,14 +134,14 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
         changes(config, max(forecast.student_layout.layers), has_experts, variants, has_mixers=has_mixers)
     )
     found: list[Remedy] = []
-    for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):
+    for size, wanted in ((0, 1), (1, SHOWN), (2, SHOWN), (3, 1)):
         if len(found) < wanted:
             smaller = [set(remedy.changes) for remedy in found]
             for chosen in combinations(known, size):
                 is_new = len({change.kind for change in chosen}) == size and not any(
-                    one <= set(chosen) for one in smaller
+                    one <= {*further, *chosen} for one in smaller
                 )
-                remedy = _try(forecast, config, chosen, usable_gib) if is_new else None
+                remedy = _try(forecast, config, (*further, *chosen), usable_gib) if is_new else None
                 found += [remedy] if remedy else []
     return _cheapest_planned(found) or _cheapest_of_kinds([replace(one, is_planned=False) for one in found])
 
@@ -245,6 +250,14 @@ def changes(
     yield from _residencies(config, variants)
     for factor in (2, 4, 8):
         yield from _larger_groups(config, factor)
+
+
+def _with_adapters(config: Config) -> Config:
+    return with_student_base(replace(config, lora=replace(config.lora, lora_rank=USUAL_RANK)))
+
+
+ADAPTERS = Change("learned", f"--lora-rank {USUAL_RANK}", _with_adapters)
+"""Adapters of usual rank learn, and nothing else: the trained model is another one."""
 
 
 def _set(kind: str, text: str, section: str, **values: Any) -> Change:

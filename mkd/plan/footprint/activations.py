@@ -43,6 +43,7 @@ from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.mixer_shape import MixerShape
 from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_forward_bytes, mixer_gradient_bytes
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.mixer_kernels import runs_fused
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
@@ -60,6 +61,7 @@ class Activations:
     element: int  # bytes of an activation
     seq_length: int  # tokens of a pack
     sizes: Sizes  # processes along each axis
+    lora: LoRAShape | None = None  # adapters, which alone learn; None: it is a teacher, or all weights learn
 
     @property
     def tokens(self) -> int:
@@ -134,7 +136,13 @@ class Activations:
         norms += layer.output_scale * self.hidden_bytes  # the sum behind the last residual addition
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output
-        return attention + norms + self._mlp_bytes(layer)
+        return attention + norms + self._mlp_bytes(layer) + self._adapter_bytes(layer)
+
+    def _adapter_bytes(self, layer: LayerShape) -> int:
+        """Return what adapters keep: A x of each, whose input is kept as that of a learned weight is."""
+        if self.lora is None:
+            return 0
+        return len(self.lora.linears(self.shape, layer)) * self.tokens * self.lora.rank * self.element
 
     def _mixer_bytes(self, mixer: MixerShape, is_kept: bool) -> int:
         """Return what a mixer keeps from its first product on.
@@ -257,6 +265,7 @@ class Activations:
         if moe is None:
             entering, tensor = layer.mlp_matrices - 1, self.sizes.tensor
             weight = entering * hidden * layer.ffn_hidden_size // tensor * self.element
+            weight *= self.lora is None  # frozen weights have no gradient
             return entering * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
         entering, width = moe.mlp_matrices - 1, moe.expert_width(hidden)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 
 from mkd.config.schema import Config
@@ -20,6 +20,7 @@ from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import Parameters, stage_parameters
 from mkd.plan.models.planned_teachers import Teacher
@@ -143,6 +144,11 @@ class _Models:
     def teachers(self) -> tuple[Teacher, ...]:
         return self.facts.pair.teachers
 
+    @cached_property
+    def lora(self) -> LoRAShape | None:
+        """Adapters of the student; None if it has none."""
+        return LoRAShape.of(self.config)
+
     @property
     def element(self) -> int:
         """Bytes of a weight or an activation."""
@@ -166,7 +172,7 @@ class _Models:
     @property
     def _student_activations(self) -> Activations:
         seq_length = self.config.training.seq_length
-        return Activations(self.config, self.student, self.element, seq_length, self.sizes)
+        return Activations(self.config, self.student, self.element, seq_length, self.sizes, self.lora)
 
     def rank_memory(self, rank: int) -> RankMemory:
         layout = self.facts.layouts.student
@@ -179,8 +185,11 @@ class _Models:
             tower, parts = tower_parameters(self.student), self.config.student.train_parts
             learned += Parameters(tower.trained(parts))
             own_frozen = tower.total - tower.trained(parts)
-            towers = sum(tower_parameters(teacher.shape).total for teacher in self.teachers)
-            frozen += towers * self.element
+            loaded = (one.shape for one in self.teachers if not one.place.shares_base)
+            frozen += sum(tower_parameters(shape).total for shape in loaded) * self.element
+        if self.lora is not None:  # all weights are frozen beside the adapters
+            own_frozen += learned.total
+            learned = Parameters(self.lora.parameters(self.student, layers, self.sizes.tensor))
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
         if self.optimizer_residency == "host":
@@ -225,8 +234,10 @@ class _Models:
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the bytes of a teacher's weights on the device of one process.
 
-        Embedding and head always stay there.
+        Embedding and head always stay there, unless they are the student's.
         """
+        if teacher.place.shares_base:
+            return 0
         tensor, shape = teacher.sizes.tensor, teacher.shape
         rows, beside = self.vocab_rows, 0
         if teacher.is_cross_tokenizer:
@@ -244,8 +255,8 @@ class _Models:
         layout, last = self.facts.layouts.student, len(self.facts.layouts.student.layers) - 1
         tower_kept, tower_peak = tower_activation_bytes(self.config, self.student, self.element)
         student, head = self._student_activations, self._head_bytes()
-        # The gradient of embedding or head that autograd returns.
-        table = self.vocab_rows * self.student.hidden_size * self.element
+        # The gradient of embedding or head that autograd returns, unless they are frozen.
+        table = self.vocab_rows * self.student.hidden_size * self.element * (self.lora is None)
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
         slots = self.facts.work.slots

@@ -2,6 +2,7 @@
 
 model_shape.py       the shape of a model, from its config.json
 parameters.py        parameters of models and processes
+lora_shape.py        adapters of a student
 flops.py             floating-point operations of models
 towers.py            vision towers: parameters, time and memory
 placement.py         the decoder layers of a teacher: their place and precision

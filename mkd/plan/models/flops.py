@@ -110,9 +110,17 @@ def distillation_flops(
     document_lengths: Sequence[int],
     # For each teacher; None if it reads the student's tokens.
     teacher_lengths: Sequence[Sequence[int] | None] | None = None,
+    is_frozen: bool = False,
 ) -> int:
-    """Count the FLOPs of the student's step (3 forwards) and of one forward of each teacher."""
+    """Count the FLOPs of the student's step (3 forwards) and of one forward of each teacher.
+
+    If the student's weights are frozen (`is_frozen`), the products that make their gradients are left out.
+    Its adapters do not count: they take some percent.
+    """
     total = 3 * forward_flops(student, document_lengths)
+    if is_frozen:
+        weights = matmul_parameters(student) + student.hidden_size * student.vocab_size
+        total -= 2 * weights * sum(document_lengths)
     for shape, own in zip(teachers, teacher_lengths or [None] * len(teachers), strict=True):
         total += forward_flops(shape, document_lengths if own is None else own)
     return total

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.flops import expert_parameters, projection_parameters
+from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.towers import tower_parameters
 from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
@@ -58,6 +60,14 @@ def checkpoint_bytes(shape: ModelShape, bf16: bool, train_parts: Sequence[str]) 
     tower = tower_parameters(shape)
     learned = model_parameters(shape).total - tower.total + tower.trained(train_parts)
     return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
+
+
+def saved_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the `checkpoint_bytes` of a run's student: of its adapters alone, if these learn."""
+    bf16, lora = config.training.bf16, LoRAShape.of(config)
+    if lora is None:
+        return checkpoint_bytes(shape, bf16, config.student.train_parts)
+    return lora.parameters(shape, shape.layers) * ((2 if bf16 else 4) + MASTER_BYTES * bf16 + ADAM_BYTES)
 
 
 def active_parameters(shape: ModelShape) -> int:

@@ -23,6 +23,10 @@ class TeacherPlace(Protocol):
         """True if layers come to the device one after another."""
 
     @property
+    def shares_base(self) -> bool:
+        """True if all of the teacher's weights are the student's, embedding and head included."""
+
+    @property
     def processes(self) -> int:
         """Number of processes that share every layer through a communicator; 1 if none do."""
 

@@ -95,7 +95,10 @@ def pair_cost(
         tuple(one.teacher() for one in frozen),
         milliseconds(loss_share * head_flops, rates.head),
         towers_time(config, pair.student, [one.shape for one in pair.teachers], rates),
-        (learning.embedding(is_trained=True), *(one.embedding(is_trained=False) for one in frozen)),
+        (
+            learning.embedding(is_trained=not config.lora.is_on),
+            *(one.embedding(is_trained=False) for one in frozen),
+        ),
         _head_collectives(pair, learning, frozen),
     )
 
@@ -128,11 +131,13 @@ class HeadPasses(NamedTuple):
 def _head_flops(pair: Pair) -> int:
     """Count the FLOPs of the heads for one pack.
 
-    The student's head runs with both gradients (3 products) in a pass, each teacher's head once.
+    The student's head runs with both gradients (3 products) in a pass, without its weight's if that is
+    frozen. Each teacher's head runs once.
     """
     passes, student = HeadPasses.from_pair(pair), pair.student
     student_head = pair.config.training.seq_length * student.vocab_size * student.hidden_size
-    total = (6 * passes.student + 2 * passes.scored) * student_head
+    of_pass = 4 if pair.config.lora.is_on else 6
+    total = (of_pass * passes.student + 2 * passes.scored) * student_head
     for teacher in pair.teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * passes.teacher * teacher.seq_length * vocab_size * teacher.shape.hidden_size

@@ -140,6 +140,8 @@ class ModelTimer:
         training, exchange_ms = self.config.training, self._exchange_ms(layer)
         own_ms, (forward_ms, collectives_ms) = self._forward_ms(layer), self._collectives_ms(layer)
         backward_ms, exchanges = own_ms + self._compute_ms(layer) + self._additions_ms(layer), 2.0
+        if self.config.lora.is_on:  # frozen weights have no gradients
+            backward_ms = own_ms + self._mixing_ms(layer)
         if training.recompute_granularity == "full":
             backward_ms, exchanges = backward_ms + share * own_ms, exchanges + share
             collectives_ms += share * forward_ms

@@ -1,0 +1,84 @@
+"""Checkpoints of adapters (LoRA): the weights that they change are elsewhere, in the base of the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkd.checkpoint.folders import read_state
+from mkd.errors import CheckpointError
+from mkd.plan.models.lora_shape import LoRAShape
+
+if TYPE_CHECKING:  # it loads torch
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+
+ADAPTERS = "adapters"
+"""Entry of a checkpoint's state: rank, alpha, targets, and the base; a whole model's has none."""
+BASE = "student.base"
+"""Name of the base among the fingerprints of a run."""
+OF_HF = "hf-"
+"""Start of the fingerprint of a base in a Hugging Face folder."""
+SAMPLES, SAMPLE_BYTES = 256, 1 << 14  # evenly spaced pieces of a file: 4 MiB
+
+
+def samples_fingerprint(files: Iterable[Path]) -> str:
+    """Return `samples-sha256:...` over name, size and evenly spaced pieces of each file.
+
+    A model whose layers have been trained differs in most pieces. A change of few weights may go unnoticed.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        last = max(0, size - SAMPLE_BYTES)
+        digest.update(f"{path.name}:{size}:".encode())
+        with open(path, "rb") as file:
+            for number in range(SAMPLES):
+                file.seek(last * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"samples-sha256:{digest.hexdigest()}"
+
+
+def saved_adapters(folder: Path) -> LoRAShape | None:
+    """Return the adapters in a checkpoint; None if it holds a whole model."""
+    saved = read_state(folder).get(ADAPTERS)
+    return None if saved is None else LoRAShape(saved["rank"], saved["alpha"], tuple(saved["targets"]))
+
+
+def saved_base(folder: Path) -> str:
+    """Return the folder or hub id of the base of the adapters in a checkpoint."""
+    return str(read_state(folder)[ADAPTERS]["base"])
+
+
+def require_whole_model(folder: Path) -> None:
+    """Raise CheckpointError if a checkpoint holds adapters alone."""
+    if saved_adapters(folder) is None:
+        return
+    what, base = f"{folder} holds adapters (LoRA), not a model", saved_base(folder)
+    why = f"the weights that they change are those of {base}"
+    do = f"make a whole model and name that: mkd export --load {folder} --hf-out NEW --reference-hf {base}"
+    raise CheckpointError(what, why, do, code="hf-adapter")
+
+
+def require_base(folder: Path, reference: Path) -> None:
+    """Raise CheckpointError unless `reference` holds the weights that the adapters in `folder` change."""
+    from mkd.checkpoint.hf.hf_carried import has_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+
+    base = saved_base(folder)
+    do = f"name the model that the run started from: --reference-hf {base}"
+    if not has_weights(reference):
+        what = f"{folder} holds adapters (LoRA), and {reference} has no weights to add them to"
+        raise CheckpointError(what, f"their base is {base}", do, code="hf-adapter")
+    saved = read_state(folder).get("fingerprints", {}).get(BASE, "")
+    if saved.startswith(OF_HF) and saved != hf_base_fingerprint(HFCheckpoint(reference)):
+        what = f"{reference} is not the model whose weights the adapters in {folder} change"
+        raise CheckpointError(what, "the sum of both would be a third model", do, code="hf-adapter")
+
+
+def hf_base_fingerprint(checkpoint: HFCheckpoint) -> str:
+    """Return the fingerprint of a base in a Hugging Face folder."""
+    headers = (*checkpoint.headers.values(), *checkpoint.tower.values())
+    names = sorted({header.file for header in headers})
+    return OF_HF + samples_fingerprint(checkpoint.directory / name for name in names)

@@ -1,0 +1,31 @@
+"""The student's own initial weights as a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mkd.config.models import TeacherConfig
+from mkd.config.schema import Config
+
+STUDENT_BASE = "student-base"
+"""Name of a teacher that is the student as it starts, in place of a folder."""
+
+
+def with_student_base(config: Config) -> Config:
+    """Return the configuration with the student's model in place of `STUDENT_BASE`.
+
+    The weights of a student with adapters are frozen, so that such a teacher shares them instead of loading
+    them again: also a teacher, or a reference, that names the same folder.
+    """
+    return replace(config, teachers=tuple(_named(config, one) for one in config.teachers))
+
+
+def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
+    student = config.student
+    if teacher.hf == STUDENT_BASE:
+        teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
+    is_same = (teacher.hf, teacher.load) == (student.hf, student.load) and not teacher.stand_in
+    is_plain = (teacher.residency, teacher.precision, teacher.xtoken) == ("device", "bf16", None)
+    if config.lora.is_on and is_same and is_plain:
+        return replace(teacher, residency="student")
+    return teacher

@@ -1,0 +1,110 @@
+"""Runs whose student learns by adapters (LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkd.checkpoint.hf.hf_folder import model_in_the_way
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.kinds.kind import NOTHING, Kind, Row
+from mkd.kinds.lora.lora_settings import LINEAR_LAYERS, LoRAConfig
+from mkd.operations.run_folders import continues
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
+from mkd.plan.models.lora_shape import LoRAShape
+from mkd.plan.models.model_shape import ModelShape
+
+if TYPE_CHECKING:  # they load torch
+    from mkd.resolve.model_source import ModelSource
+    from mkd.resolve.preflight import Tokenizers
+
+
+class LoRAStudents(Kind):
+    """Runs whose student learns by adapters."""
+
+    calculates_with = ("lora_rank", "lora_alpha")
+
+    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+        config, settings, lora = facts.config, facts.config.lora, LoRAShape.of(facts.config)
+        if lora is None:
+            changed = (one.name for one in fields(LoRAConfig) if getattr(settings, one.name) != one.default)
+            for name in changed:
+                flag = name.replace("_", "-")
+                yield no_effect(flag, "the student has no adapters", "give --lora-rank, or remove it")
+            return
+        for unknown in (one for one in lora.targets if one not in LINEAR_LAYERS):
+            what = f"lora-targets: {unknown!r} is not a known value"
+            yield UsageError(what, "", f"use {', '.join(LINEAR_LAYERS)}", code="value-unknown")
+        yield from _others(config)
+        if facts.student is not None:
+            yield from _widths(lora, facts.student)
+
+    def identity(self, config: Config) -> Mapping[str, object]:
+        lora = LoRAShape.of(config)
+        if lora is None:
+            return NOTHING
+        return {
+            "student.lora_rank": lora.rank,
+            "student.lora_alpha": lora.alpha,
+            "student.lora_targets": sorted(lora.targets),
+        }
+
+    def student_rows(self, config: Config) -> Iterator[Row]:
+        lora = LoRAShape.of(config)
+        if lora is not None:
+            factor = f"y = W x + {lora.scale:g} B A x of rank {lora.rank}"
+            yield "adapters", f"{factor}, on {', '.join(lora.targets)}; all other weights are frozen"
+
+    def file_problems(
+        self,
+        facts: RunFacts,
+        tokenizers: Tokenizers | None,
+        student: ModelSource | None,
+        teachers: Sequence[ModelSource | None],
+    ) -> Iterator[UsageError]:
+        checkpoint, folder = facts.config.checkpoint, facts.config.lora.export_lora
+        if folder is None:
+            return
+        is_own = checkpoint.overwrite or continues(checkpoint)
+        if (Path(folder) / "config.json").exists() or not is_own:
+            in_the_way = model_in_the_way("--export-lora", Path(folder))
+            yield from [in_the_way] if in_the_way else []
+
+
+def _others(config: Config) -> Iterator[UsageError]:
+    """Yield a problem for every setting that trains other weights than adapters."""
+    rank, why = config.lora.lora_rank, "adapters alone learn, and checkpoints hold nothing else"
+    parts, default = config.student.train_parts, type(config.student)().train_parts
+    others = {
+        f"student-train-parts {' '.join(parts)}": parts != default,
+        f"moe-router-bias-update-rate {config.training.moe_router_bias_update_rate:g}": (
+            config.training.moe_router_bias_update_rate != 0
+        ),
+    }
+    for given in (name for name, is_given in others.items() if is_given):
+        what = f"lora-rank is {rank}, and {given} is given"
+        yield UsageError(what, why, "remove one of them", code="exclude-each-other")
+
+
+def _widths(lora: LoRAShape, student: ModelShape) -> Iterator[UsageError]:
+    """Yield a problem for targets that no layer has, and for a rank that a layer cannot have."""
+    found = {one for layer in student.layers for one in lora.linears(student, layer)}
+    known = [target for target in lora.targets if target in LINEAR_LAYERS]
+    missing = [target for target in known if target not in {one.target for one in found}]
+    if missing:
+        what = f"lora-targets {' '.join(missing)} match no layer of the student"
+        why = "its MLPs are routed experts, which have no adapters"
+        do = f"leave out {' and '.join(missing)}"
+        yield UsageError(what, why, do, code="value-not-valid")
+    narrow = min(found, key=lambda one: min(one.input, one.output), default=None)
+    if narrow is not None and lora.rank > min(narrow.input, narrow.output):
+        what = (
+            f"lora-rank {lora.rank} is above the width of {narrow.target}, {narrow.output} x {narrow.input}"
+        )
+        why = "a product of its factors could not have this rank"
+        do = f"use {min(narrow.input, narrow.output)} or less; 8 to 64 is usual"
+        yield UsageError(what, why, do, code="out-of-range")

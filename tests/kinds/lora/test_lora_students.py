@@ -1,0 +1,82 @@
+"""Check settings of LoRA students, their card, and a plan for one GPU of 24 GiB."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.kinds.loss_card import loss_card
+from mkd.plan.advice.verdict import describe
+from mkd.plan.models.lora_shape import LoRAShape
+from tests.plan.shapes import STUDENT, TEACHER, config, qwen3, qwen3_moe
+from tests.run_facts import forecast_of, problems_of
+
+FOUR_B = qwen3(36, 2560, 9728, 32, tied=True)
+GIVEN = "--student-hf", "s", "--teacher-hf", "t", "--data-path", "d", "--train-iters", "1"
+FULL = "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"
+
+
+def codes(*flags: str, student=STUDENT) -> list[str]:
+    return [one.code for one in problems_of(config(*GIVEN, *flags), 1, student, [TEACHER])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--lora-rank", "0"), "out-of-range"),
+        (("--lora-rank", "2049"), "out-of-range"),  # above the width of the student
+        (("--lora-rank", "8", "--lora-targets", "qkv", "head"), "value-unknown"),
+        (("--lora-rank", "8", "--student-train-parts", "text"), "exclude-each-other"),
+        (("--lora-rank", "8", "--moe-router-bias-update-rate", "0.001"), "exclude-each-other"),
+        (("--lora-alpha", "8"), "remove-flag"),
+        (("--export-lora", "out"), "remove-flag"),
+        (("--lora-rank", "8", "--teacher-residency", "student"), "value-not-valid"),
+    ],
+)
+def test_what_is_refused(flags, code):
+    assert code in codes(*flags)
+
+
+def test_a_target_without_layers_is_refused():
+    routed = qwen3_moe(2, 2048, 768, 32)
+    flags = "--lora-rank", "8", "--lora-targets", "qkv", "fc1"
+    found = problems_of(config(*GIVEN, *flags), 1, routed, [TEACHER])
+    assert [one.code for one in found] == ["value-not-valid"] and "fc1 match no layer" in str(found[0])
+    assert codes("--lora-rank", "8") == []
+
+
+def test_parameters_of_adapters():
+    """By hand: R (in + out) of each linear layer."""
+    of_layer = (2560 + 6144) + (4096 + 2560) + (2560 + 2 * 9728) + (9728 + 2560)
+    lora = LoRAShape(16, 32.0, ("qkv", "proj", "fc1", "fc2"))
+    assert lora.parameters(FOUR_B, FOUR_B.layers) == 36 * 16 * of_layer
+    only = replace(lora, targets=("fc2",))
+    assert only.parameters(FOUR_B, FOUR_B.layers, tensor=2) == 36 * 16 * (9728 // 2 + 2560)
+
+
+def test_a_gpu_of_24_gib_takes_4b_from_8b():
+    flags = *GIVEN, "--seq-length", "4096", "--bf16", "--device-memory-gib", "24"
+    fits = config(*flags, *FULL, "--lora-rank", "16", "--teacher-residency", "host")
+    forecast = forecast_of(fits, 1, FOUR_B, [TEACHER])
+    assert forecast.memory.ranks[0].optimizer_gib == pytest.approx(36 * 16 * 49_724 * 12 / 2**30, rel=0.1)
+    assert "memory: fits" in describe(forecast)
+    without = describe(forecast_of(config(*flags), 1, FOUR_B, [TEACHER]))
+    assert "does not fit" in without and "1. --lora-rank 16 --recompute" in without
+
+
+def test_the_base_as_teacher_takes_no_memory():
+    flags = "--student-hf", "s", "--data-path", "d", "--train-iters", "1", "--bf16", "--lora-rank", "16"
+    shared = config(*flags, "--teacher-hf", "student-base")
+    assert shared.teachers[0].hf == "s" and shared.teachers[0].residency == "student"
+    assert forecast_of(shared, 1, STUDENT, [STUDENT]).memory.ranks[0].teacher_gib == 0
+    reference = load_config([*flags, "--dpo-beta", "0.1", "--kd-ratio", "0"]).config
+    assert reference.teachers[0].residency == "student"
+    alone = config("--student-hf", "s", "--teacher-hf", "student-base")
+    assert (alone.teachers[0].hf, alone.teachers[0].residency) == ("s", "device")
+
+
+def test_the_card_names_the_adapters():
+    card = loss_card(config(*GIVEN, "--lora-rank", "8", "--lora-targets", "qkv"), STUDENT, [TEACHER])
+    assert "y = W x + 2 B A x of rank 8, on qkv; all other weights are frozen" in card
