@@ -23,6 +23,8 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "preprocess": "tokenise text once instead of at the start of every run",
     "inspect": "show training data as models see it",
     "evaluate": "score a model on held-out tasks",
+    "chat": "chat with a student, and with its teacher beside it",
+    "sample": "let a student and its teacher complete prompts",
     "report": "write one HTML file of curves, tables and events of runs, or draw their curves",
     "compare": "compare the metrics of two runs, or two models on a text",
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",

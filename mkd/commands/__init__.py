@@ -14,6 +14,8 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     preprocess.py    text to a tokenised corpus
     inspect.py       packs, and aligned chunks, as models see them
     evaluate.py      held-out tasks
+    chat.py          a conversation with a student and its teacher
+    sample.py        completions of prompts by both
     report.py        one HTML file of runs, or a picture of their curves
     compare.py       the metrics of two runs
     convert.py       Hugging Face to Megatron

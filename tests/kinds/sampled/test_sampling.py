@@ -121,3 +121,25 @@ def test_numbers_are_uniform_and_depend_on_every_argument():
     assert uniforms(1, 2, zeros[:1] + 3, zeros[:1] + 4, zeros[:1]) != uniforms(
         1, 2, zeros[:1] + 4, zeros[:1] + 3, zeros[:1]
     )
+
+
+@pytest.mark.parametrize("top_p, temperature", [(0.9, 1.0), (0.5, 0.7), (0.0001, 1.0)])
+def test_top_p_samples_among_the_ids_of_transformers(top_p, temperature):
+    from transformers import TopPLogitsWarper
+
+    logits = 3 * torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(2))
+    uniform = np.linspace(0, 1, ROWS, endpoint=False)
+    found = sample_tokens(
+        logits.expand(ROWS, -1),
+        torch.from_numpy(uniform),
+        temperature=temperature,
+        vocab_size=VOCAB_SIZE,
+        top_p=top_p,
+        tp_group=None,
+    )
+    real = logits[:, :VOCAB_SIZE].double() / temperature
+    kept = TopPLogitsWarper(top_p)(None, real)[0].softmax(0).numpy()
+    ends = np.cumsum(kept)
+    assert found.ids.tolist() == np.searchsorted(ends, uniform * ends[-1], side="right").tolist()
+    log_p = logits[0, :VOCAB_SIZE].double().log_softmax(0).numpy()
+    assert np.abs(found.logp.numpy() - log_p[found.ids]).max() < 1e-6  # of the whole distribution

@@ -8,7 +8,7 @@ stages, so that each stage works on another one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -48,7 +48,8 @@ class _Sequence:
     def finish(self, sampling: Sampling) -> Rollout | None:
         """Return the rollout if it is complete."""
         is_stopped = int(self.tokens[-1][0]) in sampling.stop_ids
-        if not is_stopped and len(self.tokens) < sampling.max_new_tokens:
+        is_full = sampling.context_length is not None and self.length >= sampling.context_length
+        if not (is_stopped or is_full) and len(self.tokens) < sampling.max_new_tokens:
             return None
         ids, logp, entropy = np.array(self.tokens).T
         logp, entropy = logp.astype(np.float32), entropy.astype(np.float32)
@@ -67,7 +68,14 @@ class _Group:
     arrival: dist.Work | None = None  # of `values`
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class SampledRow:
+    """New tokens of the sequences of a group, and all completions that have ended so far."""
+
+    tokens: Sequence[tuple[int, int]]  # (place of the request, id)
+    done: Mapping[int, Rollout]  # by place of the request
+
+
 def sample_completions(
     parts: Sequence[LanguageModel],  # the student on this rank, by virtual stage
     context: ParallelContext,
@@ -79,16 +87,35 @@ def sample_completions(
     ),  # called for every row of tokens, with the finished completions
     fixed_rows: str = "auto",  # "graphs", "plain" or "off" (see fixed_rows.py); auto: graphs on one GPU
 ) -> list[Rollout]:
-    """Return a completion for every request, equal on all ranks of the replica.
+    """Return a completion for every request, equal on all ranks of the replica, as `stream_completions`."""
+    done: Mapping[int, Rollout] = {}
+    for row in stream_completions(parts, context, requests, sampling, iteration, fixed_rows):
+        done = row.done
+        progress(len(done))
+    return [done[place] for place in range(len(requests))]
 
-    Slots of finished completions take the next request. The cache exists inside this call only.
-    Communication inside the replica: see `sample_tokens` for tensor parallelism; over the pipeline, a hidden
-    state from stage to stage, and a broadcast of [3, n] fp64 from the last one, for every row.
+
+@torch.no_grad()
+def stream_completions(
+    parts: Sequence[LanguageModel],  # the model on this rank, by virtual stage
+    context: ParallelContext,
+    requests: Sequence[Request],  # of this data-parallel replica, equal on its ranks
+    sampling: Sampling,
+    iteration: int,
+    fixed_rows: str = "auto",  # as in `sample_completions`
+) -> Iterator[SampledRow]:
+    """Complete every request. Yield the tokens of each row as they arrive, equal on all ranks of the replica.
+
+    Slots of finished completions take the next request. The cache exists until the end, or until the iterator
+    is closed. Communication inside the replica: see `sample_tokens` for tensor parallelism; over the
+    pipeline, a hidden state from stage to stage, and a broadcast of [3, n] fp64 from the last one, for every
+    row.
     """
     lockstep = Lockstep(context)
     if not requests and lockstep.is_alone:
-        return []
+        return
     longest = max((len(one.ids) for one in requests), default=0) + sampling.max_new_tokens
+    longest = min(longest, sampling.context_length or longest)
     slots = min(sampling.slots, max(len(requests), 1))
     decoder = _Decoder(PipelineForward(parts, context), KVCache(slots, longest), sampling, iteration)
     decoder.queue.extend(enumerate(requests))
@@ -104,13 +131,13 @@ def sample_completions(
     groups = [_Group(part) for part in _shares(slots, num_groups)]
     with cached_layers(parts, decoder.cache):
         while lockstep.any(decoder.queue or any(group.active or group.waiting for group in groups)):
+            tokens: list[tuple[int, int]] = []
             for group in groups:
-                decoder.receive(group)
+                tokens += decoder.receive(group)
                 decoder.admit(group)
                 decoder.send(group, lockstep)
-            progress(len(decoder.done))
+            yield SampledRow(tokens, decoder.done)
         decoder.forward.finish()
-    return [decoder.done[place] for place in range(len(requests))]
 
 
 def _shares(slots: int, groups: int) -> Iterator[range]:
@@ -131,23 +158,29 @@ class _Decoder:
     done: dict[int, Rollout] = field(default_factory=dict)  # by place of the request
     fixed: FixedRows | None = None  # None: a row has one place for every active sequence
 
-    def receive(self, group: _Group) -> None:
-        """Add the sampled tokens to the sequences of `group`, and free the slots of those that end."""
+    def receive(self, group: _Group) -> list[tuple[int, int]]:
+        """Add the sampled tokens to the sequences of `group`, and free the slots of those that end.
+
+        Return them as (place of the request, id).
+        """
         if not group.waiting:
-            return
+            return []
         if group.values is None:
             size = 3, len(group.waiting)
             group.values = torch.empty(size, dtype=torch.float64, device=self.forward.context.device)
             dist.broadcast(group.values, self.forward.last_rank, group=self.forward.context.pp_group)
         elif group.arrival is not None:
             group.arrival.wait()
+        arrived = []
         for one, values in zip(group.waiting, group.values.t().tolist(), strict=True):
             one.tokens.append(tuple(values))
+            arrived.append((one.place, int(values[0])))
             rollout = one.finish(self.sampling)
             if rollout is not None:
                 self.done[one.place] = rollout
                 group.active.remove(one)
         group.waiting, group.values, group.arrival = [], None, None
+        return arrived
 
     def admit(self, group: _Group) -> None:
         """Give free slots to the next requests; then close gaps, so that the cache is read in one piece."""
@@ -251,6 +284,7 @@ class _Decoder:
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
             barred=self._barred,
+            top_p=self.sampling.top_p,
             tp_group=self.forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])

@@ -136,6 +136,7 @@ class FixedRows:
             temperature=self.sampling.temperature,
             vocab_size=self.sampling.vocab_size,
             barred=self._barred,
+            top_p=self.sampling.top_p,
             tp_group=forward.context.tp_group,
         )
         return torch.stack([sampled.ids.double(), sampled.logp, sampled.entropy])

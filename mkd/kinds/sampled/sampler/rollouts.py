@@ -50,6 +50,8 @@ class Sampling:
     prefill_tokens: int = 8192  # prompt tokens that run through the model together, unless one is longer
     seed: int = 0
     unused_ids: frozenset[int] = frozenset()  # below vocab_size: no tokens, so never sampled either
+    top_p: float = 1.0  # sample among the fewest most probable ids that have this probability together
+    context_length: int | None = None  # most tokens of a prompt with its completion; None: no limit
 
     def is_sampled(self, token: int) -> bool:
         """Return True if a completion may have this id."""

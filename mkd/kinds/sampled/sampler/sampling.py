@@ -54,12 +54,13 @@ def sample_tokens(
     temperature: float,  # 0: the most probable id, the first one of several
     vocab_size: int,  # real ids, the first columns of all ranks together
     barred: Tensor | None = None,  # [v/tp] bool, of this rank's columns: real ids that are never sampled
+    top_p: float = 1.0,  # sample among the fewest most probable ids that have this probability together
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
 ) -> Sampled:
     """Sample one token of each row. Probabilities are added up in fp64.
 
     Communication over the tensor-parallel group: an all-reduce MAX of [2, n], an all-gather of [4, n] and an
-    all-reduce SUM of [2, n]. No backward.
+    all-reduce SUM of [2, n]; with `top_p` also an all-gather of [n, v/tp]. No backward.
     """
     rank, size = place_in(tp_group)
     rows, width = logits.shape
@@ -76,6 +77,8 @@ def sample_tokens(
         weights = ((logits - highest[1][:, None]) / (temperature or 1.0)).exp()
     if barred is not None:
         weights = weights.masked_fill(barred, 0.0)
+    if top_p < 1.0 and temperature != 0.0:
+        weights = weights * _nucleus(weights, top_p, tp_group)
     blocks = _blocks(weights).sum(dim=2, dtype=torch.float64)  # [n, blocks]
     is_top = (own_highest == highest[1]).double()
     parts = _gathered(torch.stack([total, mean, blocks.sum(dim=1), is_top]), tp_group, size)  # [tp, 4, n]
@@ -138,6 +141,24 @@ def _inverse_cdf(
     # If all columns of this rank have weight 0, the place may be in the zeros behind the last column. Another
     # rank has the token then.
     return owner == rank, (block * BLOCK + column).clamp(max=weights.shape[1] - 1)
+
+
+def _nucleus(weights: Tensor, top_p: float, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """Return 1 for the columns [n, w] of this rank that are among the most probable ones, else 0.
+
+    They are the fewest of all ranks that have at least the part `top_p` of all weights. Of equal weights, the
+    first ones are among them.
+    """
+    rank, size = place_in(tp_group)
+    rows, width = weights.shape
+    whole = _gathered(weights, tp_group, size).transpose(0, 1).reshape(rows, size * width)
+    ordered, columns = whole.sort(dim=1, descending=True, stable=True)
+    sums = _blocks(ordered).sum(dim=2, dtype=torch.float64)
+    target = torch.full((rows,), top_p, dtype=torch.float64, device=weights.device)
+    _, last = _inverse_cdf(target, ordered, sums, sums.sum(dim=1)[None], rank=0)
+    is_kept = torch.arange(size * width, device=weights.device) <= last[:, None]
+    kept = torch.zeros_like(whole).scatter_(1, columns, is_kept.to(whole.dtype))
+    return kept[:, rank * width : (rank + 1) * width]
 
 
 def _place(target: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
