@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +25,7 @@ from mkd.operations.event_log import FAILURE, RESUME, SAVE, SKIP, SPIKE, STOP
 from mkd.report import findings
 from mkd.report.columns import plot_data
 from mkd.report.run_folder import Event, RunFolder, require_records
+from mkd.report.sample_fields import shown_sample
 from mkd.version import __version__
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -35,7 +36,7 @@ MAX_VALUES = 350_000  # numbers in the plots: with some 9 bytes each about 3 MB
 MAX_POINTS = (50, 2000)  # limits of the points of one curve
 MAX_EVENTS = (100, 200)  # a longer table keeps the first and the last ones
 MAX_MARKS = 300  # of one run in a plot
-MAX_SAMPLES, MAX_CHARACTERS = 20, 4000
+MAX_SAMPLES = 20
 MARKED = (RESUME, SAVE, SKIP, SPIKE, STOP, FAILURE)
 GROUPS = (  # name, keys, and those of them that are shown at first
     ("Losses", ("loss", "ce_loss", "kd_loss", "auxiliary_loss"), ("loss", "ce_loss", "kd_loss")),
@@ -108,7 +109,7 @@ def build_page(runs: Sequence[RunFolder], title: str = "") -> str:
         settings=findings.compare_settings(runs),
         with_settings=[run for run in runs if run.settings],
         events=[_shortened(run.events) for run in runs],
-        samples=[[_cut(one) for one in run.samples[-MAX_SAMPLES:]] for run in runs],
+        samples=[[shown_sample(one) for one in run.samples[-MAX_SAMPLES:]] for run in runs],
         unit_of=findings.unit_of,
         help_of=findings.help_of,
         train=TRAIN,
@@ -221,17 +222,6 @@ def _shortened(events: Sequence[Event]) -> tuple[list[Event], int, list[Event]]:
     if len(events) <= first + last:
         return list(events), 0, []
     return list(events[:first]), len(events) - first - last, list(events[-last:])
-
-
-def _cut(sample: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a sample as text that is not too long."""
-    texts = {
-        str(key): value if isinstance(value, str) else _readable_json(value) for key, value in sample.items()
-    }
-    return {
-        key: text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " [...]"
-        for key, text in texts.items()
-    }
 
 
 def _readable_json(value: Any) -> str:
