@@ -8,7 +8,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 8  # tokens of the prompt that the text is decoded behind, because spaces depend on them
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MOST_HELD = 8  # tokens of a character; more are bytes that are no text, and are shown
+MOST_HELD = 8  # tokens of a character; longer ones are not UTF-8, and are shown
 
 
 class TextStream:
