@@ -16,7 +16,7 @@ WAIT = timedelta(days=7)  # for the next message of a person
 
 
 class Ranks:
-    """What rank 0 tells the others, over gloo: a GPU does not spin while a person thinks."""
+    """Messages of rank 0 to the others, over gloo: a GPU does not spin while a person thinks."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
