@@ -42,6 +42,24 @@ def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
     assert results[3][3] == [[1, 3], [3, 7], [1, 3, 5, 7]]
 
 
+def groups_of_two_contexts():
+    """Return how many groups there are with a context, after it, and after another one with a second layout."""
+    counts = []
+    for _ in range(2):
+        context = ParallelContext.create(detect(), Sizes(tensor=2))
+        second = context.with_layout(Sizes(pipeline=2))
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        second.close()
+        context.close()
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_closed_context_leaves_no_group(ranks):
+    for first, after, again, at_last in ranks.run(groups_of_two_contexts, 2):
+        assert first == again > 2 and after == at_last == 1, "that of all processes"
+
+
 def test_one_process(ranks):
     assert ranks.run(grid, 1, 1, 1) == [(0, 0, 0, 1, {"rank": 0})]
 
