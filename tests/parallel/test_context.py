@@ -43,7 +43,7 @@ def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
 
 
 def groups_of_two_contexts():
-    """Return how many groups there are with a context, after it, and after another one with a second layout."""
+    """Return how many groups there are within a context and a second one, and after them, twice."""
     counts = []
     for _ in range(2):
         context = ParallelContext.create(detect(), Sizes(tensor=2))

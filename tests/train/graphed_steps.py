@@ -54,6 +54,23 @@ DELTA = LLAMA | dict(
     linear_num_value_heads=4,
     tie_word_embeddings=False,
 )
+MAMBA = dict(
+    model_type="nemotron_h",
+    hidden_size=256,
+    layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    ssm_state_size=64,
+    n_groups=4,
+    chunk_size=64,
+    vocab_size=1000,
+    max_position_embeddings=2048,
+)
 ROUTED = LLAMA | dict(
     model_type="qwen3_moe",
     num_experts=8,
@@ -102,6 +119,7 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "latent": LATENT,
     "delta": DELTA,
+    "mamba": MAMBA,
     "routed": ROUTED,
     "shared": SHARED,
 }

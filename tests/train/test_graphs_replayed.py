@@ -15,6 +15,7 @@ ROWS = (
     GraphRow("experts, overlapped, cut", flags=OVERLAP + BALANCE, **ROUTED | dict(forced=CUT)),
     GraphRow("recomputed", forced=Forced(recomputes=True, most_layers=2)),
     GraphRow("EP2", 2, ep=2, flags=OVERLAP, **ROUTED),
+    GraphRow("Mamba-2", student="mamba", teachers=("delta",), forced=Forced()),
 )
 
 

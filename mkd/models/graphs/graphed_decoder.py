@@ -19,6 +19,7 @@ from mkd.models.graphs.graph_memory import GraphMemory, SlotPass
 from mkd.models.graphs.layer_input import LayerInput
 from mkd.models.graphs.passes import ForwardPass, Sections, TrainingPass
 from mkd.models.graphs.sections import cut, whole, why_uncut
+from mkd.models.mixers.mixer import Mixer
 from mkd.models.moe.layer import ExpertLayer
 from mkd.models.packed import PackedDocuments
 
@@ -46,8 +47,8 @@ class GraphedDecoder:
     tokens, and the student in evaluation. If a graph cannot be made, everything continues without, after one
     warning.
 
-    The kernels of experts are compiled when they are first used. So a model with experts that is trained
-    needs a backward before, too, which with pipeline parallelism comes after several packs.
+    The kernels of experts and of mixers are compiled when they are first used. So a model with these that is
+    trained needs a backward before, too, which with pipeline parallelism comes after several packs.
     """
 
     decoder: TransformerBlock
@@ -67,7 +68,8 @@ class GraphedDecoder:
     def __post_init__(self) -> None:
         self._is_trained = any(one.requires_grad for one in self.decoder.parameters())
         experts = [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, ExpertLayer)]
-        self._compiles_backward = self._is_trained and bool(experts)
+        mixers = any(isinstance(module, Mixer) for module in self.decoder.modules())
+        self._compiles_backward = self._is_trained and (bool(experts) or mixers)
         waits = bool(experts) and (self.cuts_at_experts or any(one.host_waits for one in experts))
         self.sections: Sections = [whole(self.decoder)]
         if waits and (why := why_uncut(self.decoder)) is not None:

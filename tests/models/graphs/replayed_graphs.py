@@ -22,6 +22,7 @@ class Again:
     has_gradients: bool
 
     def replay(self):
+        self.work.__self__._given.packed.rows = None  # a graph computes again what mixers remember of a pack
         with torch.set_grad_enabled(self.has_gradients):
             self.work()
 
