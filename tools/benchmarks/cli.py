@@ -75,7 +75,12 @@ def parser() -> argparse.ArgumentParser:
     graphs.add_argument(
         "--experts",
         choices=("inside", "between"),
-        help="graph models with experts too, which a run does not: experts in the graphs, or between them",
+        help="graph every model, also those that a run does not: experts in the graphs, or between them",
+    )
+    graphs.add_argument(
+        "--only",
+        choices=("without", "teacher", "both"),
+        help="time one arm alone (default: all, interleaved)",
     )
     graphs.add_argument(
         "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"

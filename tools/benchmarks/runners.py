@@ -58,11 +58,12 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
 
 
 def run_graphs(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.graph_benchmark import Forced, benchmark
+    from tools.benchmarks.graph_benchmark import BOTH, EAGER, TEACHER, Forced, benchmark
 
+    only = {"without": EAGER, "teacher": TEACHER, "both": BOTH, None: None}[args.only]
     is_forced = args.experts is not None or args.most_layers is not None
     forced = Forced(args.experts == "between", args.most_layers) if is_forced else None
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), forced)
+    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), forced, only)
 
 
 def run_decode(args: argparse.Namespace, machine: Machine) -> Report:
