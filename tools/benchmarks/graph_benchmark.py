@@ -97,7 +97,6 @@ def benchmark(
             BOTH: Step(engine, lambda: train_step(engine, batches), teacher=True, student=True),
         }
         steps = {name: step for name, step in steps.items() if only in (None, name)}
-        first = next(iter(steps))
         memory = {}
         for name, step in steps.items():
             for _ in range(WARM_UPS):
@@ -106,15 +105,7 @@ def benchmark(
             step()
             memory[name] = torch.cuda.max_memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
         times = time_arms([Arm(name, step) for name, step in steps.items()], machine.device, machine.rounds)
-        figures, rows = {name: step.figures() for name, step in steps.items()}, []
-        for name, step in steps.items():
-            busy = kernel_times(step, is_cuda=True).busy_ms / times[name]
-            away = max(abs(value / figures[first][key] - 1) for key, value in figures[name].items())
-            rows.append(
-                [name, f"{times[name]:.1f}", f"{times[name] / times[first]:.3f}", f"{busy:.2f}"]
-                + [f"{gib:.2f}" for gib in memory[name]]
-                + [f"{away:.1e}"]
-            )
+        rows = _rows(steps, times, memory)
         bounds = [str(one) for graphs, _ in graphs_of(engine, True, True)[:1] for one in graphs.bounds]
         case = f"{settings.student} <- {settings.teacher}, {packs_per_step} x {settings.seq_length}"
         if context.world_size > 1:
@@ -129,3 +120,20 @@ def benchmark(
             return Report([], times={case: times})
         ratio = Requirement("R25", times[BOTH] / times[EAGER], "of the step without graphs", "<=", 1.01)
         return Report([ratio], times={case: times})
+
+
+def _rows(
+    steps: dict[str, Step], times: dict[str, float], memory: dict[str, tuple[float, float]]
+) -> list[list[str]]:
+    """Return the table's rows. Times and figures are compared with those of the first arm."""
+    figures, rows = {name: step.figures() for name, step in steps.items()}, []
+    first = next(iter(steps))
+    for name, step in steps.items():
+        busy = kernel_times(step, is_cuda=True).busy_ms / times[name]
+        away = max(abs(value / figures[first][key] - 1) for key, value in figures[name].items())
+        rows.append(
+            [name, f"{times[name]:.1f}", f"{times[name] / times[first]:.3f}", f"{busy:.2f}"]
+            + [f"{gib:.2f}" for gib in memory[name]]
+            + [f"{away:.1e}"]
+        )
+    return rows
