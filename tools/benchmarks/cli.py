@@ -69,22 +69,7 @@ def parser() -> argparse.ArgumentParser:
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
-    graphs = _add(
-        commands, "graphs", run_graphs, "a step with CUDA graphs, beside the same step without: R25"
-    )
-    graphs.add_argument(
-        "--experts",
-        choices=("inside", "between"),
-        help="graph every model, also those that a run does not: experts in the graphs, or between them",
-    )
-    graphs.add_argument(
-        "--only",
-        choices=("without", "teacher", "both"),
-        help="time one arm alone (default: all, interleaved)",
-    )
-    graphs.add_argument(
-        "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"
-    )
+    graphs = _add_graph_command(commands)
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
@@ -104,6 +89,26 @@ def parser() -> argparse.ArgumentParser:
     _add_expert_command(commands)
     _add_corpus_command(commands)
     return main
+
+
+def _add_graph_command(commands) -> argparse.ArgumentParser:
+    graphs = _add(
+        commands, "graphs", run_graphs, "a step with CUDA graphs, beside the same step without: R25"
+    )
+    graphs.add_argument(
+        "--experts",
+        choices=("inside", "between"),
+        help="graph every model, also those that a run does not: experts in the graphs, or between them",
+    )
+    graphs.add_argument(
+        "--only",
+        choices=("without", "teacher", "both"),
+        help="time one arm alone (default: all, interleaved)",
+    )
+    graphs.add_argument(
+        "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"
+    )
+    return graphs
 
 
 def _add_decode_command(commands) -> argparse.ArgumentParser:
