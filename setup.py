@@ -59,6 +59,8 @@ setup(
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
+        "mlflow": ["mlflow"],
+        "trackio": ["trackio"],
         "plot": ["matplotlib"],  # `mkd report --png`
         "dev": [
             "pytest",

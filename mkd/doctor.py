@@ -316,6 +316,8 @@ _EXTRAS = {  # distribution -> what is missing without it; an extra of setup.py 
     "tiktoken": "no .tiktoken files as tokenizers",
     "tensorboard": "no --tensorboard-dir",
     "wandb": "no --wandb-project",
+    "mlflow": "no --mlflow-experiment",
+    "trackio": "no --trackio-project",
     "matplotlib": "no `mkd report --png`",
 }
 _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}  # import name -> distribution

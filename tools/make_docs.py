@@ -162,7 +162,7 @@ def metrics_page() -> str:
                 NOTE,
                 "# Metrics\n",
                 "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
-                'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
+                'evaluation, with `"split": "valid"`. [Loggers](loggers.md) get the same numbers as '
                 "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. A "
                 "log interval is summed and divided once, so that token means of several lines, weighted by "
                 "`num_loss_tokens`, average exactly.\n",

@@ -55,6 +55,8 @@ _NAMES = {  # ours -> names in transformers, TRL, NeMo, torchtitan, Axolotl, LLa
     "name": "run-name exp-name experiment-name",
     "wandb-project": "wandb report-to project wandb-name",
     "tensorboard-dir": "tensorboard tb-dir",
+    "mlflow-experiment": "mlflow mlflow-experiment-name",
+    "trackio-project": "trackio trackio-name",
     "tensor-model-parallel-size": "tp tp-size tensor-parallel tensor-parallel-size tensor-parallel-degree",
     "pipeline-model-parallel-size": "pp pp-size pipeline-parallel pipeline-parallel-size "
     "pipeline-parallel-degree",

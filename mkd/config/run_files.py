@@ -219,6 +219,16 @@ class LogConfig:
     wandb_entity: str | None = option(
         None, "Weights & Biases user or team of the project (default: the account that is logged in)"
     )
+    mlflow_experiment: str | None = option(
+        None,
+        "MLflow experiment to send metrics to, at MLFLOW_TRACKING_URI or in MLflow's own store here "
+        "(default: none)",
+    )
+    trackio_project: str | None = option(
+        None,
+        "trackio project to send metrics to. TRACKIO_SPACE_ID or TRACKIO_SERVER_URL sends them to a Space or a "
+        "server, else they are files (default: none)",
+    )
     profile: bool = option(
         False,
         "write a torch.profiler trace of --profile-steps to profile/ in the log folder. "

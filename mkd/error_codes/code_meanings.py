@@ -81,6 +81,9 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         "load-holds-no-checkpoint": (
             "--load names a folder without a checkpoint: check the path, or leave --load out."
         ),
+        "logger-not-started": (
+            "A service that gets the metrics did not start: do what the message says, or leave its flag out."
+        ),
         "model-feature-not-supported": (
             "The model has a feature that mkd does not compute: use a model without it."
         ),
@@ -150,7 +153,6 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         ),
         "value-not-valid": "A value is not written as this setting needs it: write it as the message shows.",
         "value-unknown": "A value is none of those that this setting has: choose one of the list.",
-        "wandb-not-started": "W&B did not start: log in, or work offline.",
         "world-not-divisible": (
             "The number of processes does not divide as the settings ask: change one of the two."
         ),

@@ -87,6 +87,7 @@ _FORMER = {  # code -> its former names
         "fp8-rows-not-divisible seq-length-not-divisible sequence-parallel-not-divisible "
         "xtoken-seq-length-not-divisible"
     ),
+    "logger-not-started": "wandb-not-started",
     "longer-than-seq-length": (
         "continuation-too-long conversations-too-long pair-too-long prompt-too-long task-images-too-long"
     ),

@@ -9,7 +9,7 @@ from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError, collect_error
 from mkd.evaluation.task_evaluator import task_problems
 from mkd.kinds.known_kinds import KINDS, device_problems, teacher_setup, wanted_records
-from mkd.log.writers import missing_packages
+from mkd.log.loggers.known_loggers import missing_packages
 from mkd.operations.console import LOG
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.profiling import profile_problems

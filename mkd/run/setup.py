@@ -21,10 +21,11 @@ from mkd.kinds.known_kinds import METRICS
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.kinds.sampled.rollouts_setup import build_rollouts
 from mkd.kinds.texts import Texts
+from mkd.log.loggers.known_loggers import start_loggers
+from mkd.log.loggers.logger import LoggerStart
 from mkd.log.progress import build_lines
 from mkd.log.records import curve, read_records, split_of
-from mkd.log.wandb_writer import WandbWriter
-from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter, set_aside
+from mkd.log.writers import JsonlWriter, MetricLogger, set_aside
 from mkd.models.stage import take_teacher_ms
 from mkd.operations.cleanup import Cleanup
 from mkd.operations.console import LOG
@@ -213,28 +214,25 @@ def still_due(run: Run) -> frozenset[str]:
 def build_reporter(
     plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
 ) -> Reporter:
-    """Build the reporter, with writers on rank 0 only.
+    """Build the reporter, with metrics.jsonl and loggers on rank 0 only.
 
     Records after the resumed iteration are dropped and rewritten. `has_baseline` means that the evaluation
     before the first step, if there is one, had this run's loss, teachers and held-out set.
     """
     config = plan.config
-    writers, metrics = [], log_folder(config) / "metrics.jsonl"
+    logger, metrics = MetricLogger(), log_folder(config) / "metrics.jsonl"
     if context.rank == 0:
         is_own = config.checkpoint.load and not logs_of_another_run(config)
         kept = None if is_own else set_aside(metrics)
         if kept is not None:
             LOG.info("the metrics of the earlier run in the same folder are now in %s", kept)
-        writers.append(JsonlWriter(metrics))
-        if config.log.tensorboard_dir:
-            writers.append(TensorBoardWriter(config.log.tensorboard_dir))
-        if config.log.wandb_project:
-            resumes = position.iteration > 0
-            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config), resumes))
-    logger = MetricLogger(writers)
+        start = LoggerStart(config.log, log_folder(config), flat_settings(config), position.iteration > 0)
+        logger = MetricLogger(JsonlWriter(metrics), start_loggers(start))
     # A fresh run also replaces the evaluation before the first step.
     logger.truncate_after(position.iteration or -1)
-    of_valid = curve(read_records(log_folder(config)), "valid", "kd_loss") if writers and has_baseline else {}
+    of_valid = (
+        curve(read_records(log_folder(config)), "valid", "kd_loss") if logger.metrics and has_baseline else {}
+    )
     return Reporter(
         context=context,
         logger=logger,

@@ -1,11 +1,9 @@
 import json
 import math
-import sys
 
 import pytest
 
-from mkd.errors import EXIT_USAGE, UsageError
-from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
+from mkd.log.writers import JsonlWriter, MetricLogger
 
 
 def lines_of(path):
@@ -81,53 +79,7 @@ def test_resume_drops_lines_that_are_no_records(tmp_path, damage):
     assert lines_of(path) == [{"iteration": 1}, {"iteration": 2}]
 
 
-def scalars(directory, tag):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars(tag)}
-
-
-def test_tensorboard_keeps_splits_apart_and_hides_what_a_resume_redoes(tmp_path):
-    first = TensorBoardWriter(tmp_path)
-    for iteration in (1, 2, 3):
-        first.write({"iteration": iteration, "loss": float(iteration), "kd_loss/small": 0.5})
-    first.write({"iteration": 2, "split": "valid", "loss": 9.0})
-    first.close()
-    resumed = TensorBoardWriter(tmp_path)
-    resumed.truncate_after(1)
-    resumed.write({"iteration": 2, "loss": 20.0})
-    resumed.close()
-    assert scalars(tmp_path, "train/loss") == {1: 1.0, 2: 20.0}
-    assert scalars(tmp_path, "train/kd_loss/small") == {1: 0.5}
-
-
-def test_tensorboard_evaluation_goes_to_its_own_split(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    writer.write({"iteration": 2, "split": "valid", "loss": 9.0})
-    writer.close()
-    assert scalars(tmp_path, "valid/loss") == {2: 9.0}
-
-
-def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    # Python itself marks a module that cannot be imported like this.
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError) as caught:
-        TensorBoardWriter(tmp_path)
-    assert "--tensorboard-dir" in caught.value.what and "tensorboard" in caught.value.why
-    assert "pip install tensorboard" in caught.value.do
-    assert caught.value.exit_code == EXIT_USAGE
-
-
-def test_logger_reaches_every_writer_and_none_on_silent_ranks(tmp_path):
-    logger = MetricLogger([JsonlWriter(tmp_path / "a.jsonl"), JsonlWriter(tmp_path / "b.jsonl")])
-    logger.write({"iteration": 1})
-    logger.write({"iteration": 2})
-    logger.truncate_after(1)
-    logger.close()
-    assert lines_of(tmp_path / "a.jsonl") == lines_of(tmp_path / "b.jsonl") == [{"iteration": 1}]
+def test_the_logger_of_silent_ranks_writes_nothing(tmp_path):
     silent = MetricLogger()
     silent.write({"iteration": 1})
     silent.truncate_after(0)
