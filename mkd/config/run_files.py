@@ -226,8 +226,8 @@ class LogConfig:
     )
     trackio_project: str | None = option(
         None,
-        "trackio project to send metrics to. TRACKIO_SPACE_ID or TRACKIO_SERVER_URL sends them to a Space or a "
-        "server, else they are files (default: none)",
+        "trackio project to send metrics to. TRACKIO_SPACE_ID or TRACKIO_SERVER_URL sends them to a Space or "
+        "a server, else they are files (default: none)",
     )
     profile: bool = option(
         False,
