@@ -26,6 +26,7 @@ from typing import Any
 from mkd.config.packaged import packaged
 from mkd.errors import MkdError
 from mkd.human import counted
+from mkd.log.loggers.known_loggers import LOGGERS
 from mkd.tested_versions import FP8_TRANSFORMER_ENGINE, TESTED, is_too_old_for_fp8, transformer_engine_range
 
 GIB = 2**30
@@ -314,10 +315,7 @@ _EXTRAS = {  # distribution -> what is missing without it; an extra of setup.py 
     "fla-core": "gated delta nets (Qwen3.5, Qwen3-Next) are slower on GPUs",
     "numba": "--xtoken-alignment dp is slower",
     "tiktoken": "no .tiktoken files as tokenizers",
-    "tensorboard": "no --tensorboard-dir",
-    "wandb": "no --wandb-project",
-    "mlflow": "no --mlflow-experiment",
-    "trackio": "no --trackio-project",
+    **{logger.package: f"no {logger.flag()}" for logger in LOGGERS.values()},
     "matplotlib": "no `mkd report --png`",
 }
 _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}  # import name -> distribution
