@@ -1,4 +1,4 @@
-"""Keep a run alive when one of its loggers fails: one warning, and the others go on."""
+"""Keep a run alive when one of its loggers fails: one warning; the others still get every record."""
 
 from __future__ import annotations
 

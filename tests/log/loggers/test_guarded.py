@@ -1,4 +1,4 @@
-"""A logger that fails in a run costs one warning; metrics.jsonl and the other loggers go on."""
+"""A logger that fails in a run costs one warning; metrics.jsonl and the other loggers get every record."""
 
 from __future__ import annotations
 
