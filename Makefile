@@ -15,10 +15,12 @@ VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/tes
 	$(patsubst %,tests/train/test_%.py,resume moe_resume pair nonfinite invariance latent_invariance moe_invariance) \
 	-m 'not download' -k 'not killed and not disk and not dies and not retention and not error_on and not stopwatch'
 
+# Apart from .venv: the site needs none of the packages of mkd.
+DOCS := build/docs-env
 EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install check test test-slow test-versions faults quickstart quickstart-on-policy quickstart-vlm invariance lint types clean
+.PHONY: help install check test test-slow test-versions faults quickstart quickstart-on-policy quickstart-vlm invariance lint types docs clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 28
 
@@ -62,6 +64,12 @@ lint: $(READY)  ## ruff and the import contracts
 
 types: $(READY)  ## mypy: strict packages, and no more errors than before in the others
 	$(BIN)/python tools/check_types.py
+
+docs:  ## build the documentation as a site with search, build/site; a broken link fails
+	@test -x $(DOCS)/bin/mkdocs || { $(PYTHON) -m venv $(DOCS) && $(DOCS)/bin/python -m pip install --quiet \
+		--disable-pip-version-check mkdocs-material -c constraints.txt; }
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site/index.html; with the search: $(BIN)/python -m http.server -d build/site"
 
 clean:  ## remove the environment, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

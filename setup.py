@@ -72,6 +72,7 @@ setup(
             "import-linter",
             "mypy",
         ],
+        "docs": ["mkdocs-material>=9.5,<10"],  # `make docs`
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard", "pillow>=10.1"],
     },
 )
