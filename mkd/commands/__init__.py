@@ -25,4 +25,5 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     topk.py          a teacher's stored predictions
     completion.py    commands and flags for the Tab key of a shell
     launch_scripts.py    the scripts of launch/, copied out of an installed mkd
+    one_process.py   the error of a command that torchrun must not start
 """

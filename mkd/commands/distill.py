@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkd.commands.init import add_arguments, ask_for_rest, build_request, divide
+from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser
 from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, returns_exit_code
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mkd.recipe.distill_stages import Stage, State
     from mkd.recipe.first_request import Request
 
+RANKS = "run it without torchrun: its stages start one process for each of --gpus themselves"
 STOPS = (EXIT_PREEMPTED, EXIT_INTERRUPTED)  # exit codes of a stage that a signal has ended
 
 
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan-only", action="store_true", help="choose the settings and print the stages")
     own, rest = divide(argv, parser)
     args = parser.parse_args(own)
+    require_one_process("distill", RANKS)
     from mkd.recipe.distill_stages import only_one
     from mkd.recipe.first_request import default_folder
 

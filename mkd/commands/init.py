@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser, parse_command_line, whole_number
 from mkd.errors import ErrorList, UsageError, returns_exit_code
 
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the run.yaml that --out has")
     own, rest = divide(argv, parser)
     args = parser.parse_args(own)
+    require_one_process("init")
     ask_for_rest(args)
     from mkd.recipe.distill_stages import STATE
     from mkd.recipe.first_run import CONFIG, choose_first_run

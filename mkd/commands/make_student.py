@@ -11,13 +11,13 @@ removed. The student is a Hugging Face folder with the teacher's tokenizer, read
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser, whole_number
-from mkd.errors import UsageError, returns_exit_code
+from mkd.errors import returns_exit_code
 
 METHODS = ("block", "one-by-one", "even")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -83,12 +83,7 @@ def build_parser() -> FlagParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Return its exit code."""
     args = build_parser().parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        what = "make-student runs in one process, and torchrun has started several"
-        why, do = "all would write the same folder", "run it without torchrun"
-        error = UsageError(what, why, do, code="number-of-processes")
-        error.on_all_ranks = True
-        raise error
+    require_one_process("make-student")
     from mkd.pruning.request import StudentRequest, check_request
     from mkd.pruning.sizes import Sizes
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="tensor or pipeline parallelism over 2 ranks (default: tp)",
     )
     args = parser.parse_args(argv)
+    require_one_process("quickstart")
     folder = args.folder or (ON_POLICY if args.on_policy else OFF_POLICY)
     require_packages()
     begin = time.perf_counter()

@@ -10,6 +10,7 @@ vocab_parallel.py        the loss of logits that exist in full, and the choice o
 lm_head.py               an LM head in a fused loss: logits of some rows, gradients summed block by block
 fused_linear.py          LM heads and loss in one, block by block, for training
 fused_rows.py            the same with a value for each row
+differentiable_once.py   gradients that refuse a second derivative
 softcap.py               logits that stay within a bound
 scores.py                log-probability and entropy of given tokens, for evaluation
 triton/                  the passes as GPU kernels

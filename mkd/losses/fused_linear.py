@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mkd.losses.differentiable_once import differentiable_once
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.lm_head import HeadGradients, HeadInput, whole_sequence
 from mkd.losses.softcap import softcap_and_tanh, through_softcap
@@ -282,7 +282,7 @@ class _FusedLinearKD(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"

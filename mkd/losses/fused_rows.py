@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mkd.losses.differentiable_once import differentiable_once
 from mkd.losses.fused_linear import HeadCall, head_call
 from mkd.losses.kd_objective import KDObjective
 from mkd.losses.lm_head import HeadGradients, HeadInput, whole_sequence
@@ -73,7 +73,7 @@ class _FusedRows(torch.autograd.Function):
         return values.pop("loss"), dict.fromkeys(VALUE_NAMES) | values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, loss_mask = ctx.saved_tensors
         call: HeadCall = ctx.call

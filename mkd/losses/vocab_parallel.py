@@ -20,9 +20,9 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mkd.losses import torch_rows
+from mkd.losses.differentiable_once import differentiable_once
 from mkd.losses.divergences import Divergence
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
@@ -129,7 +129,7 @@ class _VocabParallelKD(torch.autograd.Function):
         return reduce(merged, loss_mask, objective)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, loss_gradient, _):
         data = LossRows(*ctx.saved_tensors)
         result = data.student.detach() if ctx.overwrite else torch.empty_like(data.student)

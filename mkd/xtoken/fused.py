@@ -12,8 +12,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mkd.losses.differentiable_once import differentiable_once
 from mkd.losses.lm_head import HeadGradients, HeadInput, head_logits, head_product, whole_sequence
 from mkd.losses.softcap import softcap_and_tanh, through_softcap
 from mkd.losses.softmax import compute_dtype
@@ -196,7 +196,7 @@ class _FusedChunkKD(torch.autograd.Function):
         return sums["kd"].clone(), sums
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, loss_gradient, _):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"

@@ -116,9 +116,13 @@ def test_the_door_is_open_from_anywhere(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("usage: mkd COMMAND"), done.stderr
 
 
-def test_a_student_is_cut_in_one_process(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "argv",
+    ["make-student --hf x --out y", "distill t s d --out y", "init t s d --out y", "quickstart --folder y"],
+)
+def test_commands_of_one_process_name_torchrun(argv, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["make-student", "--hf", str(tmp_path), "--out", str(tmp_path / "out")]) == EXIT_USAGE
-    assert reported_codes(capsys.readouterr().err) == [
-        "number-of-processes: make-student runs in one process"
-    ]
+    monkeypatch.chdir(tmp_path)
+    assert main(argv.split()) == EXIT_USAGE
+    what = f"number-of-processes: mkd {argv.split()[0]} runs in one process, and torchrun has started several"
+    assert reported_codes(capsys.readouterr().err) == [what] and not list(tmp_path.iterdir())

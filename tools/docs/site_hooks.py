@@ -45,7 +45,7 @@ def navigation() -> list[dict[str, Any]]:
 
 
 def pages(section: str) -> Iterator[dict[str, str | None] | str | None]:
-    """Yield the pages that a section links: with the name of the link if it starts an item, else with their own."""
+    """Yield the pages that a section links. A link that starts an item gives its page the name."""
     for starts_item, name, target in _PAGE.findall(section):
         page = page_of("docs/index.md", target)
         yield {name: page} if starts_item else page

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mkd.errors import UsageError
+from mkd.losses.differentiable_once import differentiable_once
 
 
 def vocabulary_dimension(tensor: DTensor, tp_group: dist.ProcessGroup | None) -> int | None:
@@ -68,7 +68,7 @@ class _OwnPart(torch.autograd.Function):
         return tensor.redistribute(placements=wanted).to_local()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         kept: int | None = ctx.kept
         others = [size for index, size in enumerate(ctx.mesh.shape) if index != kept]

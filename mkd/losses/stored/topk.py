@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mkd.errors import UsageError
+from mkd.losses.differentiable_once import differentiable_once
 from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard, require_columns
 from mkd.losses.softmax import Normaliser, compute_dtype
 from mkd.losses.statistics import gather_statistics
@@ -117,7 +117,7 @@ class _VocabParallelTopKKD(torch.autograd.Function):
         return objective.mixed(sums["ce"], sums["kd"]), sums
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, loss_gradient, _):
         student, ids, logprobs, labels, loss_mask = ctx.saved_tensors
         shard, objective, ratio = ctx.shard, ctx.objective, ctx.objective.kd_ratio

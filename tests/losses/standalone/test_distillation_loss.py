@@ -258,6 +258,20 @@ print([name for name in sys.modules if name.partition(".")[0] in ("megatron", "t
 """
 
 
+def test_a_second_derivative_is_an_error_and_not_zero():
+    hidden, head, teacher_hidden, teacher_weight, labels = case()
+    fused = dict(student_head=head, teacher_head=teacher_weight)
+    logits = (hidden @ head.T).detach().requires_grad_(), teacher_hidden @ teacher_weight.T
+    cases = [(hidden, (hidden, teacher_hidden), fused), (logits[0], logits, {})]
+    for leaf, inputs, heads in cases:
+        for reduction in ("mean", "none"):
+            leaf.requires_grad_()
+            loss = DistillationLoss(reduction=reduction)(*inputs, labels=labels, **heads).loss.sum()
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)  # allowed by itself
+            with refused("exclude-each-other: cannot be differentiated again"):
+                gradient.square().sum().backward()
+
+
 def test_needs_no_megatron():
     root = Path(__file__).resolve().parents[3]
     result = subprocess.run(
