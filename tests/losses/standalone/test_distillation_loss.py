@@ -261,7 +261,7 @@ print([name for name in sys.modules if name.partition(".")[0] in ("megatron", "t
 def test_a_second_derivative_is_an_error_and_not_zero():
     hidden, head, teacher_hidden, teacher_weight, labels = case()
     fused = dict(student_head=head, teacher_head=teacher_weight)
-    logits = (hidden @ head.T).detach().requires_grad_(), teacher_hidden @ teacher_weight.T
+    logits = head(hidden).detach().requires_grad_(), teacher_hidden @ teacher_weight.T
     cases = [(hidden, (hidden, teacher_hidden), fused), (logits[0], logits, {})]
     for leaf, inputs, heads in cases:
         for reduction in ("mean", "none"):
