@@ -1,4 +1,4 @@
-"""What a logger is: a destination of metrics beside metrics.jsonl."""
+"""The base of loggers: a destination of metrics beside metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = Mapping[str, int | float | str]
 
 @dataclass(frozen=True)
 class LoggerStart:
-    """What a logger may read when it starts."""
+    """Settings and places that a logger may read when it starts."""
 
     log: LogConfig
     folder: Path  # the run's log folder, which exists
