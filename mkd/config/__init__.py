@@ -6,6 +6,7 @@ In reading order:
     schema.py            all settings of a run, a dataclass per section
     models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
     divergence.py        the divergences: names, parameters, formulas
+    rounding_formats.py  the formats that a student's weights may be rounded to
     run_files.py         data, checkpoints, reports
     data_files.py        paths of the data flags: blends, and suffixes of files of records
     split.py             the format of the setting `split`

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mkd.config.flags import parse_command_line
+from mkd.config.models import with_initial
 from mkd.config.options import FIRST_TEACHER, XTOKEN, all_options, build_config, settings
 from mkd.config.packaged import config_path
 from mkd.config.schema import Config
@@ -45,7 +46,8 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     given = file.values | command_line.values
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
     values = {path: value for path, (value, _) in given.items()}
-    config = build_config(values, max(file.num_teachers, int(has_teacher))).with_reference()
+    config = build_config(values, max(file.num_teachers, int(has_teacher)))
+    config = replace(config, teachers=with_initial(config.student, config.teachers)).with_reference()
     config = with_student_base(config).with_evaluation()
     paths = (option.path for option, _ in settings(config))
     return LoadedConfig(config, {path: given[path][1] if path in given else DEFAULT for path in paths})

@@ -94,8 +94,8 @@ class TeacherModel(TeacherDivergence):
     name: str | None = option(None, "label of the teacher in logs (default: name of its folder)", flag=False)
     hf: str | None = option(
         None,
-        "Hugging Face folder or hub id of the teacher. With --teacher-load only its config and tokenizer "
-        "files are read",
+        "Hugging Face folder or hub id of the teacher, or student-initial: the model that the student starts "
+        "from. With --teacher-load only its config and tokenizer files are read",
     )
     load: str | None = option(
         None,
@@ -160,6 +160,17 @@ STAND_INS = ("topk",)
 
 EXPORTED = 0
 """Number of the teacher that `mkd topk` exports."""
+
+
+INITIAL = "student-initial"
+"""As --teacher-hf: the model that the student starts from, as it is before any update."""
+
+
+def with_initial(student: StudentConfig, teachers: Sequence[TeacherConfig]) -> tuple[TeacherConfig, ...]:
+    """Return the teachers; one that is the initial student names its model."""
+    return tuple(
+        replace(one, hf=student.hf, load=student.load) if one.hf == INITIAL else one for one in teachers
+    )
 
 
 def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:

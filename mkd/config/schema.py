@@ -22,6 +22,7 @@ from mkd.kinds.judged.pair_losses.pair_loss import PairLoss
 from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.reward_settings import RewardConfig
 from mkd.kinds.lora.lora_settings import LoRAConfig
+from mkd.kinds.rounded.rounding_settings import RoundingConfig
 from mkd.kinds.sampled.rollout_settings import RolloutConfig
 from mkd.kinds.weighted.weight_settings import WeightConfig
 
@@ -331,6 +332,7 @@ class Config:
     grpo: RewardConfig = RewardConfig()
     weighted: WeightConfig = WeightConfig()
     lora: LoRAConfig = LoRAConfig()
+    rounding: RoundingConfig = RoundingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

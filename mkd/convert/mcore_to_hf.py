@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.adapters import saved_adapters, saved_base
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
-from mkd.checkpoint.folders import HF_FOLDER
+from mkd.checkpoint.folders import HF_FOLDER, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_carried import carried_bytes, has_weights
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.hf.hf_rounded import RoundedFiles
 from mkd.checkpoint.hf.hf_weights import load_tower
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.hf.peft_writer import export_peft
@@ -116,12 +118,15 @@ def run(
     assets = assets_of(folder, reference)
     in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
     parts = [(model, model.first_layer)]
-    export_hf(parts, shape, hf_out, context=context, assets=assets, in_the_way=in_the_way)
+    rounded = RoundedFiles.of_entry(parts, shape, read_state(folder), context)
+    given: dict[str, Any] = dict(context=context, assets=assets, in_the_way=in_the_way, rounded=rounded)
+    export_hf(parts, shape, hf_out, **given)
     if lora_out is not None:
         lora, base = saved_adapters(folder), saved_base(folder)
         assert lora is not None, "the checks have found adapters"
         export_peft(parts, shape, lora_out, context=context, lora=lora, base=base)
     if context.rank == 0:
-        print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
+        name = rounded.rounding.format if rounded else str(weights).removeprefix("torch.")
+        print(f"exported {folder} as {name} to {hf_out}")
         warn_of_export(str(hf_out))
     context.leave()

@@ -10,6 +10,7 @@ stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer
 texts.py         the record of the text of a run
 placed/          places and precisions of teachers' layers
+rounded/         students whose weights are rounded to few bits
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers
 
 Modules that `mkd/config` imports hold settings and formulas alone. A plan asks the kinds without torch: only

@@ -89,7 +89,7 @@ class Kind:
         return None
 
     def text_rows(self, config: Config) -> Iterable[Row]:
-        """Yield rows of the loss card about the text that has a loss."""
+        """Yield rows of the loss card about the text that has a loss, or about the student."""
         return ()
 
     def student_rows(self, config: Config) -> Iterable[Row]:

@@ -17,6 +17,7 @@ from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind, TeacherCard
 from mkd.kinds.lora.lora_students import LoRAStudents
 from mkd.kinds.placed.known_places import Places, Precisions
+from mkd.kinds.rounded.rounded_student import RoundedStudent
 from mkd.kinds.sampled.own_text import OwnText
 from mkd.kinds.weighted.weighted import Weighted
 from mkd.log.metrics import CORE_METRICS, Registry
@@ -43,6 +44,7 @@ KINDS: tuple[Kind, ...] = (
     LoRAStudents(),
     Precisions(),
     Places(),
+    RoundedStudent(),
 )
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 

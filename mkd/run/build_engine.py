@@ -19,6 +19,7 @@ from mkd.checkpoint.distributed import (
     load_layer_by_layer,
 )
 from mkd.checkpoint.hf.hf_adapters import start_adapters
+from mkd.checkpoint.hf.hf_rounded import RoundedWeights
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
@@ -51,6 +52,7 @@ from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.layer_graphs import graph_layers
 from mkd.train.optimizer import build_optimizer, wrap_stages
+from mkd.train.input_rounding import RoundedInputs
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_prefetch import TeacherPrefetch
@@ -82,7 +84,7 @@ def build_engine(
     # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
     layouts = plan.facts.layouts
-    own_options = replace(options, lora=lora)
+    own_options = replace(options, lora=lora, norms_apart=config.rounding.round_activations)
     students = build_model_parts(plan.student.shape, layouts.student, own_options, context, vocab)
     load_weights(students, plan.student, context)
     train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
@@ -109,13 +111,15 @@ def build_engine(
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
         graph_layers(stages, context, *agreed_graphs(plan, context))
-    optimizer = build_optimizer(stages, config, context)
+    rounded = rounded_weights(plan, students, context)
+    optimizer = build_optimizer(stages, config, context, rounded)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     teachers = build_teachers(config, setups)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce)
+    inputs = rounded_inputs(config, students, rounded, context)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce, inputs)
     holds = everything if lora is None else is_factor
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
 
@@ -125,6 +129,28 @@ def add_adapters(students: Sequence[LanguageModel], context: ParallelContext, se
     for part in students:
         start_adapters(part, part.shape, context, part.first_layer, seed)
     freeze_base(students)
+
+
+def rounded_weights(
+    plan: Plan, students: Sequence[LanguageModel], context: ParallelContext
+) -> RoundedWeights | None:
+    """Return the matrices of this rank's parts of the student that are rounded; None: the run rounds none."""
+    rounding = plan.config.rounding.rounding
+    parts = [(part, part.first_layer) for part in students]
+    return None if rounding is None else RoundedWeights(parts, plan.student.shape, rounding, context)
+
+
+def rounded_inputs(
+    config: Config,
+    students: Sequence[LanguageModel],
+    weights: RoundedWeights | None,
+    context: ParallelContext,
+) -> RoundedInputs | None:
+    """Let this rank's parts of the student round the inputs of rounded matrices; None: the run does not."""
+    if weights is None or not weights.rounding.inputs:
+        return None
+    batches = config.rounding.calibration_batches
+    return RoundedInputs.attach(students, weights.matrices, weights.rounding, context, batches)
 
 
 def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContext]:

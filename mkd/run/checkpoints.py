@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,11 @@ def describe_resume(folder: Path, iteration: int) -> str:
 
 
 def build_saver(
-    plan: Plan, context: ParallelContext, run_identity: Mapping[str, object], phases: Phases
+    plan: Plan,
+    context: ParallelContext,
+    run_identity: Mapping[str, object],
+    phases: Phases,
+    rounding: Callable[[], dict[str, object]] = dict,  # entries about a rounded student; collective
 ) -> Saver | None:
     """Build the saver of a run; None without --save."""
     checkpoint = plan.config.checkpoint
@@ -127,6 +131,7 @@ def build_saver(
         retention=Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval),
         is_async=checkpoint.async_save,
         phases=phases,
+        rounding=rounding,
     )
 
 
@@ -141,6 +146,7 @@ class Saver:
     retention: Retention
     is_async: bool
     phases: Phases  # they announce the moments of each save
+    rounding: Callable[[], dict[str, object]] = dict  # what an export of the checkpoint needs to know of it
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
     def save(
@@ -161,7 +167,7 @@ class Saver:
             position,
             self.context,
             self.assets,
-            run_identity=self.run_identity,
+            run_identity={**self.run_identity, **self.rounding()},
             open_interval=open_interval,
             cause=cause,
             retention=self.retention,

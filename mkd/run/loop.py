@@ -234,8 +234,8 @@ def save_cause(run: Run, ends: bool, stop: Stop | None) -> str | None:
 def save(run: Run, cause: str, wait: bool) -> None:
     """Save now. Without `wait`, --async-save leaves the writing to a thread."""
     start, position = time.monotonic(), run.position
-    gathered, on_device = run.engine.parameters_gathered(), run.engine.optimizer.state_on_device()
-    with run.phase(SAVE, position.iteration), gathered, on_device:
+    gathered, exact = run.engine.parameters_gathered(), run.engine.optimizer.exact_weights()
+    with run.phase(SAVE, position.iteration), gathered, exact:
         run.saver.save(run.state, position, wait, run.reporter.open_interval, cause)
     if run.saver.pending is None:  # otherwise it is still being written, and `poll` will return its duration
         run.guards.stopper.took(save_s=time.monotonic() - start)

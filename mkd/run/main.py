@@ -249,6 +249,7 @@ def show(*texts: str) -> None:
 
 def export(current, folder: Path) -> None:
     """Write the student as a Hugging Face folder, and list its files in --save."""
+    from mkd.checkpoint.hf.hf_rounded import RoundedFiles
     from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.checkpoint.own_exports import OwnExports
     from mkd.operations.run_folders import export_in_the_way
@@ -257,15 +258,19 @@ def export(current, folder: Path) -> None:
     models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
     parts = [(part, part.first_layer) for part in models]
     record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else None
-    with current.engine.parameters_gathered():
+    optimizer, context = current.engine.optimizer, current.engine.context
+    with current.engine.parameters_gathered(), optimizer.exact_weights():
+        entry = current.engine.rounding_entry()
+        files = RoundedFiles.of_entry(parts, models[0].shape, entry, context)
         export_hf(
             parts,
             models[0].shape,
             folder,
-            context=current.engine.context,
+            context=context,
             assets=assets,
             in_the_way=partial(export_in_the_way, checkpoint),
             record=record,
+            rounded=files,
         )
     LOG.info("exported the student to %s", folder)
     if _is_rank_0():

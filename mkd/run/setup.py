@@ -11,6 +11,7 @@ from typing import Any
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
+from mkd.checkpoint.hf.hf_rounded import ROUNDING
 from mkd.config.options import flat_settings
 from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
@@ -99,7 +100,7 @@ def build_run(
         progress=Progress(position, kept_iteration=position.iteration, kept_in=start_folder),
         guards=guards,
         reporter=reporter,
-        saver=build_saver(plan, context, run_identity | first, phases),
+        saver=build_saver(plan, context, run_identity | first, phases, engine.rounding_entry),
         meter=meter,
         phase=phases,
     )
@@ -139,6 +140,9 @@ def load_start(
     with engine.optimizer.state_on_device():
         given: dict[str, Any] = dict(is_verified=True, has_tower=True, note=LOG.info)  # the student's weights
         position = load_checkpoint(folder, state, engine.context, **given)
+    engine.optimizer.round_weights()  # checkpoints hold exact ones
+    if engine.rounded_inputs is not None:
+        engine.rounded_inputs.load(read_state(folder).get(ROUNDING, {}))
     notice.keep(folder, position.iteration)
     LOG.info(describe_resume(folder, position.iteration))
     return position

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +17,11 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
+from mkd.checkpoint.hf.hf_rounded import RoundedWeights
 from mkd.config.schema import Config
 from mkd.models.stage import DistillationStage
 from mkd.operations.stopping import StepAgreement, without_peers
@@ -109,6 +111,24 @@ class StudentOptimizer:
     scheduler: OptimizerParamScheduler
     stages: list[DistributedDataParallel]
     residency: OptimizerResidency | None = None  # None: the state stays on the device
+    rounded: RoundedWeights | None = None  # None: the student is not rounded
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Hold the weights in the block as they were before they were rounded. It has `state_on_device`.
+
+        Afterwards they have the same bits as before. Collective.
+        """
+        with self.state_on_device():
+            if self.rounded is not None:
+                copy_main_weights(self.optimizer)
+            yield
+        self.round_weights()
+
+    def round_weights(self) -> None:
+        """Round the weights, which must be exact, if the student is rounded. Collective."""
+        if self.rounded is not None:
+            self.rounded.round()
 
     def state_on_device(self) -> AbstractContextManager:
         """Return a context in which updates, saves and loads may read and write the optimizer's state."""
@@ -149,6 +169,7 @@ class StudentOptimizer:
                     if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
                         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
+        self.round_weights()  # every process has gathered them
         # After the update, which uses the rate of this iteration. Skipped updates return before it.
         self.scheduler.step(increment=int(ends_iteration))
         return Update(grad_norm, agreed)
@@ -164,10 +185,26 @@ class StudentOptimizer:
         return not norms or bool(torch.stack(norms).isfinite().all())
 
 
+def copy_main_weights(optimizer: MegatronOptimizer) -> None:
+    """Fill the model's weights from the fp32 main weights, as an update does. Collective."""
+    for inner in optimizer.chained_optimizers:
+        if not inner.is_stub_optimizer:
+            inner._copy_main_params_to_model_params()
+        if isinstance(inner, DistributedOptimizer):
+            for chunk in inner.model_chunks:
+                chunk.start_param_sync()
+
+
 def build_optimizer(
-    stages: list[DistributedDataParallel], config: Config, context: ParallelContext
+    stages: list[DistributedDataParallel],
+    config: Config,
+    context: ParallelContext,
+    rounded: RoundedWeights | None = None,
 ) -> StudentOptimizer:
-    """Build AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
+    """Build AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule).
+
+    The student's weights must be exact. They are rounded after the main weights have been copied from them.
+    """
     settings = config.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -189,7 +226,9 @@ def build_optimizer(
     )
     on_host = config.training.optimizer_residency == "host"
     residency = OptimizerResidency(optimizer, context.device) if on_host else None
-    return StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency)
+    built = StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency, rounded)
+    built.round_weights()
+    return built
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from mkd.checkpoint.hf.hf_rounded import ROUNDING
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
@@ -27,6 +28,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
+from mkd.train.input_rounding import RoundedInputs
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
@@ -44,6 +46,7 @@ class Engine:
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
     experts: ExpertMonitor | None = None  # None: the student is dense
     data_term: DataTerm | None = None  # takes the place of the cross entropy; None: the run has that
+    rounded_inputs: RoundedInputs | None = None  # None: inputs of the student's matrices are exact
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -56,6 +59,13 @@ class Engine:
         finally:
             for stage in overlapped:
                 stage.enable_forward_pre_hook()
+
+    def rounding_entry(self) -> dict[str, object]:
+        """Return the entry of mkd.json about a rounded student; {} if it is not rounded. Collective."""
+        weights, inputs = self.optimizer.rounded, self.rounded_inputs
+        if weights is None:
+            return {}
+        return {ROUNDING: weights.rounding.as_json() | ({} if inputs is None else inputs.entry())}
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ def train_step(
         grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange, ends_iteration)
         if engine.experts is not None and agreed.finite:
             engine.experts.move_biases(routed)
+        if engine.rounded_inputs is not None:
+            engine.rounded_inputs.finish_step(agreed.finite)
     step_time_ms = 1000 * (time.perf_counter() - start)
     reports = () if agreed.finite else [(ids, objective.sums(one)) for ids, one in objective.reports]
     return StepResult(

@@ -19,6 +19,7 @@ WORLD_SIZES = {
     "quickstart_on_policy.yaml": 2,
     "qwen2.5_vl_3b_from_7b.yaml": 8,
     "qwen3_1.7b_from_8b.yaml": 32,
+    "qwen3_1.7b_int4.yaml": 1,
     "qwen3_1.7b_dpo.yaml": 8,
     "qwen3_1.7b_grpo.yaml": 8,
     "qwen3_1.7b_on_policy.yaml": 8,
@@ -26,6 +27,7 @@ WORLD_SIZES = {
     "qwen3_4b_lora_24gib.yaml": 1,
     "qwen3_8b_lora_80gib.yaml": 1,
     "qwen3_8b_lora_8gpus.yaml": 8,
+    "qwen3_8b_nvfp4.yaml": 8,
     "two_teachers.yaml": 8,
 }
 

@@ -1,13 +1,14 @@
 """Quantised tensors of Hugging Face checkpoints, dequantised slice by slice while they are read.
 
-Two formats are read: FP8 blocks as DeepSeek-V3 stores them, and MXFP4 as GPT-OSS stores its experts. Both
-appear to the rest of mkd as ordinary tensors under the names that an unquantised checkpoint has.
+Read are FP8 blocks as DeepSeek-V3 stores them, MXFP4 as GPT-OSS stores its experts, and the formats of
+compressed-tensors that mkd writes (`hf_compressed.py`). All appear to the rest of mkd as ordinary tensors
+under the names that an unquantised checkpoint has.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkd.checkpoint.hf.hf_compressed import METHOD, CompressedMatrix, ReadStored, find_compressed
 from mkd.checkpoint.hf.hf_names import Cut
 from mkd.errors import CheckpointError, MkdError
 
-ReadStored = Callable[[str, Cut], Tensor]  # (tensor on disk, cut) -> that part of it
 SCALE_SUFFIX = "_scale_inv"  # of FP8 weights
 BLOCKS, SCALES = "_blocks", "_scales"  # of MXFP4 weights
 MXFP4_BLOCK = 32  # elements that share a scale
@@ -87,7 +88,24 @@ class MXFP4:
         return elements.flatten(-2)[..., skipped : skipped + last - first].transpose(1, 2).contiguous()
 
 
-Quantised = FP8Blocks | MXFP4
+@dataclass(frozen=True)
+class Compressed:
+    """A matrix that compressed-tensors stores."""
+
+    header: TensorHeader  # the tensor after dequantising
+    matrix: CompressedMatrix
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names on disk."""
+        return self.matrix.stored
+
+    def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
+        """Return the part `cut`, fp32 [rows, columns]."""
+        return self.matrix.read(read_stored, cut)
+
+
+Quantised = FP8Blocks | MXFP4 | Compressed
 
 
 @cache
@@ -113,6 +131,12 @@ def find_quantised(directory: Path, headers: Mapping[str, TensorHeader]) -> dict
     method, block = config.get("quant_method"), _block(config.get("weight_block_size"))
     if not config:
         return {}
+    if method == METHOD:
+        shapes = {name: header.shape for name, header in headers.items()}
+        return {
+            name: Compressed(TensorHeader(headers[one.stored[0]].file, one.shape, "BF16"), one)
+            for name, one in find_compressed(directory, config, shapes).items()
+        }
     if method == "fp8" and block is not None:
         names = [name for name in headers if name + SCALE_SUFFIX in headers]
         return {name: _fp8(directory, headers, name, block) for name in names}
@@ -120,7 +144,10 @@ def find_quantised(directory: Path, headers: Mapping[str, TensorHeader]) -> dict
         names = [name.removesuffix(BLOCKS) for name in headers if name.endswith(BLOCKS)]
         return {name: _mxfp4(directory, headers, name) for name in names}
     what = f"{directory / 'config.json'}: the weights are quantised by {method!r}"
-    why = "mkd reads FP8 with a scale for each block (weight_block_size), MXFP4, and unquantised weights"
+    why = (
+        "mkd reads FP8 with a scale for each block (weight_block_size), MXFP4, the formats of its own "
+        "rounded students (compressed-tensors), and unquantised weights"
+    )
     do = "use the original checkpoint of this model"
     raise CheckpointError(what, why, do, code="hf-quantisation-not-supported")
 

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -54,6 +54,11 @@ class CarriedTensor(NamedTuple):
 
 
 NO_CARRIED: Mapping[str, CarriedTensor] = MappingProxyType({})
+Headers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape and dtype
+
+
+def _as_it_is(name: str, full: tuple[int, ...]) -> Headers:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,16 @@ class ExportPlan:
     shards: tuple[Shard, ...]  # with our names
     on_disk: Callable[[str], str]  # our name of a tensor -> its name in the files
     carried: Mapping[str, CarriedTensor]  # tensors that are copied, behind all others
+    sources: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # the model's own: name -> full shape
+    encoded: Mapping[str, torch.dtype] = field(default_factory=dict)  # tensors that hold codes or scales
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor in the files."""
-        return self.carried[name].dtype if name in self.carried else stored_dtype(name, self.dtype)
+        if name in self.carried:
+            return self.carried[name].dtype
+        return self.encoded[name] if name in self.encoded else stored_dtype(name, self.dtype)
 
     def num_bytes(self, name: str, full: tuple[int, ...]) -> int:
         """Return the size of a tensor of this shape in the files."""
@@ -109,14 +120,20 @@ def export_plan(
     max_shard_bytes: int = 5_000_000_000,
     tower: Mapping[str, tuple[int, ...]] = NO_TOWER,  # our name -> shape, behind the text tensors
     carried: Mapping[str, CarriedTensor] = NO_CARRIED,
+    headers: Callable[[str, tuple[int, ...]], Headers] = _as_it_is,  # what is stored of a tensor; {}: itself
 ) -> ExportPlan:
     """Cut the tensors, in order, into files of at most `max_shard_bytes`; a larger one has its own file."""
     if dtype not in DTYPE_NAMES:
         do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         why = "Hugging Face weights are floating point"
         raise UsageError(f"cannot export {dtype}", why, do, code="value-unknown")
-    plan = ExportPlan(dtype, (), DiskNames.of_shape(shape).on_disk, carried)
-    tensors = hf_tensor_shapes(shape) | dict(tower) | {name: one.shape for name, one in carried.items()}
+    sources, tensors, encoded = hf_tensor_shapes(shape) | dict(tower), {}, {}
+    for source, full in sources.items():
+        stored = headers(source, full)
+        tensors |= {name: sizes for name, (sizes, _) in stored.items()} or {source: full}
+        encoded |= {name: own for name, (_, own) in stored.items()}
+    tensors |= {name: one.shape for name, one in carried.items()}
+    plan = ExportPlan(dtype, (), DiskNames.of_shape(shape).on_disk, carried, sources, encoded)
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, full in tensors.items():

@@ -23,7 +23,15 @@ from mkd.checkpoint.hf.hf_carried import NUM_FURTHER, find_carried, predicts_fur
 from mkd.checkpoint.hf.hf_folder import give_up, publish, start_writing
 from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, contained_file
-from mkd.checkpoint.hf.hf_shards import NO_CARRIED, CarriedTensor, ExportPlan, export_plan, write_shards
+from mkd.checkpoint.hf.hf_rounded import RoundedFiles
+from mkd.checkpoint.hf.hf_shards import (
+    NO_CARRIED,
+    CarriedTensor,
+    ExportPlan,
+    export_plan,
+    stored_dtype,
+    write_shards,
+)
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
 from mkd.checkpoint.hf.hf_weights import map_part, stored_tensors
 from mkd.errors import CheckpointError, MkdError
@@ -58,6 +66,7 @@ def export_hf(
     max_shard_bytes: int = 5_000_000_000,
     in_the_way: Callable[[], Exception | None] | None = None,  # why the folder must not be replaced
     record: Callable[[Path], None] | None = None,  # gets the complete folder that is about to be published
+    rounded: RoundedFiles | None = None,  # how matrices are stored, in exact weights; None: as they are
 ) -> None:
     """Write the model as a Hugging Face folder.
 
@@ -74,16 +83,21 @@ def export_hf(
     # Global rank 0 holds the first stage, which has the tower.
     shapes = {name: tuple(one.shape) for part, _ in model_parts for name, one in tower_of(part).items()}
     tower = context.broadcast_object(shapes)
-    plan = export_plan(shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower, carried)
+    headers = {} if rounded is None else {"headers": rounded.headers}
+    plan = export_plan(
+        shape, dtype or _dtype_of(model_parts[0][0]), max_shard_bytes, tower, carried, **headers
+    )
     sources = Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
-        own = ((name, full) for name, full in plan.tensors() if name not in carried)
-        stream = ((name, sources.collect(name, full, plan.dtype_of(name))) for name, full in own)
+        stream = (
+            (name, sources.collect(name, full, stored_dtype(name, plan.dtype)))
+            for name, full in plan.sources.items()
+        )
         is_writer = context.rank == 0
         problem = (
-            write_folder(plan, _with_carried(stream, carried), out_dir, assets, record)
+            write_folder(plan, _in_files(stream, carried, rounded), out_dir, assets, record, rounded)
             if is_writer
             else drain(stream)
         )
@@ -98,15 +112,18 @@ def _find_carried(shape: ModelShape, assets: HFAssets) -> tuple[MkdError | None,
         return error, NO_CARRIED
 
 
-def _with_carried(
-    trained: Iterator[tuple[str, Tensor]], carried: Mapping[str, CarriedTensor]
+def _in_files(
+    trained: Iterator[tuple[str, Tensor]], carried: Mapping[str, CarriedTensor], rounded: RoundedFiles | None
 ) -> Iterator[Tensor]:
-    """Yield the trained tensors, then the carried ones. Of the former, keep those that the latter copy."""
+    """Yield the trained tensors as files hold them, then the carried ones.
+
+    Of the former, keep those that the latter copy.
+    """
     copied = {one.copy_of: torch.empty(0) for one in carried.values() if one.copy_of}
     for name, tensor in trained:
         if name in copied:
             copied[name] = tensor
-        yield tensor
+        yield from [tensor] if rounded is None else rounded.encode(name, tensor)
     for one in carried.values():
         yield copied[one.copy_of].to(one.dtype) if one.copy_of else one.read()
 
@@ -175,11 +192,7 @@ class Sources:
                 owned.setdefault(tensor, []).append(owner)
 
     def check(self, plan: ExportPlan) -> None:
-        missing = [
-            name
-            for name, _ in plan.tensors()
-            if not (name.startswith(TOWER) or name in plan.carried or name in self.owners)
-        ]
+        missing = [name for name in plan.sources if not (name.startswith(TOWER) or name in self.owners)]
         if missing:
             some = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
             what, why = f"no pipeline stage holds {some}", "the export would be incomplete"
@@ -274,6 +287,7 @@ def write_folder(
     out_dir: Path,
     assets: HFAssets,
     record: Callable[[Path], None] | None = None,
+    rounded: RoundedFiles | None = None,
 ) -> CheckpointError | None:
     """Write all files on rank 0.
 
@@ -283,7 +297,7 @@ def write_folder(
         stage = start_writing(out_dir)
         write_shards(plan, stream, stage)
         assets.copy_to(stage)
-        (stage / "config.json").write_text(_config_text(stage, plan), encoding="utf-8")
+        (stage / "config.json").write_text(_config_text(stage, plan, rounded), encoding="utf-8")
         if plan.last_file == INDEX_FILE:
             (stage / INDEX_FILE).write_text(plan.index(), encoding="utf-8")
         if record:
@@ -299,14 +313,16 @@ def write_folder(
     return None
 
 
-def _config_text(folder: Path, plan: ExportPlan) -> str:
+def _config_text(folder: Path, plan: ExportPlan, rounded: RoundedFiles | None = None) -> str:
     """Return the model's configuration with the written dtype, under the key that it already uses.
 
-    The written weights are not quantised. They have layers that predict further tokens only if these are
-    copied.
+    The written weights are quantised only as `rounded` says. They have layers that predict further tokens
+    only if these are copied.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
+    if rounded is not None:
+        config["quantization_config"] = rounded.configuration(plan.sources)
     lost = [] if any(map(predicts_further, plan.carried)) else NUM_FURTHER
     name = str(plan.dtype).removeprefix("torch.")
     config["dtype" if "dtype" in config else "torch_dtype"] = name

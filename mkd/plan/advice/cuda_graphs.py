@@ -89,9 +89,12 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
     if facts.config.training.cuda_graphs == "off":
         yield from ["--cuda-graphs off"] * (1 + len(facts.planned_teachers))
         return
-    with_adapters = "layers with adapters have not been tried in graphs"
-    of_shape = _of_shape(facts.pair.student, facts.sizes.expert)
-    yield with_adapters if facts.config.lora.is_on else of_shape
+    reason = _of_shape(facts.pair.student, facts.sizes.expert)
+    if facts.config.lora.is_on:
+        reason = "layers with adapters have not been tried in graphs"
+    if facts.config.rounding.round_activations:
+        reason = "rounded inputs have not been tried in graphs"
+    yield reason
     for teacher in facts.planned_teachers:
         streams, expert_size = teacher.place.streams, teacher.sizes.expert
         yield "layers that move run one by one" if streams else _of_shape(teacher.shape, expert_size)

@@ -6,6 +6,7 @@ lora_shape.py        adapters of a student
 flops.py             floating-point operations of models
 towers.py            vision towers: parameters, time and memory
 placement.py         the decoder layers of a teacher: their place and precision
+rounded_tensors.py   the matrices that a rounded student may round
 planned_models.py    student and teachers with their layouts
 planned_teachers.py  the teachers of a run with their settings, and the student beside them
 """

@@ -1,0 +1,39 @@
+"""Runs whose student is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.kinds.kind import NOTHING, Kind, Row
+from mkd.kinds.rounded.rounding_checks import rounding_problems, unused_settings
+from mkd.plan.checks.ranges import SHARDS
+from mkd.plan.facts import RunFacts
+
+
+class RoundedStudent(Kind):
+    """Runs whose student is rounded after every update, from fp32 main weights that stay exact."""
+
+    calculates_with = SHARDS
+
+    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+        rounding = facts.config.rounding.rounding
+        if rounding is None:
+            yield from unused_settings(facts.config.rounding)
+        else:
+            yield from rounding_problems(facts, rounding)
+
+    def text_rows(self, config: Config) -> Iterator[Row]:
+        rounding = config.rounding.rounding
+        if rounding is not None:
+            kept = f"; kept: {', '.join(rounding.exclude)}" if rounding.exclude else ""
+            inputs = f", inputs of matrices in {rounding.kind.inputs}" if rounding.inputs else ""
+            text = f"weights in {rounding.describe()}, rounded after every update{inputs}{kept}; "
+            yield "student", f"{text}gradients go to fp32 weights that stay exact"
+
+    def identity(self, config: Config) -> Mapping[str, object]:
+        rounding = config.rounding.rounding
+        if rounding is None:
+            return NOTHING
+        return {f"student.rounding.{name}": value for name, value in rounding.as_json().items()}
