@@ -50,9 +50,9 @@ from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.input_rounding import RoundedInputs
 from mkd.train.layer_graphs import graph_layers
 from mkd.train.optimizer import build_optimizer, wrap_stages
-from mkd.train.input_rounding import RoundedInputs
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_prefetch import TeacherPrefetch

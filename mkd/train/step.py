@@ -26,9 +26,9 @@ from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
 from mkd.operations.stopping import StepAgreement, Stop, without_peers
 from mkd.parallel.context import ParallelContext
 from mkd.train.expert_monitor import ExpertMonitor
+from mkd.train.input_rounding import RoundedInputs
 from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
-from mkd.train.input_rounding import RoundedInputs
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
