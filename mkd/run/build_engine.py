@@ -111,14 +111,13 @@ def build_engine(
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
         graph_layers(stages, context, *agreed_graphs(plan, context))
-    rounded = rounded_weights(plan, students, context)
-    optimizer = build_optimizer(stages, config, context, rounded)
+    optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context))
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     teachers = build_teachers(config, setups)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
-    inputs = rounded_inputs(config, students, rounded, context)
+    inputs = rounded_inputs(config, students, optimizer.rounded, context)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce, inputs)
     holds = everything if lora is None else is_factor
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
