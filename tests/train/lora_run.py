@@ -9,13 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.invariance import Layout, build_layout, export_student, gradients_as_parameters
+from tests.train.vision_invariance import vision_batches
 
 RANK = 4
 ALPHA = 10.0
 LORA = ("--lora-rank", str(RANK), "--lora-alpha", str(ALPHA))
 
 
-def run_lora(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = 2) -> dict:
+def run_lora(
+    layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = 2, images: bool = False
+) -> dict:
     """Run one step from random adapters and some updates on this rank; return sums and sizes.
 
     Write gradients, updated adapters and the merged student to `out_dir`.
@@ -24,6 +27,8 @@ def run_lora(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_up
     from mkd.train.step import train_step, training_objective
 
     engine, state, batches = build_layout(layout, layout.with_flags(LORA).argv(student, teacher))
+    if images:
+        batches = vision_batches(layout, engine.context, state.models[0].shape.vision)
     fill_b(state.models, engine.context)
     engine.optimizer.optimizer.reload_model_params()
     export_adapters(engine, state, out_dir / "started")

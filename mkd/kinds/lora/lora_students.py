@@ -38,7 +38,8 @@ class LoRAStudents(Kind):
             return
         for unknown in (one for one in lora.targets if one not in LINEAR_LAYERS):
             what = f"lora-targets: {unknown!r} is not a known value"
-            yield UsageError(what, "", f"use {', '.join(LINEAR_LAYERS)}", code="value-unknown")
+            why = "routed experts, routers, embedding and head have no adapters"
+            yield UsageError(what, why, f"use {', '.join(LINEAR_LAYERS)}", code="value-unknown")
         yield from _others(config)
         if facts.student is not None:
             yield from _widths(lora, facts.student)
@@ -91,11 +92,15 @@ def _others(config: Config) -> Iterator[UsageError]:
 
 
 def _widths(lora: LoRAShape, student: ModelShape) -> Iterator[UsageError]:
-    """Yield a problem for targets that no layer has, and for a rank that a layer cannot have."""
+    """Yield a problem for targets that no layer has, and for a rank that a layer cannot have.
+
+    The default targets mean those that the student has.
+    """
     found = {one for layer in student.layers for one in lora.linears(student, layer)}
     known = [target for target in lora.targets if target in LINEAR_LAYERS]
     missing = [target for target in known if target not in {one.target for one in found}]
-    if missing:
+    is_default = lora.targets == LINEAR_LAYERS and len(missing) < len(known)
+    if missing and not is_default:
         what = f"lora-targets {' '.join(missing)} match no layer of the student"
         why = "its MLPs are routed experts, which have no adapters"
         do = f"leave out {' and '.join(missing)}"

@@ -44,7 +44,8 @@ def test_a_target_without_layers_is_refused():
     flags = "--lora-rank", "8", "--lora-targets", "qkv", "fc1"
     found = problems_of(config(*GIVEN, *flags), 1, routed, [TEACHER])
     assert [one.code for one in found] == ["value-not-valid"] and "fc1 match no layer" in str(found[0])
-    assert codes("--lora-rank", "8") == []
+    alone = "--lora-rank", "8", "--teacher-hf", "t"  # the default means the targets that there are
+    assert problems_of(config(*GIVEN, *alone), 1, routed, [TEACHER]) == []
 
 
 def test_parameters_of_adapters():
