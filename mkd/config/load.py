@@ -27,6 +27,7 @@ class LoadedConfig:
 
     config: Config
     origins: Mapping[str, str]
+    words: tuple[str, ...] = ()  # the command line that they were read from
 
 
 def load_config(argv: Sequence[str]) -> LoadedConfig:
@@ -50,7 +51,8 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     config = replace(config, teachers=with_initial(config.student, config.teachers)).with_reference()
     config = with_student_base(config).with_evaluation()
     paths = (option.path for option, _ in settings(config))
-    return LoadedConfig(config, {path: given[path][1] if path in given else DEFAULT for path in paths})
+    origins = {path: given[path][1] if path in given else DEFAULT for path in paths}
+    return LoadedConfig(config, origins, tuple(argv))
 
 
 def format_config(loaded: LoadedConfig) -> str:

@@ -179,9 +179,15 @@ class CheckpointConfig:
     export_hf: str | None = option(
         None, "folder to export the trained student to, as a Hugging Face model (default: no export)"
     )
+    push_to_hub: str | None = option(
+        None,
+        "repository of the Hugging Face hub to upload the export to at the end: NAME, or ORGANISATION/NAME. "
+        "Needs --export-hf, and a token that may write. New repositories are private (default: no upload)",
+    )
     overwrite: bool = option(
         False,
-        "replace the model that --export-hf holds, if it is not an export of the run that this one resumes",
+        "replace the model that --export-hf or --push-to-hub holds, if it is not an export of the run that "
+        "this one resumes",
     )
 
     @property

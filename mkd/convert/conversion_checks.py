@@ -23,9 +23,12 @@ from mkd.checkpoint.hf.hf_hub import config_folder, resolve_hf
 from mkd.errors import CheckpointError, UsageError
 from mkd.human import counted
 from mkd.operations.disk import Written, require_disk
+from mkd.operations.run_folders import SAVED_CONFIG
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import weight_bytes
+from mkd.release.gguf_file import GGUFFile
+from mkd.release.hub_push import HubRepository
 
 
 def hf_to_mcore(hf: str, save: Path, dtype: str | None, overwrite: bool, **layout: int) -> None:
@@ -55,6 +58,10 @@ def mcore_to_hf(
     dtype: str | None,
     overwrite: bool,
     lora_out: Path | None = None,
+    push_to_hub: str | None = None,
+    gguf: Path | None = None,
+    gguf_type: str = "auto",
+    log_dir: Path | None = None,
     **layout: int,
 ) -> None:
     """Raise the problem of an export to a Hugging Face folder."""
@@ -62,7 +69,15 @@ def mcore_to_hf(
     in_the_way = None if overwrite else model_in_the_way("--hf-out", hf_out)
     if in_the_way is not None:
         raise in_the_way
+    if log_dir is not None and not (log_dir / SAVED_CONFIG).is_file():
+        what, why = f"--log-dir {log_dir} is not the log folder of a run", f"it has no {SAVED_CONFIG}"
+        raise UsageError(what, why, "name the folder with metrics.jsonl", code="path-not-found")
     folder, reference = locate(load, ckpt_step, reference_hf)
+    problem = GGUFFile(gguf, gguf_type).problem(overwrite) if gguf else None
+    if problem is None and push_to_hub and int(os.environ.get("RANK", "0")) == 0:
+        problem = HubRepository(push_to_hub).problem([reference_hf or ""], overwrite)
+    if problem is not None:
+        raise problem
     shape = ModelShape.from_hf_dir(reference)
     if saved_adapters(folder) is not None:
         require_base(folder, reference)

@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.adapters import saved_adapters, saved_base
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
-from mkd.checkpoint.folders import HF_FOLDER, read_state
+from mkd.checkpoint.folders import HF_FOLDER, iteration_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_carried import carried_bytes, has_weights
 from mkd.checkpoint.hf.hf_changes import SavedProcessor, SavesFiles, StopIds
@@ -31,6 +31,11 @@ from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.lora_shape import is_factor
 from mkd.plan.models.model_shape import ModelShape
+from mkd.release.card_file import with_card
+from mkd.release.gguf_file import GGUFFile
+from mkd.release.hub_push import HubRepository
+from mkd.release.model_card import ModelCard
+from mkd.release.training_record import TrainingRecord
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
 
 EMBEDDING = "embedding.word_embeddings.weight"  # of every part of a model with all weights
@@ -92,6 +97,13 @@ def load_missing_tower(model: LanguageModel, folder: Path, reference: Path) -> b
     return is_filled
 
 
+def card_of(folder: Path, logs: Path, reference: Path, out: Path, gguf: GGUFFile | None) -> ModelCard:
+    """Return the card of an export: of the run in `logs`, up to the checkpoint `folder`."""
+    step = iteration_of(folder)
+    commands = [("A GGUF file of it was made with llama.cpp", gguf.shown(out))] if gguf else []
+    return ModelCard(out.resolve().name, TrainingRecord.read(logs, step), reference, step, commands)
+
+
 def run(
     load: Path,
     ckpt_step: int | None,
@@ -102,6 +114,10 @@ def run(
     pipeline_model_parallel_size: int,
     overwrite: bool = False,
     lora_out: Path | None = None,
+    push_to_hub: str | None = None,
+    gguf: Path | None = None,
+    gguf_type: str = "auto",
+    log_dir: Path | None = None,
 ) -> None:
     """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
@@ -115,7 +131,10 @@ def run(
     verify(folder, context, print)  # before anything is unpickled
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)
     model = load_model(folder, reference, shape, weights, context)
-    assets = assets_of(folder, reference)
+    assets, gguf_file = assets_of(folder, reference), GGUFFile(gguf, gguf_type) if gguf else None
+    if context.rank == 0:
+        card = card_of(folder, log_dir or folder.parent, reference, hf_out, gguf_file)
+        assets = with_card(assets, card, hf_out)
     in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
     parts = [(model, model.first_layer)]
     rounded = RoundedFiles.of_entry(parts, shape, read_state(folder), context)
@@ -130,3 +149,8 @@ def run(
         print(f"exported {folder} as {name} to {hf_out}")
         warn_of_export(str(hf_out))
     context.leave()
+    if context.rank == 0 and gguf_file:
+        gguf_file.write(hf_out)
+        print(f"wrote {gguf}")
+    if context.rank == 0 and push_to_hub:
+        print(f"uploaded to {HubRepository(push_to_hub).push(hf_out)}")

@@ -62,6 +62,8 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         "host-memory-not-pinned": (
             "The host has too little memory that can be page-locked: give the job more."
         ),
+        "hub-login": "The hub does not let you write there: use a token that may write, or another name.",
+        "hub-unreachable": "The hub cannot be asked: try again later, or export without an upload.",
         "image-processor-not-valid": (
             "The image processor cannot be loaded or used: repair preprocessor_config.json."
         ),
@@ -274,6 +276,9 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         ),
     },
     EXIT_CHECKPOINT: {
+        "after-export-failed": (
+            "The export is complete, and what came after it failed: repair the cause, and repeat that alone."
+        ),
         "checkpoint-damaged": (
             "A checkpoint, or the file that names the last one, is damaged: choose one with --ckpt-step."
         ),

@@ -80,6 +80,7 @@ def describe_saves(config: Config) -> str:
     """Return the line that tells what the run keeps, and where."""
     checkpoint = config.checkpoint
     export = f"; exports the student to {checkpoint.export_hf} at the end" if checkpoint.export_hf else ""
+    export += f", and uploads it as {checkpoint.push_to_hub}" if export and checkpoint.push_to_hub else ""
     if not checkpoint.save:
         return f"saves no checkpoints{export}"
     steps, minutes = checkpoint.save_interval, checkpoint.minutes_without_save

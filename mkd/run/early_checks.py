@@ -6,6 +6,7 @@ import repeat them with the rest. Corpora that are not files of records are left
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import data_paths, is_raw, require_file
 from mkd.config.models import hf_flag
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.errors import CheckpointError, MkdError, collect_error
+from mkd.errors import CheckpointError, MkdError, UsageError, collect_error
 from mkd.kinds.known_kinds import KINDS
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
@@ -25,6 +26,7 @@ from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
+from mkd.release.hub_push import HubRepository
 
 
 def early_problems(config: Config, world_size: int) -> list[MkdError]:
@@ -41,7 +43,22 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     problems += disk_problems([*writes_of(config, student, paths)])
     names = [model_of(config, number).hf for number in numbers]
     read = [Path(name).expanduser() for name in names if name]
-    return [*problems, *export_problems(config.checkpoint, read)]
+    problems += export_problems(config.checkpoint, read)
+    return [*problems, *push_problems(config, [name for name in names if name])]
+
+
+def push_problems(config: Config, reads: Sequence[str]) -> list[MkdError]:
+    """Return a problem if --push-to-hub will not be allowed. Only rank 0 asks the hub."""
+    checkpoint = config.checkpoint
+    if checkpoint.push_to_hub is None:
+        return []
+    if checkpoint.export_hf is None:
+        what, why = f"--push-to-hub {checkpoint.push_to_hub} without --export-hf", "the export is uploaded"
+        return [UsageError(what, why, "add --export-hf FOLDER", code="add-flag")]
+    if int(os.environ.get("RANK", "0")) != 0:
+        return []
+    problem = HubRepository(checkpoint.push_to_hub).problem(reads, checkpoint.overwrite)
+    return [problem] if problem else []
 
 
 def early_model_problems(

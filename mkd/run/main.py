@@ -150,24 +150,38 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
         stop = train(current)
         if events and stop is not None and not stop.is_preempted:  # `end_text` prints it
             events.add(STOP, f"stopped at iteration {current.position.iteration}: {stop.reason}")
-        if checkpoint.export_hf and not (stop and stop.is_preempted):
-            export(current, Path(checkpoint.export_hf))
+        exported = None if stop and stop.is_preempted else checkpoint.export_hf
+        if exported:
+            export(current, Path(exported), folder)
         if loaded.config.lora.export_lora and not (stop and stop.is_preempted):
             export_adapters(current, Path(loaded.config.lora.export_lora))
         end(current, stop)
         if events:
             show(end_text(current, folder, time.monotonic() - started, stop))
     current.engine.context.leave()
+    if exported and checkpoint.push_to_hub and _is_rank_0():  # the others need not wait for the network
+        push(Path(exported), checkpoint.push_to_hub)
+
+
+def push(folder: Path, name: str) -> None:
+    """Upload the export to the hub."""
+    from mkd.release.hub_push import HubRepository
+
+    show(f"uploading {folder} to {name}")
+    show(f"uploaded to {HubRepository(name).push(folder)}")
 
 
 def write_plan(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> None:
     """Write what the run is about to do: its settings, its objective and its forecast."""
     from mkd.operations.run_folders import SAVED_CONFIG
+    from mkd.release.training_record import start_of_run
     from mkd.run.plan_text import figures, objective
 
     save_config(loaded, folder / SAVED_CONFIG)
     (folder / "loss_card.txt").write_text(objective(plan) + "\n", encoding="utf-8")
-    found = figures(plan) | {"device": platform.describe()}
+    models = [loaded.config.student.hf, *(one.hf for one in loaded.config.teachers)]
+    start = start_of_run(loaded.words, _world_size(), [*filter(None, models)])
+    found = figures(plan) | {"device": platform.describe()} | start
     (folder / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -247,15 +261,21 @@ def show(*texts: str) -> None:
             raise
 
 
-def export(current, folder: Path) -> None:
-    """Write the student as a Hugging Face folder, and list its files in --save."""
+def export(current, folder: Path, logs: Path) -> None:
+    """Write the student as a Hugging Face folder with a model card, and list its files in --save."""
     from mkd.checkpoint.hf.hf_rounded import RoundedFiles
     from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.checkpoint.own_exports import OwnExports
     from mkd.operations.run_folders import export_in_the_way
+    from mkd.release.card_file import with_card
+    from mkd.release.model_card import ModelCard
+    from mkd.release.training_record import TrainingRecord
     from mkd.tokenizers.tokenizer_files import warn_of_export
 
     models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
+    if _is_rank_0():
+        name, step = folder.resolve().name, current.position.iteration
+        assets = with_card(assets, ModelCard(name, TrainingRecord.read(logs), assets.model, step), folder)
     parts = [(part, part.first_layer) for part in models]
     record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else None
     optimizer, context = current.engine.optimizer, current.engine.context

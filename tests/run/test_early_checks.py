@@ -78,6 +78,10 @@ def test_a_training_run(files):
         ("", [*run, "--student-load", "/nonexistent/checkpoint"]),
         ("", [*run, "--log-dir", files / "text.jsonl" / "below"]),
         ("full", [*run, "--export-hf", files / "new"]),
+        ("", [*run, "--push-to-hub", "student"]),
+        ("", [*run, "--push-to-hub", "student", "--export-hf", files / "new"]),
+        HF_TOKEN="",
+        HF_TOKEN_PATH="/nonexistent/token",
     )
     assert reported_codes(message) == [
         "already-exists: holds a model",
@@ -86,6 +90,8 @@ def test_a_training_run(files):
         "checkpoint-missing: holds no checkpoint",
         "not-writable",
         "disk-too-small",
+        "add-flag: --push-to-hub student without --export-hf",
+        "hub-login: no token of the hub is found",
     ]
     assert f"--teacher-hf: {NO_TEACHER}" in message
     assert "--student-hf: the folder /nonexistent/model does not exist" in message

@@ -14,7 +14,8 @@ from mkd.config.data_files import HUB_ID
 from mkd.errors import CheckpointError, first_line
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 
-HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+HUB_WEIGHTS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+HUB_PATTERNS = (*HUB_WEIGHTS, "README.md", "LICENSE*")  # the last two say what may be done with the model
 REACHED = ("ReadError", "ReadTimeout", "RemoteProtocolError")
 """Names of network errors after a connection. The hub's versions use several libraries with these names."""
 
