@@ -30,6 +30,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",
     "parity": "compare a model in mkd with the same model in transformers",
+    "serve-check": "compare an export in vLLM with mkd, token by token",
     "projection": "relate the vocabularies of a student and a cross-tokenizer teacher",
     "topk": "store a teacher's predictions, to train from them later",
     "completion": "print a script that completes commands and flags in bash or zsh",

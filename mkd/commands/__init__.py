@@ -21,6 +21,7 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     convert.py       Hugging Face to Megatron
     export.py        Megatron to Hugging Face
     parity.py        mkd against transformers
+    serve_check.py   an export in vLLM against mkd
     projection.py    vocabularies of two tokenizers
     topk.py          a teacher's stored predictions
     completion.py    commands and flags for the Tab key of a shell

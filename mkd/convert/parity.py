@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,16 +79,21 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
     return torch.cat([model(ids[None].to(device)).logits[0].float().cpu() for ids in documents])
 
 
-@torch.no_grad()
 def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.device) -> Tensor:
     """Return logits [tokens of all documents, v] fp32 on the CPU, computed with all documents in one pack."""
+    return packed_logits(model, documents, device).cpu()
+
+
+@torch.no_grad()
+def packed_logits(model: LanguageModel, documents: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return logits [tokens of all documents, v] fp32 on `device`. All documents are in one pack."""
     lengths = torch.tensor([0, *(len(ids) for ids in documents)])
     borders = lengths.cumsum(0).to(device, torch.int32)
     packed = packed_documents(borders, borders, int(lengths.max()))
     tokens = torch.cat(documents)[None].to(device)
     positions = torch.cat([torch.arange(len(ids)) for ids in documents])[None].to(device)
     hidden = model.eval()(tokens, positions, packed_seq_params=packed)
-    return model.logits(hidden)[:, 0, : model.shape.vocab_size].float().cpu()
+    return model.logits(hidden)[:, 0, : model.shape.vocab_size].float()
 
 
 def mkd_model(

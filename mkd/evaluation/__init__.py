@@ -5,5 +5,6 @@ tasks.py, records.py             tasks: how their files are read, and their metr
 requests.py                      a task as continuations to be scored, packed like training data
 scores.py                        log-likelihoods of continuations under every layout
 model_comparison.py              two models on one text outside a run, by transformers
+harness_model.py                 mkd's model for lm-evaluation-harness
 task_evaluator.py                all of it during a run: encoded once, scored at every evaluation
 """
