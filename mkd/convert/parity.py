@@ -12,6 +12,7 @@ from torch import Tensor
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_tower import model_type_of
+from mkd.checkpoint.rounded_runs import require_exact_model
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import build_model, load_from_hf
 from mkd.convert.reference_model import one_expert_at_a_time
@@ -103,6 +104,7 @@ def mkd_model(
     if load is not None:
         checkpoint, reference = locate(load, ckpt_step, str(folder))
         model = build_model(ModelShape.from_hf_dir(reference), torch.float32, context)
+        require_exact_model(checkpoint)
         load_checkpoint(checkpoint, TrainingState([model]), context)
         return model, checkpoint
     other = resolve_hf(hf_b) if hf_b else folder

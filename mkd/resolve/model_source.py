@@ -15,6 +15,7 @@ from mkd.checkpoint.hf.hf_carried import carried_bytes
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+from mkd.checkpoint.rounded_runs import require_exact_model
 from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import MkdError
 from mkd.plan.models.model_shape import ModelShape
@@ -72,6 +73,8 @@ def locate_model(
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_weights(role, source)
         require_whole_model(folder)
+        if isinstance(source, TeacherConfig):
+            require_exact_model(folder)
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)
         require_same_model(folder, shape)

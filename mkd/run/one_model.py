@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from mkd.checkpoint.rounded_runs import require_exact_model
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.images.conversation import image_reader
-from mkd.errors import ErrorList, MkdError
+from mkd.errors import ErrorList, MkdError, collect_error
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
 from mkd.kinds.known_kinds import KINDS, device_problems
@@ -70,6 +71,9 @@ def plan_model(
     """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
     model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS)
     source = locate_model(problems, model.role, model.settings)
+    if source is not None and source.load is not None:
+        load = source.load
+        collect_error(problems, lambda: require_exact_model(load))
     model = replace(model, shape=source.shape if source else None)
     problems += find_model_problems(model)
     if teacher is not None:

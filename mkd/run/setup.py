@@ -11,7 +11,7 @@ from typing import Any
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
-from mkd.checkpoint.hf.hf_rounded import ROUNDING
+from mkd.checkpoint.rounded_runs import ROUNDING
 from mkd.config.options import flat_settings
 from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mkd.checkpoint.hf.hf_rounded import ROUNDING
+from mkd.checkpoint.rounded_runs import ROUNDING
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER

@@ -11,7 +11,7 @@ import torch
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.rounding.plain_rounding import rounded
 from tests.tiny_models import add_tokenizer, make_model
-from tests.train.command import flags, make_files, run_main
+from tests.train.command import flags, make_files, read_metrics, run_main
 from tests.train.invariance import DISTRIBUTED, SINGLE, SP, Layout, build_layout, export_student, make_pair
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
@@ -146,3 +146,21 @@ def test_a_stopped_run_continues_bit_for_bit_and_other_layouts_read_it(more, fil
     (result,) = run_main(ranks, argv, command="mkd.commands.export")
     assert result.exit_code == 0 and more[1] in result.stdout, result.stderr
     assert equal(tmp_path / "converted", tmp_path / "whole-hf")
+    # It is no other run's teacher before it is exported.
+    argv = flags(files, "refused", student_hf="wide", teacher_hf=None)
+    argv += ["--teacher-hf", str(files / "wide"), "--teacher-load", str(tmp_path / "whole")]
+    (result,) = run_main(ranks, argv)
+    assert "error[checkpoint-of-another-model]" in result.stderr
+
+
+def test_rollouts_sample_from_the_rounded_student(ranks, tmp_path):
+    from tests.train.rollout_run import argv
+    from tests.train.rollout_run import make_files as make_rollout_files
+
+    folder = make_rollout_files(tmp_path)
+    more = ("--bf16", "--no-save", "--train-iters", 2, "--student-rounding", "nvfp4", "--round-activations")
+    (result,) = run_main(ranks, argv(folder, "run", *more, "--calibration-batches", 1))
+    assert result.exit_code == 0, result.stderr
+    _, second = read_metrics(folder / "run")
+    # What sampled and what is trained are the same model: in bf16 their probabilities are this close.
+    assert second["rollout/logp_gap"] < 0.05, second

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_weights import map_part, stored_tensors
+from mkd.checkpoint.rounded_runs import ROUNDING
 from mkd.config.rounding_formats import ROW, Rounding
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.parallel.context import ParallelContext
@@ -24,8 +25,7 @@ from mkd.plan.models.rounded_tensors import is_matrix
 from mkd.rounding import stored_matrix
 from mkd.rounding.rounded_matrix import round_in_place, shared_peak
 
-ROUNDING = "rounding"  # entry of mkd.json
-PEAKS, CALIBRATED = "input_peaks", "is_calibrated"  # keys of it, if inputs are rounded
+PEAKS, CALIBRATED = "input_peaks", "is_calibrated"  # keys of the entry ROUNDING, if inputs are rounded
 NO_PEAKS: Mapping[str, float] = MappingProxyType({})
 
 

@@ -10,6 +10,7 @@ from mkd.kinds.kind import NOTHING, Kind, Row
 from mkd.kinds.rounded.rounding_checks import rounding_problems, unused_settings
 from mkd.plan.checks.ranges import SHARDS
 from mkd.plan.facts import RunFacts
+from mkd.plan.work import Work
 
 
 class RoundedStudent(Kind):
@@ -23,6 +24,19 @@ class RoundedStudent(Kind):
             yield from unused_settings(facts.config.rounding)
         else:
             yield from rounding_problems(facts, rounding)
+
+    def work(self, config: Config) -> Work:
+        rounding = config.rounding.rounding
+        if rounding is None:
+            return Work()
+        text = f"student's weights in {rounding.describe()}: rounded in place, no more memory"
+        if rounding.inputs:
+            text += f"; its inputs in {rounding.kind.inputs}"
+            batches = config.rounding.calibration_batches
+            text += (
+                f", after {batches} global batches that measure them" if rounding.kind.is_calibrated else ""
+            )
+        return Work(lines=(lambda packs: text,))
 
     def text_rows(self, config: Config) -> Iterator[Row]:
         rounding = config.rounding.rounding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
+from mkd.rounding.rounded_inputs import round_inputs, token_peak
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.rounding.plain_rounding import GROUPS, rounded
 from tests.tiny_models import make_model
@@ -30,6 +32,15 @@ from tests.tiny_models import make_model
 KEPT = "model.layers.1.mlp.down_proj.weight"
 SIZES = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+)
+EXPERTS = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
 )
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -49,7 +60,7 @@ def export(source, folders, tp: int, stages: tuple[int, ...]) -> None:
     for name, (out, in_training) in folders.items():
         for part, first in parts:
             load_hf_weights(part, shape, checkpoint, context, first)
-        rounding = Rounding(name, GROUPS[name], exclude=("*.1.mlp.down_proj",))
+        rounding = Rounding(name, GROUPS[name], exclude=("*.1.mlp.down_proj",))  # none of an expert
         given = dict(context=context, assets=HFAssets.of(source))
         files = RoundedFiles.of(parts, shape, rounding, context)
         export_hf(parts, shape, out, rounded=files, max_shard_bytes=300_000, **given)
@@ -126,3 +137,62 @@ def test_other_formats_of_the_library_are_refused(exports, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         HFCheckpoint(folder)
     assert caught.value.code == "hf-quantisation-not-supported"
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "nvfp4"])
+def test_transformers_rounds_inputs_as_we_do(name, source, exports, ranks, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    out, tokens = tmp_path / name, torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(exports[name][1], dtype=torch.bfloat16).eval()
+    linears = {one: module for one, module in plain.named_modules() if f"{one}.weight" != KEPT}
+    linears = {f"{one}.weight": module for one, module in linears.items() if one.endswith("_proj")}
+    peaks = {one: 4.0 + index for index, one in enumerate(linears)}  # some inputs are larger
+    ranks.run(export_with_inputs, 1, source, out, name, peaks)
+    for tensor, module in linears.items():
+        module.register_forward_pre_hook(partial(round_before, name, peaks[tensor]))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def export_with_inputs(source, out, name: str, peaks: dict[str, float]) -> None:
+    context = ParallelContext.create(detect(), Sizes())
+    shape, options = ModelShape.from_hf_dir(source), ModelOptions(dtype=torch.bfloat16)
+    (part,) = build_model_parts(shape, PipelineLayout((2,), 1), options, context)
+    load_hf_weights(part, shape, HFCheckpoint(source), context)
+    entry = Rounding(name, GROUPS[name], ("*.1.mlp.down_proj",), inputs=True).as_json()
+    state = {"rounding": entry | {"input_peaks": peaks, "is_calibrated": True}}
+    files = RoundedFiles.of_entry([(part, 0)], shape, state, context)
+    export_hf([(part, 0)], shape, out, rounded=files, context=context, assets=HFAssets.of(source))
+
+
+def round_before(name: str, peak: float, module, given):
+    """Round the input of a linear layer as transformers does, in bf16."""
+    (x,) = given
+    of_token = token_peak(x) if name != "nvfp4" else torch.tensor([peak])
+    return round_inputs(x, name, of_token, dtype=torch.bfloat16)
+
+
+def test_experts_are_rounded_one_by_one(ranks, tmp_path):
+    source = make_model(tmp_path / "model", "qwen3_moe", seed=3, dtype=torch.bfloat16, **EXPERTS)
+    folders = {"int4": (tmp_path / "int4", tmp_path / "int4-bf16")}
+    ranks.run(export, 1, source, folders, 1, (2,))
+    exact, trained, read = (
+        all_tensors(source),
+        all_tensors(folders["int4"][1]),
+        HFCheckpoint(folders["int4"][0]),
+    )
+    for tensor, weight in trained.items():
+        is_rounded = "_proj" in tensor and tensor != KEPT  # the second layer is dense
+        expected = rounded(exact[tensor], "int4").bfloat16() if is_rounded else exact[tensor]
+        assert torch.equal(weight, expected) and torch.equal(read.read_whole(tensor).bfloat16(), weight), (
+            tensor
+        )
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    models = (AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16) for one in folders["int4"])
+    with torch.no_grad():
+        assert torch.equal(*(model.eval()(torch.arange(24)[None]).logits for model in models))
