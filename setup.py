@@ -53,7 +53,10 @@ setup(
             "transformer-engine[pytorch]>=2.9,<2.12 ; python_version < '3.12'",
             "transformer-engine[pytorch]>=2.9 ; python_version >= '3.12'",
         ],
-        "data": ["pyarrow>=16"],
+        "data": [
+            "pyarrow>=16",
+            "zstandard>=0.19 ; python_version < '3.14'",  # newer ones have it in the standard library
+        ],
         "images": ["pillow>=10.1"],  # decodes the images of vision-language models
         "hybrid": ["fla-core>=0.6,<0.7"],  # kernels of gated delta nets on GPUs: Qwen3.5, Qwen3-Next
         "xtoken": ["numba"],  # compiles the alignment mode dp

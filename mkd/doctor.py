@@ -311,6 +311,7 @@ _NEEDED = {
 }
 _EXTRAS = {  # distribution -> what is missing without it; an extra of setup.py has it
     "pyarrow": "no .parquet and .arrow data",
+    "zstandard": "no .jsonl.zst data",
     "pillow": "no images of vision-language models",
     "fla-core": "gated delta nets (Qwen3.5, Qwen3-Next) are slower on GPUs",
     "numba": "--xtoken-alignment dp is slower",

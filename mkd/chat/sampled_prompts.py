@@ -15,6 +15,7 @@ from mkd.chat.text_stream import TextStream
 from mkd.chat.views import OneAfterTheOther, styled
 from mkd.chat.wrapped_text import printable
 from mkd.chat.writer import Reader, Writer, as_conversation, require_chat, with_system
+from mkd.data.files.named_files import all_local
 from mkd.data.prompts import parse_prompt
 from mkd.data.records.rows import read_rows
 from mkd.errors import DataError, UsageError
@@ -55,7 +56,7 @@ def read_asked(
     UsageError for a system prompt that no conversation takes.
     """
     asked = [AskedPrompt(text, {}) for text in texts]
-    for path in files:
+    for path in all_local(files, "--prompts"):
         for number, row in read_rows(path, whole=True):
             try:
                 asked.append(AskedPrompt(*parse_prompt(row)))

@@ -8,8 +8,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from mkd.config.data_files import require_file
 from mkd.config.flags import add_overwrite, require_new_file, require_writable, whole_number
+from mkd.data.files.named_files import require_files
 from mkd.errors import EXIT_DONE, UsageError
 from mkd.human import counted
 
@@ -82,7 +82,7 @@ def compare_two_models(args: argparse.Namespace) -> int:
         error.on_all_ranks = True
         raise error
     for path in args.data:
-        require_file(path, "--data")
+        require_files(path, "--data")
     require_new_file("--out", args.out, args.overwrite)
     if args.out is not None:
         require_writable("--out", args.out)

@@ -45,9 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--input",
         required=True,
-        metavar="FILE",
-        help="file to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
-        "Packs may also come from a .txt file or the prefix of a tokenised .bin/.idx pair",
+        metavar="PATH",
+        help="path of records, as of --data-path: a file, a folder, a pattern or a data set of the hub. "
+        "Packs may also come from the prefix of a tokenised .bin/.idx pair",
     )
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
     add(
@@ -126,19 +126,21 @@ def _add_alignment_flags(add: Callable[..., object]) -> None:
 
 def aligned_records(
     args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
-) -> Iterator[tuple[int, AlignedText]]:
-    """Yield (row number, alignment) of the first records of a file.
+) -> Iterator[tuple[str, AlignedText]]:
+    """Yield (file and row number, alignment) of the first records.
 
     Raises MkdError that names file and row.
     """
+    from mkd.data.files.named_files import named_files
     from mkd.data.records.parsing import parse_row
     from mkd.data.records.rows import read_rows
 
-    for number, row in islice(read_rows(args.input), args.limit):
+    rows = ((file, *row) for file in named_files(args.input, "--input").at_hand() for row in read_rows(file))
+    for file, number, row in islice(rows, args.limit):
         try:
-            yield number, align_record(parse_row(row), args, student, teacher)
+            yield f"{file}:{number}", align_record(parse_row(row), args, student, teacher)
         except DataError as error:
-            raise error.located(f"{args.input}:{number}") from error
+            raise error.located(f"{file}:{number}") from error
 
 
 def align_record(
@@ -174,8 +176,8 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
         )
     chat = chat_of(args)
     student, teacher = open_tokenizer(args.student, chat), open_tokenizer(args.teacher, chat)
-    for number, aligned in aligned_records(args, student, teacher):
-        print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
+    for place, aligned in aligned_records(args, student, teacher):
+        print(f"{place}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
 
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:

@@ -27,9 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        metavar="FILE",
-        help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and "
-        "completion. Every line of a .txt file that is not blank is a document",
+        metavar="PATH",
+        help="paths of records to read, as --data-path of a run names them: files, folders, patterns and "
+        "data sets of the hub. Records have text, messages, or prompt and completion",
     )
     add(
         "--output-prefix",
@@ -156,17 +156,20 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     prepare_for_files()
     require_room(args)
     from mkd.data.corpus.store_builder import build_store
+    from mkd.data.files.named_files import all_local, require_files
     from mkd.data.images.conversation import image_reader
     from mkd.data.records.wanted import WantedRecords
     from mkd.data.workers import worker_deaths_explained
     from mkd.operations.console import console
     from mkd.tokenizers.load import load_tokenizer
 
+    for path in args.input:
+        require_files(path, "--input")
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, chat_of(args))
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
     with worker_deaths_explained(), console(0):
         summary = build_store(
-            args.input,
+            all_local(args.input, "--input"),
             args.output_prefix,
             tokenizer,
             args.append_eod,

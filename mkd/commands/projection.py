@@ -66,9 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--audit-data",
-        type=Path,
-        metavar="FILE",
-        help="sample of the training data to align: .jsonl, .txt, .parquet or .arrow (default: no audit)",
+        metavar="PATH",
+        help="sample of the training data to align, a path as of --data-path (default: no audit)",
     )
     add(
         "--audit-texts",
@@ -174,18 +173,20 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"built in {figures['build_time_s']:.1f} s, peak memory {figures['peak_memory_gib']:.2f} GiB"
 
 
-def texts_of(path: Path) -> Iterator[str]:
-    """Yield the texts of a file's records: every message, prompt and completion is one."""
+def texts_of(path: str) -> Iterator[str]:
+    """Yield the texts of a path's records: every message, prompt and completion is one."""
+    from mkd.data.files.named_files import all_local
     from mkd.data.records.parsing import parse_row
     from mkd.data.records.rows import read_rows
 
-    for number, row in read_rows(path):
-        try:
-            record = parse_row(row)
-        except DataError as error:
-            raise error.located(f"{path}:{number}") from error
-        for value in record.values:
-            yield from (value,) if isinstance(value, str) else _texts_of_messages(value.messages)
+    for file in all_local([path], "--audit-data"):
+        for number, row in read_rows(file):
+            try:
+                record = parse_row(row)
+            except DataError as error:
+                raise error.located(f"{file}:{number}") from error
+            for value in record.values:
+                yield from (value,) if isinstance(value, str) else _texts_of_messages(value.messages)
 
 
 def _texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

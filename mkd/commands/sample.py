@@ -26,8 +26,8 @@ from mkd.commands.text_flags import (
     run_here_or_in_ranks,
     text_parser,
 )
-from mkd.config.data_files import require_file
 from mkd.config.flags import add_overwrite, require_new_file, require_writable, whole_number
+from mkd.data.files.named_files import require_files
 from mkd.errors import EXIT_DONE, UsageError, returns_exit_code
 from mkd.human import counted
 
@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     prompts.add_argument(
-        "--prompts", nargs="+", default=(), metavar="FILE", help="files of records to complete"
+        "--prompts",
+        nargs="+",
+        default=(),
+        metavar="PATH",
+        help="records to complete: paths as of --data-path",
     )
     prompts.add_argument(
         "--chat", action="store_true", help="read every text as a user's message, in the chat template"
@@ -83,7 +87,7 @@ def sample(args: argparse.Namespace) -> int:
             code="add-flag",
         )
     for path in args.prompts:
-        require_file(path, "--prompts")
+        require_files(path, "--prompts")
     is_first = os.environ.get("RANK", "0") == "0"
     require_new_file("--out", args.out, args.overwrite)
     if args.out is not None and is_first:

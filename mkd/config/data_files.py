@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
-from itertools import product
 from pathlib import Path
 
 from mkd.config.run_files import DataConfig
@@ -17,8 +16,11 @@ from mkd.errors import DataError, MkdError, UsageError, collect_error
 JSON_SUFFIXES = (".jsonl", ".json")
 ARROW_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
+LINE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX)
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
-LIKELY, UNLIKELY = (".parquet", ".arrow", ".jsonl", ".bin"), (".json", TEXT_SUFFIX)  # data in a folder
+COMPRESSED = (".gz", ".zst")  # after a suffix of lines
+KNOWN_FILES = f"{', '.join(RAW_SUFFIXES)}, lines also with {' or '.join(COMPRESSED)}"
+HUB = "hub:"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -72,9 +74,29 @@ def data_paths(problems: list[MkdError], data: DataConfig) -> dict[str, str]:
     return found
 
 
+def records_suffix(path: str | Path) -> str:
+    """Return the suffix that says how records are read, without that of compression; "" if unknown."""
+    name = Path(path).name
+    plain = next((name.removesuffix(end) for end in COMPRESSED if name.endswith(end)), None)
+    suffix = Path(name if plain is None else plain).suffix
+    return suffix if suffix in (RAW_SUFFIXES if plain is None else LINE_SUFFIXES) else ""
+
+
+def is_pattern(path: str) -> bool:
+    """Return True if a path may match several names."""
+    return any(character in path for character in "*?[")
+
+
 def is_raw(path: str) -> bool:
-    """Return True if a path is a file of records to tokenise, else it is the prefix of a tokenised corpus."""
-    return Path(path).suffix in RAW_SUFFIXES
+    """Return True if a path names records to tokenise, else it is the prefix of a tokenised corpus.
+
+    Records are in a file, a folder, files that match a pattern, or a data set of the hub.
+    """
+    if path.startswith(HUB) or records_suffix(path):
+        return True
+    if any(os.path.isfile(path + end) for end in (".bin", ".idx")):
+        return False
+    return is_pattern(path) or os.path.isdir(path)
 
 
 def all_tokenised(data: DataConfig) -> bool:
@@ -83,51 +105,14 @@ def all_tokenised(data: DataConfig) -> bool:
     return bool(paths) and not any(map(is_raw, paths))
 
 
-def require_file(path: str, flag: str) -> None:
-    """Raise DataError if `path` is not a file."""
-    if not Path(path).is_file():
-        raise no_such_file(path, flag)
-
-
-def no_such_file(path: str, flag: str, looked_for: str = "a file of this name") -> DataError:
-    """Return the error for a path that is not a file: a folder, a pattern, a hub data set or a typo."""
-    if Path(path).is_dir():
-        return DataError(
-            f"{flag} {path} is a folder",
-            "files are named one by one: they are read in this order, and each may have a weight",
-            _names_in(Path(path)),
-            code="data-path-not-a-file",
-        )
-    if any(character in path for character in "*?["):
-        found = sorted(glob(path, recursive=True))
-        return DataError(
-            f"{flag} {path} is a pattern, not a file",
-            f"the shell expands it if it is not quoted; {len(found)} files match it here",
-            f"write it without quotes: {flag} {path}" if found else "check the path",
-            code="data-path-not-a-file",
-        )
+def not_found(path: str, flag: str, looked_for: str = "a file of this name") -> DataError:
+    """Return the error for a path where nothing is."""
     do = "check the path, or make a tokenised pair with `mkd preprocess`"
-    if "/" in path and HUB_ID.fullmatch(path) and Path(path).suffix not in RAW_SUFFIXES:
-        do = (
-            f"check the path; a data set of the Hugging Face hub is downloaded first: `hf download {path} "
-            "--repo-type dataset --local-dir FOLDER`, and then named by its files, such as FOLDER/*.parquet"
-        )
+    if "/" in path and HUB_ID.fullmatch(path) and not records_suffix(path):
+        do = f"check the path; the data set {path} of the Hugging Face hub would be {flag} {HUB}{path}"
     return DataError(
         f"{flag} {path}: nothing found", f"looked for {looked_for}", do, code="data-path-not-found"
     )
-
-
-def _names_in(folder: Path) -> str:
-    """Return which names to give instead of a folder: those of files in it, or in a folder of it."""
-    inside = sorted(one for one in folder.iterdir() if one.is_dir())
-    inside.sort(key=lambda one: one.name != "train")
-    for place, suffix in (*product((folder, *inside), LIKELY), *product((folder,), UNLIKELY)):
-        files = sorted(place.glob(f"*{suffix}"))
-        if files and suffix == ".bin":
-            return f"name its tokenised corpora by their prefixes, such as {files[0].with_suffix('')}"
-        if files:
-            return f"name its files: {place}/*{suffix}"
-    return f"name files that end in {', '.join(RAW_SUFFIXES)}; the folder has none"
 
 
 def _number(text: str) -> float | None:

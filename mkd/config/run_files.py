@@ -18,8 +18,9 @@ class DataConfig:
     data_path: tuple[str, ...] = option(
         (),
         "training data: one path, several, or WEIGHT PATH WEIGHT PATH ... Each path is a .jsonl, .json, "
-        ".parquet or .arrow file of records, a .txt file of lines, or the prefix of a tokenised .bin/.idx "
-        "pair",
+        ".parquet or .arrow file of records, or a .txt file of lines. It may also be a folder of such files, "
+        "a quoted pattern, hub:ORG/NAME[:CONFIG][:SPLIT], or the prefix of a tokenised .bin/.idx pair. Lines "
+        "may be compressed: .jsonl.gz, .jsonl.zst",
     )
     valid_data_path: tuple[str, ...] = option(
         (),

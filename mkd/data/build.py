@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import Blend, is_raw, parse_blend, require_file
+from mkd.config.data_files import Blend, is_raw, parse_blend
 from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
+from mkd.data.corpus.cached_corpus import cached_corpus
 from mkd.data.corpus.documents import require_numbers, require_pairs, require_pairs_fit
 from mkd.data.corpus.encoding import useful_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.sources import find_prefix, require_image_processor, require_text, require_vocabulary
 from mkd.data.corpus.store import StoreFiles, TokenStore
-from mkd.data.corpus.store_builder import build_store, cache_key
 from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.files.named_files import named_files
+from mkd.data.files.opened import text_bytes
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.packing.array_file import ArrayFile
 from mkd.data.packing.kept_documents import left_out_records
 from mkd.data.packing.pack_index import PackIndex, is_small, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
-from mkd.data.quarantine import collect, list_left_out, require_few
+from mkd.data.quarantine import collect, list_left_out
 from mkd.data.records.file_notes import log_notes
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
+LOG = logging.getLogger("mkd")
 BYTES_OF_IMAGES = 100  # a record with images takes as long to tokenise as one of so many times its bytes
 SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are checked pack by pack, as they are read
 
@@ -243,30 +247,35 @@ class _Preparation:
         return found
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, dict[int, str]]:
-        student = self._student_prefix(path, flag)  # first: a teacher's corpus is aligned with it
+        named = named_files(path, flag) if is_raw(path) else None
+        if named is not None and named.describe():
+            LOG.info(named.describe())
+        files = () if named is None else named.local(self.progress)
         settings: dict[str, Any] = dict(
             tokenizer=self.tokenizer,
             images=self.images,
             append_eod=self.append_eod,
             cache_dir=self.cache_dir,
-            workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
             wanted=self.records,
             known=self.known,
             progress=self.progress,
         )
+        if named is None:
+            student = find_prefix(path, flag)
+            settings["workers"] = self._workers(StoreFiles(student).bin.stat().st_size)
+        else:
+            settings["workers"] = self._workers(text_bytes(files))
+            student = cached_corpus(files, named.cache_name, **settings)
+        self._check(student, path, flag)  # first: a teacher's corpus is aligned with it
         return student, {
-            number: cached_teacher_store(path, student, text, **settings)
+            number: cached_teacher_store(path, files, student, text, **settings)
             for number, text in enumerate(self.teachers)
             if isinstance(text, TeacherText)
         }
 
-    def _student_prefix(self, path: str, flag: str) -> str:
-        """Return the prefix of the tokenised corpus of `path`, checked against the model.
-
-        The corpus is tokenised unless it is cached.
-        """
-        prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
+    def _check(self, prefix: str, path: str, flag: str) -> None:
+        """Check the tokenised corpus of `path` against the models, and log the notes in its description."""
         store = TokenStore(prefix)
         log_notes(store.meta, path if is_raw(path) else None)
         store.check_layout(self.known, self.progress)  # first: other reads trust the layout
@@ -278,48 +287,12 @@ class _Preparation:
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
-            if not is_raw(path):  # `_cached` has checked or written the tokens of a raw file
+            if not is_raw(path):  # `cached_corpus` has checked or written the tokens of raw files
                 store.check_content(self.known, self.progress)
             store.check_token_range(self.vocab_size, self.known, self.progress)
-        return prefix
 
-    def _cached(self, path: str, flag: str) -> str:
-        require_file(path, flag)
-        wanted = self.records
-        key = cache_key(path, self.tokenizer, self.append_eod, self.progress, self.known, self.images, wanted)
-        prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
-        if not self._is_complete(prefix, key):
-            build_store(
-                [path],
-                prefix,
-                self.tokenizer,
-                self.append_eod,
-                self._workers(path),
-                key,
-                self.max_bad_records,
-                self.progress,
-                self.images,
-                wanted,
-            )
-            # `build_store` has hashed the files; without this, the next start would read them again.
-            for end, digest in TokenStore(prefix).meta["sha256"].items():
-                self.known.keep(prefix + end, "sha256", digest)
-        meta = TokenStore(prefix).meta
-        require_few(StoreFiles(prefix).quarantine, meta["bad_records"], self.max_bad_records)
-        return prefix
-
-    def _is_complete(self, prefix: str, key: str) -> bool:
-        try:
-            store = TokenStore(prefix)
-            store.check_content(self.known, self.progress)
-            has_places = StoreFiles(prefix).places.exists() or not store.has_loss_mask
-            return store.meta.get("cache_key") == key and has_places  # earlier versions wrote no places
-        except DataError:
-            return False
-
-    def _workers(self, path: str | Path) -> int:
-        factor = BYTES_OF_IMAGES if self.images else 1
-        return useful_workers(Path(path).stat().st_size * factor, self.workers)
+    def _workers(self, num_bytes: int) -> int:
+        return useful_workers(num_bytes * (BYTES_OF_IMAGES if self.images else 1), self.workers)
 
 
 def _documents_between(store: TokenStore, begin: float, end: float) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import numpy as np
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.corpus.documents import Document
 from mkd.data.corpus.encoding import encode_files
+from mkd.data.files.named_files import all_local
 from mkd.errors import DataError
 from mkd.human import counted, duration
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -73,7 +74,8 @@ def read_batches(
 
 
 def _documents(paths: Sequence[str], tokenizer: Tokenizer) -> Iterator[Document]:
-    for batch in encode_files(paths, tokenizer, append_eod=tokenizer.eos_id is not None):
+    files = all_local(paths, "--data-path")
+    for batch in encode_files(files, tokenizer, append_eod=tokenizer.eos_id is not None):
         if batch.errors:
             raise batch.errors[0]
         ends = np.cumsum(batch.lengths)

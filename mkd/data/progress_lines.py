@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from mkd.config.data_files import COMPRESSED
+from mkd.data.files.opened import text_bytes
 from mkd.data.records.rows import ARROW_SUFFIXES, Row, num_table_rows
 
 LOG = logging.getLogger("mkd")
@@ -23,20 +25,25 @@ class Position:
     def follow(self, rows: Iterable[tuple[int, Row]], path: str) -> Iterator[tuple[int, Row]]:
         """Yield the rows of the next file. The rows of a table count as equally long."""
         first = self.megabytes
-        is_table = Path(path).suffix in ARROW_SUFFIXES
-        of_row = total_megabytes([path]) / max(num_table_rows(path), 1) if is_table else 0.0
+        end = first + total_megabytes([path])
+        is_table, is_estimate = (Path(path).suffix in suffixes for suffixes in (ARROW_SUFFIXES, COMPRESSED))
+        of_row = (end - first) / max(num_table_rows(path), 1) if is_table else 0.0
         for number, row in rows:
             if is_table:
                 self.megabytes = first + number * of_row
             else:
                 text = row["text"] if isinstance(row, dict) else row
                 self.megabytes += (len(text) + 1) / 1e6 if isinstance(text, bytes) else 0.0
+            if is_estimate:
+                self.megabytes = min(self.megabytes, end)
             yield number, row
+        if is_estimate:
+            self.megabytes = end
 
 
 def total_megabytes(paths: Sequence[str]) -> float:
-    """Return the size of files that exist, in millions of bytes."""
-    return sum(Path(path).stat().st_size for path in paths if Path(path).is_file()) / 1e6
+    """Return the size of the text of files that exist, in millions of bytes; see `text_bytes`."""
+    return text_bytes(paths) / 1e6
 
 
 class ProgressLines:

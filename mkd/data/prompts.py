@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mkd.data.files.named_files import all_local, named_files
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, skipped
 from mkd.data.records.conversations import MESSAGE_KEYS, ConversationReader
 from mkd.data.records.file_notes import LOOKED_AT, control_token_note
@@ -81,7 +82,7 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     all_bad: list[BadRecord] = []
-    for path in paths:
+    for path in all_local(paths, "--prompt-data-path"):
         parsed = []
         bad: list[BadRecord] = []
         for number, row in read_rows(path, whole=True):
@@ -201,8 +202,9 @@ def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
 
 
 def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Iterator[DataError]:
-    """Yield an error if none of a file's first `count` records is a prompt in all `tokenizers`."""
+    """Yield an error if none of the first `count` records of `path` is a prompt in all `tokenizers`."""
     refused = None
+    path = named_files(path, "--prompt-data-path").at_hand()[0]
     for place, (number, row) in enumerate(read_rows(path, whole=True)):
         try:
             prompt, _ = parse_prompt(row)

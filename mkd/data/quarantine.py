@@ -106,13 +106,17 @@ class Quarantine:
             raise too_many(self._first, most, self._limit, self.is_full)
 
 
-def require_few(path: Path, count: int, max_bad_records: int) -> None:
-    """Raise the error of a build if a finished corpus has more bad records than allowed.
+def require_few(path: Path, max_bad_records: int) -> None:
+    """Raise the error of a build if some file of a finished corpus has more bad records than allowed.
 
-    `path` is its quarantine file, `count` the number of records in it.
+    `path` is the corpus's quarantine file.
     """
-    if count > max_bad_records:
-        raise too_many(first_of(path), count, max_bad_records, stopped=False)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        most = max(Counter(json.loads(line)["file"] for line in file).values(), default=0)
+    if most > max_bad_records:
+        raise too_many(first_of(path), most, max_bad_records, stopped=False)
 
 
 def first_of(path: Path) -> list[BadRecord]:

@@ -198,8 +198,14 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
             "Prepared data cannot be written: name a folder with room and the right permissions."
         ),
         "data-package-missing": "A Python package that reads these data is not installed: install it.",
-        "data-path-not-a-file": "A path of data is a folder or a pattern: name the files.",
+        "data-files-unclear": "A path names files of several kinds, or one twice: name the ones to read.",
         "data-path-not-found": "A file of data is not there: check the path.",
+        "data-set-not-found": (
+            "A data set of the Hugging Face hub cannot be had: check its name, the network and the login."
+        ),
+        "data-set-part-unknown": (
+            "A data set of the hub does not have what is asked for: name one of the parts it has."
+        ),
         "data-preparation-failed": (
             "Preparing the data failed for a reason of the system: the message has it."
         ),

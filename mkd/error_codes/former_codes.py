@@ -43,7 +43,7 @@ _FORMER = {  # code -> its former names
     "data-not-writable": "corpus-not-writable data-cache-not-writable",
     "data-package-missing": "pillow-missing pyarrow-missing teacher-cache-needs-pyarrow",
     "data-path-missing": "held-out-data-missing prompt-data-path-missing",
-    "data-path-not-a-file": "data-path-is-folder data-path-is-pattern",
+    "data-files-unclear": "data-path-is-folder data-path-is-pattern data-path-not-a-file",
     "data-path-not-found": "corpus-files-missing corpus-input-not-found",
     "exclude-each-other": (
         "auto-layout-with-layout average-of-different-tokens key-set-twice pair-losses-exclusive "

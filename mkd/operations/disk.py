@@ -14,6 +14,7 @@ from pathlib import Path
 from mkd.checkpoint.folders import NEWEST_TEMPORARY, first_iteration, saved_iterations
 from mkd.config.data_files import is_raw
 from mkd.config.schema import Config
+from mkd.data.files.named_files import files_if_any
 from mkd.errors import UsageError
 from mkd.human import counted, size
 from mkd.operations.run_folders import cache_folder, log_folder
@@ -70,9 +71,9 @@ def writes_of(
 def cache_writes(config: Config, data_paths: Iterable[str]) -> Iterator[Written]:
     """Yield the tokenised text, if some raw file is not in the cache yet."""
     cache = cache_folder(config)
-    raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
-    new = [path for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))]
-    new_bytes = sum(path.stat().st_size for path in new)
+    raw = [one for path in data_paths if is_raw(path) and (one := files_if_any(path)) is not None]
+    new = [one for one in raw if not any(cache.glob(f"{glob.escape(one.cache_name)}-*.idx"))]
+    new_bytes = sum(one.text_bytes for one in new)
     if new_bytes:
         flag = "--data-cache-path" if config.data.data_cache_path else _log_flag(config)
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))

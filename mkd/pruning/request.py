@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_hub import config_folder
-from mkd.config.data_files import require_file
+from mkd.data.files.named_files import require_files
 from mkd.errors import UsageError
 from mkd.operations.disk import Written, require_disk
 from mkd.plan.models.model_shape import ModelShape
@@ -44,7 +44,7 @@ def check_request(request: StudentRequest) -> ModelShape:
     if problems[0] is not None and None not in problems:
         raise problems[0]
     for path in request.text:
-        require_file(path, "--data-path")
+        require_files(path, "--data-path")
     num_bytes = min(weight_bytes(sizes.shape(teacher), bf16=True) for sizes in alternatives)
     require_disk(Written("the student", "--out", request.out, num_bytes))
     return teacher

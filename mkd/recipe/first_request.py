@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.hf.hf_hub import config_folder
-from mkd.config.data_files import parse_blend, require_file
+from mkd.config.data_files import is_raw, parse_blend
+from mkd.data.files.named_files import require_files
 from mkd.errors import ErrorList, MkdError, UsageError, collect_error
 from mkd.plan.advice.notes import SMALL_TEACHER
 from mkd.plan.models.model_shape import ModelShape
@@ -129,8 +130,8 @@ class Request:
         elif self.sizes is None:
             collect_error(problems, lambda: config_folder(self.student))
         for path in paths:
-            if not Path(path + ".idx").exists():
-                collect_error(problems, lambda path=path: require_file(path, "data"))  # type: ignore[misc]
+            if is_raw(path) or not Path(path + ".idx").exists():
+                collect_error(problems, lambda path=path: require_files(path, "data"))  # type: ignore[misc]
         if problems:
             raise ErrorList(problems)
         if SMALL_TEACHER * num_parameters(self.student_shape) > num_parameters(self.teacher_shape):

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import ARROW_SUFFIXES, TEXT_SUFFIX, parse_blend
+from mkd.config.data_files import ARROW_SUFFIXES, TEXT_SUFFIX, is_raw, parse_blend, records_suffix
+from mkd.data.files.named_files import named_files
+from mkd.data.files.opened import opened, text_bytes
 
 BYTES_OF_TOKEN = 4.0
 """UTF-8 bytes of a token of English text and of code, with vocabularies of 32,000 to 150,000."""
 READ_BYTES = 4 << 20  # of each file, for the lengths of documents
+MOST_READ = 16  # files of a folder, a pattern or a data set
 LONG = 0.95  # proportion of documents that are not longer than `Survey.long_document`
 INDEX_CODES = {4: 4, 8: 2}  # Megatron's dtype code of a .idx file -> bytes of a token
+
+Estimate = tuple[float, float, list[float]]
+"""Tokens, documents, and tokens of the first documents."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +42,35 @@ class Survey:
 def survey(data: tuple[str, ...]) -> Survey:
     """Estimate the text of `data`, which is as --data-path."""
     tokens, documents, lengths = 0.0, 0.0, list[float]()
-    for path in map(Path, parse_blend(data).paths):
-        if Path(f"{path}.idx").is_file():
-            of_file = _corpus(Path(f"{path}.idx"), Path(f"{path}.bin"))
-        elif path.suffix in ARROW_SUFFIXES:
-            of_file = _table(path)
-        else:
-            of_file = _lines(path)
-        tokens, documents, lengths = tokens + of_file[0], documents + of_file[1], lengths + of_file[2]
+    for path in parse_blend(data).paths:
+        for of_file in _of_path(path):
+            tokens, documents, lengths = tokens + of_file[0], documents + of_file[1], lengths + of_file[2]
     lengths.sort()
     long_document = lengths[min(len(lengths) - 1, int(LONG * len(lengths)))] if lengths else 1.0
     return Survey(max(1, round(tokens)), max(1, round(documents)), max(1, round(long_document)))
 
 
-def _lines(path: Path) -> tuple[float, float, list[float]]:
-    """Return (tokens, documents, tokens of the first documents) of a file with a record in each line."""
-    with open(path, "rb") as file:
+def _of_path(path: str) -> Iterator[Estimate]:
+    """Yield the estimates of the files of `path`. Of many files, some are read, and count for the others."""
+    if not is_raw(path):
+        yield _corpus(Path(f"{path}.idx"), Path(f"{path}.bin"))
+        return
+    files = named_files(path, "data")
+    read = files.at_hand()[:: max(1, len(files.names) // MOST_READ)][:MOST_READ]
+    factor = files.text_bytes / max(1, text_bytes(read)) if len(read) < len(files.names) else 1.0
+    for file in map(Path, read):
+        of_file = _table(file) if file.suffix in ARROW_SUFFIXES else _lines(file)
+        yield factor * of_file[0], factor * of_file[1], of_file[2]
+
+
+def _lines(path: Path) -> Estimate:
+    """Return the estimate of a file with a record in each line, which may be compressed."""
+    with opened(path) as file:
         head = file.readlines(READ_BYTES)
-    lengths = [sum(_text_bytes(line, path.suffix)) / BYTES_OF_TOKEN for line in head]
+        is_whole = not file.read(1)
+    lengths = [sum(_text_bytes(line, records_suffix(path))) / BYTES_OF_TOKEN for line in head]
     lengths = [length for length in lengths if length]
-    scale = path.stat().st_size / max(1, sum(map(len, head)))
+    scale = 1.0 if is_whole else text_bytes([path]) / max(1, sum(map(len, head)))
     return scale * sum(lengths), scale * len(lengths), lengths
 
 
@@ -78,7 +93,7 @@ def _strings(value: Any) -> Iterator[int]:
             yield from _strings(one)
 
 
-def _table(path: Path) -> tuple[float, float, list[float]]:
+def _table(path: Path) -> Estimate:
     """Return the estimate of a Parquet or Arrow file: without pyarrow, from its size alone."""
     try:
         from pyarrow.parquet import ParquetFile
@@ -92,7 +107,7 @@ def _table(path: Path) -> tuple[float, float, list[float]]:
     return tokens, rows, [tokens / max(1, rows)]
 
 
-def _corpus(index: Path, tokens: Path) -> tuple[float, float, list[float]]:
+def _corpus(index: Path, tokens: Path) -> Estimate:
     """Return the numbers of a tokenised corpus: they follow from its files."""
     with open(index, "rb") as file:
         header = file.read(34)  # MMIDIDX, two zero bytes, version, dtype code, sequences, documents

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
-from mkd.config.data_files import RAW_SUFFIXES, is_raw, require_file
+from mkd.config.data_files import KNOWN_FILES, is_raw
 from mkd.config.schema import Config
 from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
+from mkd.data.files.named_files import named_files
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
 from mkd.data.records.kinds import MESSAGES, PAIR
@@ -36,7 +37,9 @@ from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.tokenizers.tokenizer_files import has_tokenizer
 
-LOOKED_AT = 100  # records read of each raw file; more if --max-bad-records is larger
+LOOKED_AT = 100  # records read of the first raw file of a path; more if --max-bad-records is larger
+LOOKED_AT_LATER = 10  # of its next files
+MOST_FILES = 200  # of a path
 CORPUS_SUFFIXES = (".bin", ".idx")
 CONVERSATION_PAIR = "pair of conversations"  # a kind of its own here: the chat template makes its tokens
 CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need no EOS
@@ -217,11 +220,10 @@ def _kinds_in(
 ) -> set[str]:
     """Return the kinds of a corpus's first records; an empty set if it is tokenised. Raises DataError."""
     if is_raw(path):
-        require_file(path, flag)
         return kinds_of_records(flag, path, max_bad_records, wanted)
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
-        do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
+        do = f"use one of {KNOWN_FILES}, or the prefix of a .bin/.idx pair"
         raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore(find_prefix(path, flag))
     require_numbers(store, wanted, f"{flag} {path}")
@@ -235,20 +237,26 @@ def _kinds_in(
 def kinds_of_records(
     flag: str, path: str, max_bad_records: int, wanted: WantedRecords = ANY_RECORDS
 ) -> set[str]:
-    """Return the kinds of the first records. Raises DataError, as the run would, if too many are bad."""
+    """Return the kinds of the first records of every file that `path` names and that is on this machine.
+
+    Raises DataError if there is none, and, as the run would, if too many records are bad.
+    """
+    kinds = set[str]()
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
-    kinds, bad = set(), list[BadRecord]()
-    for number, row in islice(read_rows(path, numbers=wanted.numbers), looked_at):
-        try:
-            record = parse_row(row, wanted)
-            is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
-            kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
-        except DataError as error:
-            bad.append(BadRecord.from_row(f"{flag} {path}", number, row, error))
-    if bad and not kinds:
-        raise bad[0]
-    if len(bad) > max_bad_records:
-        raise too_many(bad[:MAX_REPORTED_ERRORS], len(bad), max_bad_records, stopped=False)
+    for file in named_files(path, flag).at_hand()[:MOST_FILES]:
+        bad = list[BadRecord]()
+        for number, row in islice(read_rows(file, numbers=wanted.numbers), looked_at):
+            try:
+                record = parse_row(row, wanted)
+                is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
+                kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
+            except DataError as error:
+                bad.append(BadRecord.from_row(f"{flag} {file}", number, row, error))
+        if len(bad) > max_bad_records and kinds:
+            raise too_many(bad[:MAX_REPORTED_ERRORS], len(bad), max_bad_records, stopped=False)
+        if bad and not kinds:
+            raise bad[0]
+        looked_at = min(looked_at, LOOKED_AT_LATER)
     if not kinds:
         what = f"{flag} {path} is empty"
         why = "there is nothing to train on"

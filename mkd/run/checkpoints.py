@@ -40,7 +40,7 @@ from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 from mkd.resolve.run_plan import Plan
-from mkd.run.fingerprints import describe_changes, identify_run, require_same
+from mkd.run.fingerprints import changed_files, describe_changes, identify_run, require_same
 
 
 def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
@@ -81,15 +81,14 @@ def find_start(
 
 
 def _resume(
-    folder: Path, checkpoint: CheckpointConfig, student: ModelShape, run_identity: Mapping[str, object]
+    folder: Path, checkpoint: CheckpointConfig, student: ModelShape, run_identity: Mapping[str, Any]
 ) -> None:
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
     # Refuse first: a run that does not start must leave the pointer where it is.
     require_same_model(folder, student)
     saved = read_state(folder)
-    require_same(
-        folder, saved.get("fingerprints", {}), run_identity["fingerprints"], checkpoint.accept_change
-    )
+    known, files = run_identity["fingerprints"], changed_files(saved.get("files", {}), run_identity["files"])
+    require_same(folder, saved.get("fingerprints", {}), known, checkpoint.accept_change, files)
     left: list[Path] = []
     if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
         # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.

@@ -15,9 +15,10 @@ from pathlib import Path
 from mkd.checkpoint.adapters import require_whole_model
 from mkd.checkpoint.folders import find_weights
 from mkd.checkpoint.hf.hf_hub import config_folder
-from mkd.config.data_files import data_paths, is_raw, require_file
+from mkd.config.data_files import data_paths, is_raw
 from mkd.config.models import hf_flag
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.data.files.named_files import require_files
 from mkd.errors import CheckpointError, MkdError, UsageError, collect_error
 from mkd.kinds.known_kinds import KINDS
 from mkd.operations.disk import disk_problems, writes_of
@@ -114,9 +115,9 @@ def model_of(config: Config, teacher: int | None) -> StudentConfig | TeacherConf
 
 
 def missing_files(paths: Mapping[str, str]) -> list[MkdError]:
-    """Return an error for every file of records in `paths` (path -> its flag) that does not exist."""
+    """Return an error for every path of records in `paths` (path -> its flag) that names no files."""
     problems: list[MkdError] = []
     for path, flag in paths.items():
         if is_raw(path):
-            collect_error(problems, partial(require_file, path, flag))
+            collect_error(problems, partial(require_files, path, flag))
     return problems

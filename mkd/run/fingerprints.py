@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -34,6 +35,7 @@ from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
+MOST_FILES, MOST_NAMED = 2000, 5  # files of the data in a checkpoint, and in an error
 # Evenly spaced pieces read from a corpus without a description: 4 MiB.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 # Options that older runs lack: at their defaults they do not change the fingerprint.
@@ -59,19 +61,42 @@ NOT_OF_EVALUATION = ("loss.kd_ratio", CHAT_LOSS, CHAT_VARIABLES)  # the held-out
 def identify_run(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, prompts: PromptSet | None = None
 ) -> dict[str, object]:
-    """Return the checkpoint entries (JSON) `fingerprints`, `settings` and `evaluation`."""
+    """Return the checkpoint entries (JSON) `fingerprints`, `settings`, `evaluation` and `files`."""
     known = fingerprints(plan, tokenizer, train_set, prompts)
     evaluation = evaluation_print(plan, known, valid_set)
     found: dict[str, object] = {
         "fingerprints": known,
         "settings": run_settings(plan),
         "evaluation": evaluation,
+        "files": training_files(train_set),
     }
     lora = LoRAShape.of(plan.config)
     if lora is None:
         return found
     student = plan.config.student
     return found | {ADAPTERS: {**asdict(lora), "base": student.hf or student.load}}
+
+
+def training_files(train_set) -> dict[str, int]:
+    """Return path -> bytes of the files that the training corpora were made of, as far as they are known."""
+    stores = [member.store for member in train_set.members] if train_set is not None else []
+    sources = (one for store in stores for one in store.meta.get("sources", ()))
+    return {one["path"]: one["bytes"] for one in islice(sources, MOST_FILES)}
+
+
+def changed_files(then: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Return which files of the training data were added, removed or changed in size; "" if none were."""
+    parts = {
+        "added": [path for path in now if path not in then],
+        "removed": [path for path in then if path not in now],
+        "changed": [path for path in now if path in then and now[path] != then[path]],
+    }
+    return "; ".join(f"{what}: {_few(paths)}" for what, paths in parts.items() if paths and then)
+
+
+def _few(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:MOST_NAMED])
+    return shown + (f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else "")
 
 
 def fingerprints(
@@ -152,7 +177,11 @@ def _is_as_before(name: str, value: object) -> bool:
 
 
 def require_same(
-    folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]
+    folder: Path,
+    saved: Mapping[str, object],
+    current: Mapping[str, object],
+    accepted: Sequence[str],
+    files: str = "",  # see `changed_files`
 ) -> None:
     """Raise CheckpointError, with every difference by name, unless all differences are accepted.
 
@@ -177,7 +206,8 @@ def require_same(
         )
         raise CheckpointError(
             f"{folder} was saved by a run with other {differences}",
-            "resuming would silently mix two different trainings",
+            "resuming would silently mix two different trainings"
+            + (f"; files of the data {files}" if files and FILES in refused else ""),
             f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
             + " ".join(refused),
             code="run-differs",

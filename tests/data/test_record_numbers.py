@@ -115,8 +115,8 @@ def test_weights_are_numbers_above_0(tmp_path, tokenizer, write_jsonl):
 def test_numbers_are_part_of_the_cached_corpus(tmp_path, tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", *RECORDS[:2])
     wanted = WantedRecords(), NUMBER, WEIGHT, WantedRecords(numbers=("label",))
-    keys = [cache_key(path, tokenizer, True, wanted=one) for one in wanted]
-    assert len(set(keys)) == 4 and keys[0] == cache_key(path, tokenizer, True)
+    keys = [cache_key([path], tokenizer, True, wanted=one) for one in wanted]
+    assert len(set(keys)) == 4 and keys[0] == cache_key([path], tokenizer, True)
     plain = opened(path, tokenizer, tmp_path / "c", WantedRecords())
     weighed = opened(path, tokenizer, tmp_path / "c")
     assert plain[0].row_values == {} and np.array_equal(plain[0].tokens, weighed[0].tokens)

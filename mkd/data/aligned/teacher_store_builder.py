@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mkd.config.data_files import is_raw
 from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, RowAligner, StoreAligner
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
@@ -32,7 +31,8 @@ TOKENS_VERSION = 2  # raise it when the texts made from a tokenised corpus chang
 
 
 def cached_teacher_store(
-    path: str,  # the user's path: a file of records, or a tokenised corpus
+    path: str,  # the user's path: records, or a tokenised corpus
+    sources: Sequence[str],  # the files of records; none of a tokenised corpus
     student_prefix: str,  # the same corpus in the student's tokens
     text: TeacherText,
     *,
@@ -64,18 +64,19 @@ def cached_teacher_store(
         *(reader.settings for reader in (images, text.images) if reader),
         *wanted.settings,
     ]
-    if is_raw(path):
-        source, align = FileRows([path], wanted), RowAligner(pair, wanted)
-        key = known.content_hash([*settings, append_eod, None], [path], progress)  # None: see `cache_key`
+    if sources:
+        source, align = FileRows(sources, wanted), RowAligner(pair, wanted)
+        key = known.content_hash([*settings, append_eod, None], sources, progress)  # None: see `cache_key`
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
         files = StoreFiles(student_prefix)
         contents = [file for file in (files.bin, files.idx, files.loss_mask) if file.exists()]
         key = known.content_hash([*settings, TOKENS_VERSION], contents, progress)
-    prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
+    name = _stem(student_prefix) if sources else Path(path).stem
+    prefix = str(Path(cache_dir) / f"{name}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key, known, progress):
         with closing(in_workers(source, align, workers, progress)) as batches:
-            megabytes = total_megabytes([path]) if is_raw(path) else 0.0
+            megabytes = total_megabytes(sources)
             name = f"aligning {path} with the tokens of {text.name}"
             lines = (
                 ProgressLines(name, megabytes, "MB", "records")
@@ -84,9 +85,14 @@ def cached_teacher_store(
             )
             _write(_followed(batches, lines), prefix, student, text, key, max_bad_records)
     store = TokenStore(prefix)
-    require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
+    require_few(StoreFiles(prefix).quarantine, max_bad_records)
     store.check_token_range(text.vocab_size, known, progress)
     return prefix
+
+
+def _stem(student_prefix: str) -> str:
+    """Return the name of a student's corpus in the cache, without its key."""
+    return Path(student_prefix).name.rpartition("-")[0]
 
 
 def _followed(batches: Iterable[AlignedBatch], lines: ProgressLines) -> Iterator[AlignedBatch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mkd.config.data_files import RAW_SUFFIXES, no_such_file
+from mkd.config.data_files import KNOWN_FILES, not_found
 from mkd.data.corpus.store import StoreFiles, TokenStore
 from mkd.data.images.conversation import ConversationImages
 from mkd.errors import DataError
@@ -28,7 +28,7 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
                 code="corpus-damaged",
             )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
-    raise no_such_file(path, flag, f"{looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}")
+    raise not_found(path, flag, f"{looked_for}; files of records end in {KNOWN_FILES}")
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:

@@ -8,13 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mkd.config.data_files import no_such_file
 from mkd.data.corpus.drafts import draft_name, remove_left_behind
 from mkd.data.corpus.encoding import EncodedBatch, encode_files
 from mkd.data.corpus.known_files import KnownFiles
@@ -89,7 +87,6 @@ def build_store(
     and may raise. The corpus keeps the `wanted` numbers of the records.
     """
     inputs = [str(path) for path in inputs]
-    _require_files(inputs)
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         encoded = encode_files(inputs, tokenizer, append_eod, workers, progress, images, wanted)
@@ -100,7 +97,7 @@ def build_store(
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
             why = skipped if bad else "there is nothing to train on"
             empty = DataError(
-                f"no tokens in {', '.join(inputs)}", why, "check the input files", code="data-file-empty"
+                f"no tokens in {named_shortly(inputs)}", why, "check the input files", code="data-file-empty"
             )
             raise ErrorList([*bad, empty]) if bad else empty
         meta = {
@@ -121,18 +118,13 @@ def build_store(
     return summary
 
 
-def _require_files(inputs: Sequence[str]) -> None:
-    for path in inputs:
-        if not Path(path).is_file():
-            error = no_such_file(path, "--input")
-            if error.code == "data-path-not-found":
-                what, do = f"{path} not found", "check the path of the input file"
-                error = DataError(what, do=do, code="data-path-not-found")
-            raise error
+def named_shortly(paths: Sequence[str]) -> str:
+    """Return the names of files, of many only the first."""
+    return ", ".join(paths) if len(paths) <= 3 else f"{paths[0]} and {len(paths) - 1} others"
 
 
 def cache_key(
-    path: str,
+    paths: Sequence[str],
     tokenizer: Tokenizer,
     append_eod: bool,
     progress: Callable[[], None] = lambda: None,
@@ -140,14 +132,14 @@ def cache_key(
     images: ConversationImages | None = None,
     wanted: WantedRecords = ANY_RECORDS,
 ) -> str:
-    """Return the SHA-256 over the content of a raw file and all settings that decide its corpus.
+    """Return the SHA-256 over the content of raw files, in order, and all settings that decide their corpus.
 
     None stands where a former setting had its default, so that caches of earlier versions are found.
     """
     settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
     settings += images.settings if images else []
     settings += wanted.settings
-    return known.content_hash(settings, [path], progress)
+    return known.content_hash(settings, paths, progress)
 
 
 def _write_tokens(
@@ -165,8 +157,7 @@ def _write_tokens(
     ends: set[int] = set()
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
-    others = f" and {len(inputs) - 1} others" if len(inputs) > 1 else ""
-    lines = ProgressLines(f"tokenising {inputs[0]}{others}", total_megabytes(inputs), "MB", "records")
+    lines = ProgressLines(f"tokenising {named_shortly(inputs)}", total_megabytes(inputs), "MB", "records")
     with builder.data_file, _opened(files) as (mask_file, place_file, number_file):
         for batch in batches:
             quarantine.add(batch.errors)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from mkd.config.data_files import TEXT_SUFFIX, records_suffix
 from mkd.data.records.ignored_keys import IgnoredKeys, reasoning_note
 from mkd.data.records.parsing import parse_row
-from mkd.data.records.rows import TEXT_SUFFIX, read_rows, unread_columns
+from mkd.data.records.rows import read_rows, unread_columns
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ def file_notes(path: str, keys: IgnoredKeys, tokenizer: Tokenizer, numbers: Sequ
     Of its records `keys` were ignored, and `numbers` are read.
     """
     found = replace(keys, records=keys.records + unread_columns(path, numbers))
-    texts = [] if path.endswith(TEXT_SUFFIX) else list(_texts(path))
+    texts = [] if records_suffix(path) == TEXT_SUFFIX else list(_texts(path))
     notes = (str(found), reasoning_note(keys.reasoning), control_token_note(texts, tokenizer))
     return [note for note in notes if note]
 

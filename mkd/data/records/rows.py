@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import ARROW_SUFFIXES, JSON_SUFFIXES, RAW_SUFFIXES, TEXT_SUFFIX
+from mkd.config.data_files import ARROW_SUFFIXES, JSON_SUFFIXES, KNOWN_FILES, TEXT_SUFFIX, records_suffix
+from mkd.data.files.opened import opened
 from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
@@ -27,22 +28,23 @@ A record is a line of JSON, a row of a table, or {"text": bytes} for a line of t
 def read_rows(
     path: str | Path, whole: bool = False, numbers: Sequence[str] = ()
 ) -> Iterator[tuple[int, Row]]:
-    """Yield (line or row number from 1, raw record) for every record of a file.
+    """Yield (line or row number from 1, raw record) for every record of a file, which may be compressed.
 
     Skip blank lines. Of a table, only the columns of documents and `numbers` are read, unless it is read
     `whole`. Raises DataError if the file cannot be read.
     """
     path = Path(path)
-    if path.suffix not in RAW_SUFFIXES:
+    suffix = records_suffix(path)
+    if not suffix:
         raise DataError(
             f"{path}: {path.suffix or 'a name without a suffix'} is not a known kind of file",
-            do=f"use one of {', '.join(RAW_SUFFIXES)}",
+            do=f"use one of {KNOWN_FILES}",
             code="data-file-kind-unknown",
         )
     try:
-        if path.suffix in JSON_SUFFIXES:
+        if suffix in JSON_SUFFIXES:
             yield from _lines(path)
-        elif path.suffix == TEXT_SUFFIX:
+        elif suffix == TEXT_SUFFIX:
             yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n"))
         else:
             yield from enumerate(_table_rows(path, whole, numbers), 1)
@@ -83,7 +85,7 @@ def raw_fields(row: Row) -> Mapping:
 
 def _lines(path: Path, stripped: bytes | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line), with the bytes `stripped` removed at both ends (None: white space)."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip(stripped)
             if content.strip():

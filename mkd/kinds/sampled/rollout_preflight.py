@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from mkd.config.data_files import require_file
+from mkd.data.files.named_files import require_files
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
@@ -28,7 +28,7 @@ def rollout_problems(
         return problems
     looked_at = max(LOOKED_AT, config.data.max_bad_records + 1)
     for path in config.rollout.prompt_data_path:
-        collect_error(problems, partial(require_file, path, "--prompt-data-path"))
+        collect_error(problems, partial(require_files, path, "--prompt-data-path"))
         if not problems and tokenizers is not None:
             readers = (tokenizers.student, *(one for one in tokenizers.teachers if one is not None))
             problems += first_prompts(path, readers, looked_at)

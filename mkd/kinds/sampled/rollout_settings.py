@@ -28,7 +28,7 @@ class RolloutConfig:
     )
     prompt_data_path: tuple[str, ...] = option(
         (),
-        "files of prompts: .jsonl, .json, .parquet or .arrow records with prompt or messages. A last "
+        "prompts: paths as of --data-path, with records that have prompt or messages. A last "
         "assistant message is left out (required with --on-policy-fraction)",
     )
     rollout_prompts: int | None = option(

@@ -138,7 +138,7 @@ def test_at_most_ten_malformed_records_are_reported(tokenizer, write_jsonl, tmp_
 def test_nothing_to_train_on(tokenizer, write_jsonl, tmp_path):
     with refused("data-file-empty: no tokens in"):
         build_store([write_jsonl("a.jsonl", {"text": ""})], str(tmp_path / "c"), tokenizer, False)
-    with refused("data-path-not-found: not found"):
+    with refused("data-file-unreadable: cannot be read"):
         build_store([str(tmp_path / "missing.jsonl")], str(tmp_path / "c"), tokenizer, True)
 
 
@@ -149,12 +149,12 @@ def test_a_folder_that_cannot_be_written(tokenizer, write_jsonl, tmp_path):
 
 
 def test_cache_key_is_the_content_and_what_decides_the_tokens(tokenizer, write_jsonl):
-    key = cache_key(write_jsonl("a.jsonl", {"text": "fox"}), tokenizer, True)
-    assert key == cache_key(write_jsonl("renamed.jsonl", {"text": "fox"}), tokenizer, True)
+    key = cache_key([write_jsonl("a.jsonl", {"text": "fox"})], tokenizer, True)
+    assert key == cache_key([write_jsonl("renamed.jsonl", {"text": "fox"})], tokenizer, True)
     other_template = HuggingFaceTokenizer(train_hf_tokenizer(template="{{ messages }}"))
     others = [
-        cache_key(write_jsonl("a.jsonl", {"text": "dog"}), tokenizer, True),
-        cache_key(write_jsonl("a.jsonl", {"text": "fox"}), tokenizer, False),
-        cache_key(write_jsonl("a.jsonl", {"text": "fox"}), other_template, True),
+        cache_key([write_jsonl("a.jsonl", {"text": "dog"})], tokenizer, True),
+        cache_key([write_jsonl("a.jsonl", {"text": "fox"})], tokenizer, False),
+        cache_key([write_jsonl("a.jsonl", {"text": "fox"})], other_template, True),
     ]
     assert len({key, *others}) == 4

@@ -361,9 +361,9 @@ def test_a_changed_image_is_noticed(corpus, tmp_path):
 def test_a_cache_knows_the_image_settings(reader, corpus):
     images, path = corpus
     tokenizer = images.processor.tokenizer
-    keys = {cache_key(path, tokenizer, True, images=one) for one in (None, images)}
+    keys = {cache_key([path], tokenizer, True, images=one) for one in (None, images)}
     smaller = type(images)(images.processor, ImageSource(images.source.root, 64))
-    assert len({*keys, cache_key(path, tokenizer, True, images=smaller)}) == 3
+    assert len({*keys, cache_key([path], tokenizer, True, images=smaller)}) == 3
 
 
 def test_a_table_of_structs_is_read(reader, tmp_path):
