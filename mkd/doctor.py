@@ -333,19 +333,18 @@ def _packages() -> Iterator[Finding]:
 def _needed_packages() -> Iterator[Finding]:
     seen = probe(_PACKAGES_PROBE.format(names=list(_NEEDED)))
     if seen.error:
-        do = "install mkd again, from its wheel or its checkout"
-        yield Finding("FAIL", "packages", f"the imports of {', '.join(_NEEDED)} fail: {seen.error}", do)
+        failed = f"the imports of {', '.join(_NEEDED)} fail: {seen.error}"
+        yield Finding("FAIL", "packages", failed, "install mkd again, from its wheel or its checkout")
         return
     for name, error in seen.found.items():
         package, why = _DISTRIBUTIONS.get(name, name), _NEEDED[name]
         yield Finding("FAIL", package, error[:200] + (f"; {why}" if why else ""), _install(package))
     fine = [name for name in _NEEDED if name not in seen.found]
     for name in sorted(TESTED.keys() & set(fine)):
-        judged = _judged(name, version_of(name) or "0", _install(name))
-        yield from [judged] if judged.level != "ok" else []
-    named = [_DISTRIBUTIONS.get(name, name) for name in fine]
-    versions = (f"{name} {version_of(name.replace('_', '-'))}" for name in named)
-    yield Finding("ok", "packages", ", ".join(versions))
+        if (judged := _judged(name, version_of(name) or "0", _install(name))).level != "ok":
+            yield judged
+    named = (_DISTRIBUTIONS.get(name, name) for name in fine)
+    yield Finding("ok", "packages", ", ".join(f"{one} {version_of(one.replace('_', '-'))}" for one in named))
 
 
 def _machine() -> Iterator[Finding]:
