@@ -34,7 +34,7 @@ Splits = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a data set has."""
+    """Configurations of a data set, and their splits."""
 
     configs: Mapping[str, Splits]
     default: str | None = None  # the configuration of those who name none; None: they must
