@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, MkdError, raise_all
 
 # The last two: a rope for each layer type.
 ROPE_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
@@ -116,12 +117,41 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(config: Mapping[str, Any], source: str) -> None:
-    """Raise `CheckpointError` for a value of another kind than its key requires. `source` names the file."""
+    """Raise `CheckpointError` for values of another kind than their keys require, all at once.
+
+    `source` names the file.
+    """
+    raise_all(list(_wrong_kinds(config, source)))
+
+
+def _wrong_kinds(config: Mapping[str, Any], source: str) -> Iterator[CheckpointError]:
     for name, value in config.items():
         kind = KINDS.get(name)
         if kind is not None and not kind.holds(value):
             what = f"{source}: {name} is {value!r}"
             do = "download or write it again"
-            raise CheckpointError(what, f"it must be {kind.must_be}", do, code="model-config-not-valid")
-        if name in ROPE_OBJECTS:
-            check_kinds(value, f"{source}: {name}")
+            yield CheckpointError(what, f"it must be {kind.must_be}", do, code="model-config-not-valid")
+        elif name in ROPE_OBJECTS:
+            yield from _wrong_kinds(value, f"{source}: {name}")
+
+
+def further_problems(
+    error: MkdError, config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]
+) -> Iterator[MkdError]:
+    """Yield the problems that come after `error`: `read` stops at the first one.
+
+    The key that an error names is left out, and the rest is read again. This ends at a problem whose text
+    names no key, or a key that a model needs.
+    """
+    rest = dict(config)
+    while named := [key for key in rest if re.search(rf"\b{re.escape(key)}\b", error.what)]:
+        del rest[max(named, key=len)]
+        try:
+            read(rest)
+            return
+        except KeyError:
+            return
+        except MkdError as other:
+            if other.what != error.what:
+                yield other
+            error = other

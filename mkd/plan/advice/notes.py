@@ -38,6 +38,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         why = forecast.config.why_no_models
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
+    yield from _unread_keys(forecast.facts)
     behind_ms, pipeline_ms = forecast.step.step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
@@ -97,6 +98,16 @@ def precision_note(forecast: Forecast) -> list[str]:
     if fast == slow:  # both are below what the plan shows
         usual = "--bf16 is usual on GPUs"
     return [f"note: this run computes in fp32. {usual}"]
+
+
+def _unread_keys(facts: RunFacts) -> Iterator[str]:
+    """Yield a note for each model whose config.json has keys that change nothing."""
+    student = () if facts.student is None else (("the student", facts.student),)
+    roles = (facts.roles[index] for index in facts.read_teachers)
+    teachers = zip(roles, facts.teachers, strict=False)
+    for role, shape in (*student, *teachers):
+        if shape is not None and (keys := shape.unread_keys()):
+            yield f"note: config.json of {role} has keys without effect on {shape.family}: {', '.join(keys)}"
 
 
 def _unread_teachers(config: Config) -> Iterator[str]:

@@ -9,15 +9,17 @@ import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mkd.errors import CheckpointError, MkdError, UsageError
-from mkd.families.config_values import check_kinds, without_nulls
+from mkd.errors import CheckpointError, MkdError, UsageError, raise_all
+from mkd.families.config_values import check_kinds, further_problems, without_nulls
 from mkd.families.family import Family
 from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.mixer_shape import mixer_facts
 from mkd.families.registry import FAMILIES
+from mkd.families.unread_keys import unread_keys
 from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
 from mkd.families.vision_shape import VisionFamily, VisionShape
 
@@ -190,7 +192,17 @@ class ModelShape:
             why = f"a {model_type} model needs it"
             raise CheckpointError(what, why, AGAIN, code="model-config-not-valid") from None
         except MkdError as error:
-            raise error.located(source) from None
+            others = further_problems(error, given, lambda rest: cls._read(family, rest, hf_config={}))
+            raise_all([one.located(source) for one in (error, *others)])
+            raise AssertionError("one problem is raised") from None
+
+    def unread_keys(self) -> list[str]:
+        """Return `KEY VALUE` of keys in config.json that look as if they had an effect, and have none."""
+        family, config = FAMILIES[self.family], dict(self.hf_config)
+        if config.get("model_type") != self.family:  # the text model of one with images
+            return []
+        read = partial(self._read, family, hf_config={})
+        return list(unread_keys(config, family.defaults, read))
 
     @classmethod
     def _read_with_images(cls, family: VisionFamily, config: Mapping[str, Any], source: str) -> ModelShape:
