@@ -9,11 +9,12 @@ from typing import Any
 from mkd.families.config_values import KINDS, without_nulls
 
 LIKENESS = 0.9  # of a misspelt key and the one that is meant: num_key_value_head, tie_word_embedding
-_CHANGE_THE_MODEL = (  # keys that some families read; in others transformers ignores them, too
+_CHANGE_THE_MODEL = (
     "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar attention_multiplier "
     "embedding_multiplier residual_multiplier logits_scaling attention_bias mlp_bias use_qk_norm "
     "sliding_window layer_types no_rope_layers rope_local_base_freq kv_lora_rank q_lora_rank"
-).split()
+)
+"""Keys that some families read; in others transformers ignores them, too."""
 _SWITCH = "use_sliding_window"  # of Qwen: windows and layer types behind it may stand there unused
 
 
@@ -49,8 +50,8 @@ def unread_keys(
 ) -> Iterator[str]:
     """Yield `KEY VALUE` of keys without effect, for misspelt ones with the key that is meant.
 
-    `read` reads a model from a configuration, with the family's `defaults`. Keys that say what a model does without them are left out:
-    false, 0 and factors of 1.
+    `read` reads a model from a configuration, with the family's `defaults`. Values that say that a model does
+    nothing special (false, 0, a factor of 1) are left out.
     """
     given = without_nulls(config)
     watched = _ReadKeys({**defaults, **given})
@@ -59,7 +60,7 @@ def unread_keys(
     for key, value in given.items():
         if key in watched.asked or key.startswith("_"):
             continue
-        if key in _CHANGE_THE_MODEL:
+        if key in _CHANGE_THE_MODEL.split():
             is_switched_off = key in ("sliding_window", "layer_types") and _SWITCH in watched
             if value and value != 1 and not is_switched_off:
                 yield f"{key} {_brief(value)}"
