@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.errors import CheckpointError, MkdError, raise_all
+from mkd.errors import CheckpointError, MkdError, UsageError, raise_all
 
 # The last two: a rope for each layer type.
 ROPE_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
@@ -137,21 +137,27 @@ def _wrong_kinds(config: Mapping[str, Any], source: str) -> Iterator[CheckpointE
 
 def further_problems(
     error: MkdError, config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]
-) -> Iterator[MkdError]:
-    """Yield the problems that come after `error`: `read` stops at the first one.
+) -> Iterator[UsageError]:
+    """Yield what else is not supported, after `error`: `read` stops at the first problem.
 
-    The key that an error names is left out, and the rest is read again. This ends at a problem whose text
-    names no key, or a key that a model needs.
+    The key that an error names is left out, and the rest is read again. This ends at any other problem,
+    which may come from the missing key, and where a text names no key.
     """
     rest = dict(config)
-    while named := [key for key in rest if re.search(rf"\b{re.escape(key)}\b", error.what)]:
+    while isinstance(error, UsageError) and (named := [key for key in rest if _names(error, key)]):
         del rest[max(named, key=len)]
         try:
             read(rest)
             return
         except KeyError:
             return
-        except MkdError as other:
+        except UsageError as other:
             if other.what != error.what:
                 yield other
             error = other
+        except CheckpointError:
+            return
+
+
+def _names(error: MkdError, key: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", error.what) is not None

@@ -21,6 +21,7 @@ OUTSIDE = {  # file -> its page in the site
     "tools/benchmarks/results/HISTORY.md": "figures-history.md",
 }
 FOLDERS = {"docs/decisions": "decisions/index.md"}  # a link to the folder leads to the list of its pages
+LATER = ("decisions/", "changelog", "figures", "contributing")  # last among the results of a search
 CSS = """
 .md-grid { max-width: 76rem; }
 .md-typeset h1, .md-typeset h2 { font-weight: 500; color: var(--md-default-fg-color); }
@@ -133,5 +134,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
+    if uri.startswith(LATER):
+        page.meta["search"] = {"boost": 0.2}  # behind the pages that say how it is today
     sources = {there: file for file, there in OUTSIDE.items()}
     return rewritten(markdown, sources.get(uri, f"docs/{uri}"), uri)

@@ -21,10 +21,10 @@ class Guarded:
     """Call a logger until it fails for the first time; then warn once and leave it out."""
 
     def __init__(self, name: str, logger: Logger, in_background: bool = False):
-        """`name` is the logger's name in the warning. `in_background`: a thread calls its `write`."""
+        """`name` is the logger's name in the warning. `in_background`: a thread calls it."""
         self.name = name
         self._logger: Logger | None = logger
-        self._sender = _Sender(logger.write) if in_background else None
+        self._sender = _Sender(logger) if in_background else None
 
     def write(self, record: Record) -> None:
         """Hand `record` to the logger, at once or in the background."""
@@ -37,9 +37,8 @@ class Guarded:
 
     def close(self) -> None:
         """Close the logger; wait up to `PATIENCE_S` for what its thread has still to send."""
-        if (sender := self._sender) is not None:
-            self._call(lambda _: sender.finish(PATIENCE_S))
-        self._call(lambda logger: logger.close())
+        sender = self._sender
+        self._call(lambda logger: sender.finish(PATIENCE_S) if sender else logger.close())
         self._logger = None
 
     def _call(self, call: Callable[[Logger], Any]) -> None:
@@ -58,10 +57,10 @@ class Guarded:
 
 
 class _Sender:
-    """A thread that writes records in order. Its first exception is raised by the next call."""
+    """A thread that writes records in order, then closes. The next call raises its first exception."""
 
-    def __init__(self, write: Callable[[Record], None]):
-        self._write = write
+    def __init__(self, logger: Logger):
+        self._logger = logger
         self._waiting: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
@@ -76,7 +75,7 @@ class _Sender:
             raise TimeoutError(f"{MOST_WAITING} records wait to be sent") from None
 
     def finish(self, patience_s: float) -> None:
-        """Wait until all records are written. Raises TimeoutError after `patience_s` seconds."""
+        """Wait until all is written and the logger closed. Raises TimeoutError after `patience_s` seconds."""
         self.put(None)
         self._thread.join(patience_s)
         self._raise()
@@ -84,12 +83,12 @@ class _Sender:
             raise TimeoutError(f"records could not be sent within {patience_s:.0f} s")
 
     def _run(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            try:
-                self._write(record)
-            except Exception as error:
-                self._error = error
-                return
+        try:
+            while (record := self._waiting.get()) is not None:
+                self._logger.write(record)
+            self._logger.close()
+        except Exception as error:
+            self._error = error
 
     def _raise(self) -> None:
         if self._error is not None:

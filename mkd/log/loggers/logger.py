@@ -32,7 +32,9 @@ class Logger(ABC):
     package: ClassVar[str]  # import name of the package that it needs; pip installs it by the same name
     setting: ClassVar[str]  # field of `LogConfig` that asks for it; its flag has the same name
     advice: ClassVar[str] = ""  # what helps if it does not start
-    in_background: ClassVar[bool] = False  # True: `write` may wait for a network, so a thread calls it
+    in_background: ClassVar[bool] = (
+        False  # True: a thread calls `write` and `close`, which may wait for a network
+    )
 
     @abstractmethod
     def __init__(self, start: LoggerStart):

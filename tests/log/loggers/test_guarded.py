@@ -61,9 +61,10 @@ def test_one_warning_and_the_others_go_on(tmp_path, caplog, in_background):
     assert "MLflow failed" in warning and "the server is gone" in warning and "and more" not in warning
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("failing", ["truncation", "close"])
-def test_failures_beside_records_are_a_warning_too(caplog, failing):
-    one = Guarded("W&B", Service(failing=(failing,)))
+def test_failures_beside_records_are_a_warning_too(caplog, failing, in_background):
+    one = Guarded("W&B", Service(failing=(failing,)), in_background)
     one.truncate_after(3)
     one.write({"iteration": 4})
     one.close()
