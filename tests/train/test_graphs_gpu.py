@@ -26,6 +26,8 @@ ROWS = (
     GraphRow("latent attention", student="latent", teachers=("latent",)),
     GraphRow("two teachers", teachers=("wider", "llama")),
     GraphRow("FP8 teacher", flags=("--teacher-precision", "fp8")),
+    GraphRow("rounded student", flags=("--student-rounding", "nvfp4")),
+    GraphRow("rounded student, distributed", flags=("--student-rounding", "int4", *DISTRIBUTED)),
     GraphRow("DP2 overlapped", 2, flags=OVERLAP),
     GraphRow("TP2 + SP", 2, tp=2),
     GraphRow("PP2", 2, pp=2),
