@@ -11,9 +11,10 @@ import torch.distributed as dist
 from tests.train.graphed_steps import Forced, GraphRow, train
 from tests.train.test_graphs_gpu import BALANCE, CUT, OVERLAP, ROUTED, away
 
+NVFP4 = ("--student-rounding", "nvfp4")
 ROWS = (
     GraphRow("experts, overlapped, cut", flags=OVERLAP + BALANCE, **ROUTED | dict(forced=CUT)),
-    GraphRow("recomputed", forced=Forced(recomputes=True, most_layers=2)),
+    GraphRow("recomputed, rounded", flags=NVFP4, forced=Forced(recomputes=True, most_layers=2)),
     GraphRow("EP2", 2, ep=2, flags=OVERLAP, **ROUTED),
     GraphRow("Mamba-2", student="mamba", teachers=("delta",), forced=Forced()),
 )

@@ -17,6 +17,7 @@ from tests.train.invariance import DISTRIBUTED, SINGLE, SP, Layout, build_layout
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
 INT4 = ("--student-rounding", "int4", "--rounding-group", "32")
 W4A4 = ("--student-rounding", "nvfp4", "--round-activations", "--calibration-batches", "1")
+W8A8 = ("--student-rounding", "int8", "--round-activations")
 UPDATES = 3
 LAYOUTS = {  # -> relative difference of gradient norms, from the order of their sums
     Layout("PP2 VPP2", 2, pp=2, vp=2): 1e-6,
@@ -51,7 +52,14 @@ def pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("pair"), SIZES)
 
 
-@pytest.fixture(scope="module", params=[INT4, W4A4], ids=["int4", "nvfp4 W4A4"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(INT4, id="int4"),
+        pytest.param(W4A4, id="nvfp4 W4A4"),
+        pytest.param(W8A8, id="int8 W8A8", marks=pytest.mark.slow),
+    ],
+)
 def single(request, pair, ranks, tmp_path_factory):
     out = tmp_path_factory.mktemp("single")
     (found,) = ranks.run(train, 1, SINGLE, request.param, *pair, out)
@@ -89,7 +97,10 @@ def test_weights_are_rounded_from_exact_ones(single, pair):
     assert not equal(out / "start", out / "end") and equal(out / "end", out / "again")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, id=one.name, marks=[] if one.tp > 1 else pytest.mark.slow) for one in LAYOUTS],
+)
 def test_layouts_round_to_the_same_bits(layout, single, pair, ranks, tmp_path):
     more, out, expected = single
     found = ranks.run(train, layout.ranks, layout, more, *pair, tmp_path)[-1]
@@ -120,7 +131,9 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("more", [INT4, W4A4[:3]], ids=["int4", "nvfp4 W4A4"])
+@pytest.mark.parametrize(
+    "more", [pytest.param(INT4, id="int4", marks=pytest.mark.slow), pytest.param(W4A4[:3], id="nvfp4 W4A4")]
+)
 def test_a_stopped_run_continues_bit_for_bit_and_other_layouts_read_it(more, files, ranks, tmp_path):
     rounding = more + (("--calibration-batches", "3") if "--round-activations" in more else ())
 
