@@ -59,6 +59,7 @@ setup(
         ],
         "images": ["pillow>=10.1"],  # decodes the images of vision-language models
         "hybrid": ["fla-core>=0.6,<0.7"],  # kernels of gated delta nets on GPUs: Qwen3.5, Qwen3-Next
+        "quantised": ["bitsandbytes>=0.45"],  # frozen weights in NF4
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],

@@ -43,7 +43,10 @@ def samples_fingerprint(files: Iterable[Path]) -> str:
 def saved_adapters(folder: Path) -> LoRAShape | None:
     """Return the adapters in a checkpoint; None if it holds a whole model."""
     saved = read_state(folder).get(ADAPTERS)
-    return None if saved is None else LoRAShape(saved["rank"], saved["alpha"], tuple(saved["targets"]))
+    if saved is None:
+        return None
+    precision = saved.get("precision", "bf16")  # absent in earlier checkpoints
+    return LoRAShape(saved["rank"], saved["alpha"], tuple(saved["targets"]), precision)
 
 
 def saved_base(folder: Path) -> str:

@@ -26,6 +26,7 @@ def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
     is_same = (teacher.hf, teacher.load) == (student.hf, student.load) and not teacher.stand_in
     is_plain = (teacher.residency, teacher.precision, teacher.xtoken) == ("device", "bf16", None)
-    if config.lora.is_on and is_same and is_plain:
+    is_shared = config.lora.is_on and config.lora.lora_base == "bf16"
+    if is_shared and is_same and is_plain:
         return replace(teacher, residency="student")
     return teacher

@@ -27,6 +27,7 @@ from mkd.convert.conversion_checks import locate, require_room_for_export
 from mkd.convert.models import DTYPES, build_context, build_model, load_from_hf
 from mkd.errors import MkdError, collect_error
 from mkd.models.language_model import LanguageModel
+from mkd.models.lora import Adapted
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.lora_shape import is_factor
@@ -75,6 +76,9 @@ def load_model(
     lora = saved_adapters(folder)
     if lora is not None:
         model = load_from_hf(reference, shape, dtype, context, lora)
+        for module in model.modules() if lora.is_rounded else ():
+            if isinstance(module, Adapted):
+                module.round_weight()
         load_checkpoint(folder, TrainingState([model], holds=is_factor), context, is_verified=True)
         return model
     model = build_model(shape, dtype, context)

@@ -12,7 +12,8 @@ tensor-parallel group. Keys of the weights in checkpoints are those of the layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 
 from mkd.models.attention import sharded_parameters
+from mkd.models.nf4 import RoundedWeight, frozen_product, memory_for, take_weight
 from mkd.plan.models.lora_shape import LoRAShape, is_factor
 
 
@@ -50,6 +52,8 @@ class Adapted:
         super().__init__(input_size, output_size, config=config, **options)  # type: ignore[call-arg]
         self.lora_group = vars(self).get("_tp_group") or self.tp_group  # of TE's layers, of Megatron's
         self.lora_scale = self.lora.scale
+        self.rounded: RoundedWeight | None = None  # the weight in NF4; None: it is `weight`
+        self.returns_bias = options.get("skip_bias_add", False)
         self.is_sequence_parallel = config.sequence_parallel and self.lora_group.size() > 1
         rows, columns = self.weight.shape
         like = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -61,13 +65,35 @@ class Adapted:
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output with the adapter's added, [t, 1, out(/tp)], and its bias."""
-        output, bias = super().forward(x, *args, **options)  # type: ignore[misc]
+        if self.rounded is None:
+            output, bias = super().forward(x, *args, **options)  # type: ignore[misc]
+        else:
+            output, bias = self._rounded_forward(x)
         inner = self._exchanged(F.linear(x, self.lora_a))
         flat = output.flatten(0, -2), inner.flatten(0, -2)
         return torch.addmm(*flat, self.lora_b.t(), alpha=self.lora_scale).view_as(output), bias
 
+    def round_weight(self) -> None:
+        """Store the weight in NF4 from now on."""
+        self.rounded = take_weight(self)
+
+    def frozen_weight(self) -> Tensor:
+        """Return the weight that the layer multiplies with, [out(/tp), in(/tp)]."""
+        return self.weight.detach() if self.rounded is None else self.rounded.dense()
+
+    def _rounded_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Do the work of the layer with its rounded weight, collectives included."""
+        assert self.rounded is not None, "the weight has been rounded"
+        x = self._exchanged(x) if self.is_column else x
+        output = frozen_product(x, self.rounded)
+        output = output if self.is_column else self._exchanged(output)
+        bias = getattr(self, "bias", None)
+        if not isinstance(bias, nn.Parameter):  # Transformer Engine has an empty tensor in place of none
+            return output, None
+        return (output, bias) if self.returns_bias else (output + bias, None)
+
     def _exchanged(self, inner: Tensor) -> Tensor:
-        """Return A x [t(/tp), 1, rank] as B needs it.
+        """Return A x [t(/tp), 1, rank] as B needs it, or what a rounded layer exchanges.
 
         Column: all tokens (backward: all-reduce SUM, with sequence parallelism reduce-scatter). Row: the sum
         over the tensor-parallel group (backward: identity, with sequence parallelism all-gather).
@@ -118,6 +144,16 @@ def adapted_row(linear: type, lora: LoRAShape | None, target: str) -> type:
 def _adapted(linear: type, lora: LoRAShape, is_column: bool, is_gated: bool) -> type:
     members = dict(lora=lora, is_column=is_column, is_gated=is_gated)
     return type(f"{linear.__name__}WithAdapter", (Adapted, linear), members)
+
+
+@contextmanager
+def rounded_loading(layer: nn.Module) -> Iterator[None]:
+    """Give a released decoder layer memory for its weights, and round those with adapters at the end."""
+    memory_for(layer)
+    yield
+    for module in layer.modules():
+        if isinstance(module, Adapted):
+            module.round_weight()
 
 
 def freeze_base(parts: Iterable[nn.Module]) -> None:

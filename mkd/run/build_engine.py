@@ -33,7 +33,7 @@ from mkd.models.builder import (
     train_parts,
 )
 from mkd.models.language_model import LanguageModel
-from mkd.models.lora import freeze_base
+from mkd.models.lora import freeze_base, rounded_loading
 from mkd.models.placed.fp8_weights import LayerMemory
 from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
@@ -84,12 +84,7 @@ def build_engine(
     # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
     layouts = plan.facts.layouts
-    own_options = replace(options, lora=lora, norms_apart=config.rounding.round_activations)
-    students = build_model_parts(plan.student.shape, layouts.student, own_options, context, vocab)
-    load_weights(students, plan.student, context)
-    train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
-    if lora is not None:
-        add_adapters(students, context, config.training.seed)
+    students = build_students(plan, lora, options, context, vocab)
     models, setups = [], list(plan.setups if setups is None else setups)
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
@@ -121,6 +116,22 @@ def build_engine(
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce, inputs)
     holds = everything if lora is None else is_factor
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
+
+
+def build_students(
+    plan: Plan, lora: LoRAShape | None, options: ModelOptions, context: ParallelContext, vocab: int
+) -> list[LanguageModel]:
+    """Return the student's parts with their weights; what is frozen requires no gradient. Collective."""
+    config = plan.config
+    is_rounded = lora is not None and lora.is_rounded  # layer by layer: the whole base may not fit
+    apart = config.rounding.round_activations
+    options = replace(options, lora=lora, norms_apart=apart, releases_layers=is_rounded)
+    students = build_model_parts(plan.student.shape, plan.facts.layouts.student, options, context, vocab)
+    load_weights(students, plan.student, context, rounded_loading if is_rounded else None)
+    train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
+    if lora is not None:
+        add_adapters(students, context, config.training.seed)
+    return students
 
 
 def add_adapters(students: Sequence[LanguageModel], context: ParallelContext, seed: int) -> None:

@@ -1,6 +1,7 @@
 """Adapters (LoRA) of a model part: their first values, and weights with their adapters added.
 
-The modules that have adapters are `mkd.models.lora.Adapted`: they have `lora_a`, `lora_b` and `lora_scale`.
+The modules that have adapters are `mkd.models.lora.Adapted`: they have `lora_a`, `lora_b`, `lora_scale` and
+`frozen_weight`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def with_adapter(model_part: nn.Module, name: str, weight: Tensor) -> Tensor:
     if leaf != "weight" or not hasattr(linear, "lora_a"):
         return weight
     product = linear.lora_b.float() @ linear.lora_a.float()
-    return torch.add(weight.float(), product, alpha=linear.lora_scale)
+    return torch.add(linear.frozen_weight().float(), product, alpha=linear.lora_scale)
 
 
 def factors_of(model_part: nn.Module) -> dict[str, Tensor]:

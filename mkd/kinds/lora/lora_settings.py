@@ -30,6 +30,13 @@ class LoRAConfig:
         "fc1, fc2: the projections into and out of the MLP, or of shared experts. Routed experts, routers, "
         "embedding and head have none",
     )
+    lora_base: str = option(
+        "bf16",
+        "storage of the frozen weights that have adapters. bf16: the run's precision. nf4: 4 bits, and a "
+        "scale for 64 weights, by the package bitsandbytes, for models that do not fit otherwise. The base "
+        "is then the rounded model, also in --export-hf",
+        choices=("bf16", "nf4"),
+    )
     export_lora: str | None = option(
         None,
         "folder to write the adapters to at the end, as PEFT loads them onto --student-hf. --export-hf "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from mkd.kinds.lora.lora_settings import LINEAR_LAYERS, LoRAConfig
 from mkd.operations.run_folders import continues
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
-from mkd.plan.models.lora_shape import LoRAShape
+from mkd.plan.models.lora_shape import NF4, NF4_BLOCK, LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 
 if TYPE_CHECKING:  # they load torch
@@ -43,22 +44,26 @@ class LoRAStudents(Kind):
         yield from _others(config)
         if facts.student is not None:
             yield from _widths(lora, facts.student)
+        if lora.is_rounded:
+            yield from _rounded(lora, facts)
 
     def identity(self, config: Config) -> Mapping[str, object]:
         lora = LoRAShape.of(config)
         if lora is None:
             return NOTHING
-        return {
+        found: dict[str, object] = {
             "student.lora_rank": lora.rank,
             "student.lora_alpha": lora.alpha,
             "student.lora_targets": sorted(lora.targets),
         }
+        return found | ({"student.lora_base": NF4} if lora.is_rounded else {})
 
     def student_rows(self, config: Config) -> Iterator[Row]:
         lora = LoRAShape.of(config)
         if lora is not None:
             factor = f"y = W x + {lora.scale:g} B A x of rank {lora.rank}"
-            yield "adapters", f"{factor}, on {', '.join(lora.targets)}; all other weights are frozen"
+            base = f"; W rounded to {NF4}" if lora.is_rounded else ""
+            yield "adapters", f"{factor}, on {', '.join(lora.targets)}{base}; all other weights are frozen"
 
     def file_problems(
         self,
@@ -89,6 +94,29 @@ def _others(config: Config) -> Iterator[UsageError]:
     for given in (name for name, is_given in others.items() if is_given):
         what = f"lora-rank is {rank}, and {given} is given"
         yield UsageError(what, why, "remove one of them", code="exclude-each-other")
+
+
+def _rounded(lora: LoRAShape, facts: RunFacts) -> Iterator[UsageError]:
+    """Yield a problem for weights that cannot be stored in NF4."""
+    given, tensor = f"lora-base is {NF4}", facts.config.parallel.tensor_model_parallel_size
+    if find_spec("bitsandbytes") is None:
+        what, why = f"{given}, and bitsandbytes is not installed", "it has the kernels of this format"
+        yield UsageError(what, why, "pip install 'megatron-kd[quantised]'", code="package-missing")
+    if facts.config.student.load:
+        what, why = (
+            f"{given}, and student-load is given",
+            "layers are rounded as they are read from --student-hf",
+        )
+        yield UsageError(what, why, "export the checkpoint and name that folder", code="exclude-each-other")
+    if facts.student is None:
+        return
+    found = {one for layer in facts.student.layers for one in lora.linears(facts.student, layer, tensor)}
+    odd = min((one for one in found if one.input % NF4_BLOCK), default=None)
+    if odd is not None:
+        what = f"{given}, and {odd.target} has rows of {odd.input} weights on a process"
+        why = f"scales are for {NF4_BLOCK} weights of a row, and the layout must not change them"
+        do = "use a smaller --tensor-model-parallel-size, other --lora-targets, or --lora-base bf16"
+        yield UsageError(what, why, do, code="value-not-valid")
 
 
 def _widths(lora: LoRAShape, student: ModelShape) -> Iterator[UsageError]:

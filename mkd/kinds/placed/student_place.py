@@ -39,6 +39,7 @@ class StudentMemory(Place):
         flag, other = f"{flag_of(index, 'residency')} student", "use another residency"
         given = {
             "the student has no adapters, so that all of its weights change": not config.lora.is_on,
+            "the student's weights are rounded to NF4": config.lora.lora_base != "bf16",
             "the teacher is not the student's model": (
                 (teacher.hf, teacher.load) != (config.student.hf, config.student.load)
             ),

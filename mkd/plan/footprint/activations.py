@@ -265,7 +265,8 @@ class Activations:
         if moe is None:
             entering, tensor = layer.mlp_matrices - 1, self.sizes.tensor
             weight = entering * hidden * layer.ffn_hidden_size // tensor * self.element
-            weight *= self.lora is None  # frozen weights have no gradient
+            if self.lora is not None and not self.lora.is_rounded:  # else a dense weight is in its place
+                weight = 0  # frozen weights have no gradient
             return entering * self._ffn_bytes(layer.ffn_hidden_size) + weight
         rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
         entering, width = moe.mlp_matrices - 1, moe.expert_width(hidden)

@@ -20,7 +20,7 @@ from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.models.lora_shape import LoRAShape
+from mkd.plan.models.lora_shape import NF4_BYTES, LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import Parameters, stage_parameters
 from mkd.plan.models.planned_teachers import Teacher
@@ -195,8 +195,12 @@ class _Models:
         if self.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
         transient += self._bytes_ahead()
+        own = (learned.total + own_frozen) * self.element
+        if self.lora is not None and self.lora.is_rounded:
+            in_4_bits = self.lora.weights(self.student, layers, self.sizes.tensor)
+            own -= round(in_4_bits * (self.element - NF4_BYTES))
         return RankMemory(
-            student_gib=(learned.total + own_frozen) * self.element / GIB,
+            student_gib=own / GIB,
             gradients_gib=learned.total * 4 / GIB,
             optimizer_gib=optimizer / GIB,
             teacher_gib=frozen / GIB,

@@ -14,6 +14,12 @@ from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.model_shape import ModelShape
 
+NF4 = "nf4"
+NF4_BLOCK = 64
+"""Neighbouring weights of a row that share a scale."""
+NF4_BYTES = 0.5 + 4 / NF4_BLOCK
+"""Bytes of a weight: 4 bits, and its share of an fp32 scale."""
+
 FACTORS = (".lora_a", ".lora_b")
 """Ends of the names of the parameters of adapters: A and B."""
 
@@ -38,6 +44,7 @@ class LoRAShape:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # of `LINEAR_LAYERS`
+    precision: str = "bf16"  # storage of the weights that have adapters: that of the run, or nf4
 
     @classmethod
     def of(cls, config: Config) -> LoRAShape | None:
@@ -46,7 +53,7 @@ class LoRAShape:
         if settings.lora_rank is None:
             return None
         alpha = 2.0 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
-        return cls(settings.lora_rank, alpha, settings.lora_targets)
+        return cls(settings.lora_rank, alpha, settings.lora_targets, settings.lora_base)
 
     @property
     def scale(self) -> float:
@@ -56,6 +63,15 @@ class LoRAShape:
     def linears(self, shape: ModelShape, layer: LayerShape, tensor: int = 1) -> list[AdaptedLinear]:
         """Return the linear layers of a decoder layer that have adapters, as one process holds them."""
         return [one for one in _linears(shape, layer, tensor) if one.target in self.targets]
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if the weights that have adapters are stored in NF4."""
+        return self.precision == NF4
+
+    def weights(self, shape: ModelShape, layers: Sequence[LayerShape], tensor: int = 1) -> int:
+        """Count the weights that have adapters in these layers on one process."""
+        return sum(one.input * one.output for layer in layers for one in self.linears(shape, layer, tensor))
 
     def parameters(self, shape: ModelShape, layers: Sequence[LayerShape], tensor: int = 1) -> int:
         """Count the parameters of the adapters of these layers on one process."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mkd.config.load import load_config
+from mkd.kinds.lora import lora_students
 from mkd.kinds.loss_card import loss_card
 from mkd.plan.advice.verdict import describe
 from mkd.plan.models.lora_shape import LoRAShape
@@ -33,10 +34,22 @@ def codes(*flags: str, student=STUDENT) -> list[str]:
         (("--lora-alpha", "8"), "remove-flag"),
         (("--export-lora", "out"), "remove-flag"),
         (("--lora-rank", "8", "--teacher-residency", "student"), "value-not-valid"),
+        (("--lora-rank", "8", "--lora-base", "nf4", "--student-load", "c"), "exclude-each-other"),
+        (("--lora-base", "nf4"), "remove-flag"),
     ],
 )
 def test_what_is_refused(flags, code):
     assert code in codes(*flags)
+
+
+def test_rows_of_whole_blocks_alone_are_rounded(monkeypatch):
+    """The layout must not change a scale; without the package nothing can be rounded."""
+    narrow, given = qwen3(2, 2048, 6176, 16, tied=True), ("--lora-rank", "8", "--lora-base", "nf4")
+    monkeypatch.setattr(lora_students, "find_spec", lambda name: name)
+    assert codes(*given) == [] and codes(*given, student=narrow) == ["value-not-valid"]
+    assert codes(*given, "--lora-targets", "qkv", student=narrow) == []
+    monkeypatch.setattr(lora_students, "find_spec", lambda name: None)
+    assert codes(*given) == ["package-missing"]
 
 
 def test_a_target_without_layers_is_refused():
@@ -63,6 +76,10 @@ def test_a_gpu_of_24_gib_takes_4b_from_8b():
     forecast = forecast_of(fits, 1, FOUR_B, [TEACHER])
     assert forecast.memory.ranks[0].optimizer_gib == pytest.approx(36 * 16 * 49_724 * 12 / 2**30, rel=0.1)
     assert "memory: fits" in describe(forecast)
+    whole, rounded = (replace(fits, lora=replace(fits.lora, lora_base=base)) for base in ("bf16", "nf4"))
+    whole, rounded = (forecast_of(one, 1, FOUR_B, [TEACHER]).memory.ranks[0] for one in (whole, rounded))
+    in_4_bits = LoRAShape.of(fits).weights(FOUR_B, FOUR_B.layers)
+    assert whole.student_gib - rounded.student_gib == pytest.approx(in_4_bits * (2 - 0.5625) / 2**30)
     without = describe(forecast_of(config(*flags), 1, FOUR_B, [TEACHER]))
     assert "does not fit" in without and "1. --lora-rank 16 --recompute" in without
 
