@@ -276,13 +276,15 @@ class ParallelContext:
             self.before_close.pop()()
         while self._more_groups:
             dist.destroy_process_group(self._more_groups.popitem()[1])
-        made = vars(self.groups).values()
-        if not self.is_second:
-            # Megatron forgets its groups. Their communicators would keep memory of the GPU.
-            made = parallel_state._global_process_group_list or ()
-            parallel_state.destroy_model_parallel()
+        made = (
+            vars(self.groups).values() if self.is_second else parallel_state._global_process_group_list or ()
+        )
         for group in {id(group): group for group in made if group}.values():
             dist.destroy_process_group(group)
+        if (
+            not self.is_second
+        ):  # Megatron forgets its groups, whose communicators would keep memory of the GPU
+            parallel_state.destroy_model_parallel()
 
     def leave(self) -> None:
         """Tear down the groups and leave the process group, at the end of the job."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from mkd.parallel.axes import AXES, EXPERT_AXES, Axis
 from mkd.parallel.context import ParallelContext
@@ -42,9 +43,17 @@ def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
     assert results[3][3] == [[1, 3], [3, 7], [1, 3, 5, 7]]
 
 
-def groups_of_two_contexts():
-    """Return how many groups there are within a context and a second one, and after them, twice."""
-    counts = []
+def groups_of_two_contexts(has_gloo_too):
+    """Return how many groups there are within a context and a second one, and after them, twice.
+
+    `has_gloo_too`: also those that Megatron makes on GPUs alone, and destroys itself.
+    """
+    counts, initialize = [], parallel_state.initialize_model_parallel
+
+    def as_asked(*args, **options):
+        return initialize(*args, **options | ({"create_gloo_process_groups": True} if has_gloo_too else {}))
+
+    parallel_state.initialize_model_parallel = as_asked
     for _ in range(2):
         context = ParallelContext.create(detect(), Sizes(tensor=2))
         second = context.with_layout(Sizes(pipeline=2))
@@ -52,11 +61,13 @@ def groups_of_two_contexts():
         second.close()
         context.close()
         counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    parallel_state.initialize_model_parallel = initialize
     return counts
 
 
-def test_a_closed_context_leaves_no_group(ranks):
-    for first, after, again, at_last in ranks.run(groups_of_two_contexts, 2):
+@pytest.mark.parametrize("has_gloo_too", [False, True], ids=["as on CPUs", "as on GPUs"])
+def test_a_closed_context_leaves_no_group(has_gloo_too, ranks):
+    for first, after, again, at_last in ranks.run(groups_of_two_contexts, 2, has_gloo_too):
         assert first == again > 2 and after == at_last == 1, "that of all processes"
 
 
