@@ -31,7 +31,7 @@ from tests.tiny_models import make_model
 
 KEPT = "model.layers.1.mlp.down_proj.weight"
 SIZES = dict(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3
 )
 EXPERTS = dict(
     hidden_size=64,
@@ -48,7 +48,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rounded") / "model"
-    return make_model(folder, "llama", seed=3, dtype=torch.bfloat16, head_dim=128, **SIZES)
+    return make_model(folder, "qwen3", seed=3, dtype=torch.bfloat16, head_dim=128, **SIZES)
 
 
 def export(source, folders, tp: int, stages: tuple[int, ...]) -> None:
