@@ -24,9 +24,9 @@ GIB = 2**30
 LORA = ("--lora-rank", "16", "--recompute-granularity", "full", "--recompute-method", "uniform")
 LORA = (*LORA, "--recompute-num-layers", "1", "--lr", "1e-4", "--lr-decay-style", "constant")
 ARMS = {  # name: student, teacher, flags
+    "8B from its base": ("qwen3-8b", "qwen3-8b", ()),
     "4B from 8B, teacher on the host": ("qwen3-4b", "qwen3-8b", ("--teacher-residency", "host")),
     "4B from 8B, teacher in FP8": ("qwen3-4b", "qwen3-8b", ("--teacher-precision", "fp8")),
-    "8B from its base": ("qwen3-8b", "qwen3-8b", ()),
 }
 TINY = {
     "tiny, teacher on the host": ("tiny-student", "tiny-teacher", ("--teacher-residency", "host")),
@@ -72,6 +72,7 @@ def main(argv: list[str]) -> int:
     )
     flags.add_argument("--seq-length", type=int, default=4096, help="tokens of a pack")
     flags.add_argument("--steps", type=int, default=4, help="timed steps")
+    flags.add_argument("--only", default="", help="arms whose names contain this")
     flags.add_argument("--tiny", action="store_true", help="tiny models")
     args = flags.parse_args(argv)
     platform = detect()
@@ -85,14 +86,17 @@ def main(argv: list[str]) -> int:
     failed, arms = 0, TINY if args.tiny else ARMS
     with parallel_context(platform, PairSettings("tiny-student", "tiny-teacher", args.seq_length)) as context:
         for name, pair in arms.items():
+            if args.only not in name:
+                continue
             try:
                 line = measure(pair, args, machine, context)
             except torch.OutOfMemoryError as error:
-                failed, line = failed + 1, f"does not fit {args.gib:g} GiB: {str(error)[:200]}"
+                failed, line = failed + 1, f"does not fit {args.gib:g} GiB: {str(error)[:400]}"
             print(f"{name}: {line}", flush=True)
             gc.collect()
             if platform.is_cuda:
                 torch.cuda.empty_cache()
+                print(f"  left: {torch.cuda.memory_allocated() / GIB:.2f} GiB", flush=True)
     return failed
 
 
