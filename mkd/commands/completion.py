@@ -57,7 +57,8 @@ def flags_of(command: str) -> list[str]:
     if command == "completion":
         return ["--help"]
     text = io.StringIO()
+    words = ["preview", "--help"] if command == "data" else ["--help"]
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        import_module(f"mkd.commands.{command.replace('-', '_')}").main(["--help"])
+        import_module(f"mkd.commands.{command.replace('-', '_')}").main(words)
     found = FLAG.findall(text.getvalue())
     return sorted({*found, *(known_flags() if command in TAKE_RUN_FLAGS else ())})

@@ -1,13 +1,14 @@
 """Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
 
-    mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
+    mkd data preview a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
         [--histogram out.png] [--picture pack.png]
-    mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
-    mkd inspect --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
+    mkd data preview a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
+    mkd data preview --align a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
-In packs, tokens with loss are green and others grey (without colours: in parentheses). The fraction of loss
-tokens, the packing efficiency and the lengths of documents follow. --align shows aligned chunks in two
-colours. Colours appear on terminals unless NO_COLOR is set, and with --color.
+In packs, tokens with loss are green and others grey (without colours: in parentheses), and conversations
+have a line for each message, after its role. The fraction of loss tokens, the packing efficiency and the
+lengths of documents follow. --align shows aligned chunks in two colours. Colours appear on terminals unless
+NO_COLOR is set, and with --color. `mkd inspect --input PATH` is the same command.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ OVERLONG = ("split", "truncate", "drop")
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = FlagParser("mkd inspect", __doc__)
+def build_parser(name: str = "mkd inspect") -> argparse.ArgumentParser:
+    parser = FlagParser(name, __doc__)
     add = parser.add_argument
+    add("path", nargs="?", metavar="PATH", help="same as --input")
     add(
         "--input",
-        required=True,
         metavar="PATH",
         help="path of records, as of --data-path: a file, a folder, a pattern or a data set of the hub. "
         "Packs may also come from the prefix of a tokenised .bin/.idx pair",
@@ -183,6 +184,7 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does; print the first packs and a summary of all."""
     from mkd.data.build import open_datasets
+    from mkd.data.chat_roles import role_headers
     from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
     from mkd.report.curves import new_figure, save_figure
@@ -195,6 +197,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     chat = chat_of(args)
     tokenizer = open_tokenizer(args.student, chat)
     require_marks(tokenizer, args.student, chat)
+    headers = role_headers(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         dataset, _ = open_datasets(
             data_path=[args.input],
@@ -214,7 +217,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             cache_dir=args.data_cache_path or folder,
         )
         for index in wanted_packs(args, len(dataset)):
-            print(view_pack(dataset[index], tokenizer, colour=colour) + "\n")
+            print(view_pack(dataset[index], tokenizer, colour=colour, headers=headers) + "\n")
         if args.picture:
             packs = [dataset[index] for index in wanted_packs(args, len(dataset))]
             draw_packs(args.picture, packs, dataset, tokenizer)
@@ -264,8 +267,12 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
 
 
 @returns_exit_code
-def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, name: str = "mkd inspect") -> None:
+    args = build_parser(name).parse_args(argv)
+    if (args.path is None) == (args.input is None):
+        what = "no path of data is given" if args.path is None else "PATH and --input are both given"
+        raise UsageError(what, "one of them is shown", f"write {name} PATH --student MODEL", code="add-flag")
+    args.input = args.input or args.path
     for flag, path in {"--picture": args.picture, "--histogram": args.histogram}.items():
         require_new_file(flag, Path(path) if path else None, args.overwrite)
     from mkd.platform import prepare_for_files

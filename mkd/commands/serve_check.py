@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mkd.config.data_files import require_file
 from mkd.config.flags import FlagParser, whole_number
-from mkd.data.files.named_files import require_files
 from mkd.errors import EXIT_DONE, UsageError, returns_exit_code
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         error.on_all_ranks = True
         raise error
     if args.prompts is not None:
-        require_files(str(args.prompts), "--prompts")
+        require_file(str(args.prompts), "--prompts")
     from mkd.checkpoint.hf.hf_hub import resolve_hf
 
     folder = resolve_hf(args.folder)

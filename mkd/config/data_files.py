@@ -105,6 +105,12 @@ def all_tokenised(data: DataConfig) -> bool:
     return bool(paths) and not any(map(is_raw, paths))
 
 
+def require_file(path: str, flag: str) -> None:
+    """Raise DataError if `path` is not one file."""
+    if not os.path.isfile(path):
+        raise not_found(path, flag)
+
+
 def not_found(path: str, flag: str, looked_for: str = "a file of this name") -> DataError:
     """Return the error for a path where nothing is."""
     do = "check the path, or make a tokenised pair with `mkd preprocess`"

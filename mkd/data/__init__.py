@@ -1,5 +1,6 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
+files/                  which files a path of a data flag names: folders, patterns, the hub, compressed
 corpus/                 raw files become tokens on disk, once
 records/                which keys of a record are read, and the texts, conversations and pairs they become
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
@@ -12,6 +13,7 @@ measured_text.py        the beginnings of documents, to measure models on outsid
 loader.py               the micro-batches of one rank for training and for evaluation
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
+chat_roles.py           roles of tokens, by the text with which a template begins a message
 pack_view.py            packs for people: as text, and with their images as one picture
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
 images/                 images of conversations: tokens, tables, packs, pixels

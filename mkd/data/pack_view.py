@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mkd.data.batch import Pack
+from mkd.data.chat_roles import role_parts
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import PackImages, patches_of
@@ -19,7 +21,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:  # an optional package
     from PIL.Image import Image as Picture
 
-GREEN, GREY, RESET = "\033[32m", "\033[90m", "\033[0m"
+GREEN, GREY, BOLD, RESET = "\033[32m", "\033[90m", "\033[1m", "\033[0m"
 LENGTH_BINS = 50
 # Of the picture.
 WIDTH, MARGIN, GAP = 1100, 16, 4  # pixels
@@ -30,10 +32,14 @@ WITH_LOSS, WITHOUT_LOSS = ("#c9ecc9", "#0b5d0b"), ("#ececec", "#6b6b6b")  # box,
 LINE, TITLE, GRID = "#bdbdbd", "#202020", "#ff3030"
 
 
-def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
+def view_pack(
+    pack: Pack, tokenizer: Tokenizer, *, colour: bool, headers: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return a line about the pack, then one for each document (or piece of one).
 
-    Its tokens stand between bars. With `colour`, tokens with loss are green and all others grey; without,
+    With the `headers` of roles (`role_headers`), a conversation has a line for each of its messages.
+
+    Tokens stand between bars. With `colour`, tokens with loss are green and all others grey; without,
     tokens without loss are in parentheses. The first token of a piece never has loss, because nothing in the
     pack predicts it.
     """
@@ -48,11 +54,17 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
     for start, length in zip(starts.tolist(), pack.lengths.tolist(), strict=True):
         ids = pack.tokens[start : start + length].tolist()
         counts = pack.loss_mask[start : start + length - 1] > 0
-        shown = [
-            _token(tokenizer, i, bool(has_loss), colour)
-            for i, has_loss in zip(ids, [False, *counts], strict=True)
-        ]
-        lines.append(f"  [{start}, {start + length}) |{'|'.join(shown)}|")
+        marks = [False, *(bool(one) for one in counts)]
+        texts = [tokenizer.decode([i]) for i in ids]
+        shown = [_token(text, has_loss, colour) for text, has_loss in zip(texts, marks, strict=True)]
+        parts = [*role_parts(texts, headers)] if headers else []
+        if not any(role for role, _, _ in parts):
+            lines.append(f"  [{start}, {start + length}) |{'|'.join(shown)}|")
+            continue
+        lines.append(f"  [{start}, {start + length}) {sum(marks)} of {counted(length, 'token')} with loss")
+        for role, first, end in parts:
+            label = f"{BOLD}{role:9}{RESET}" if colour else f"{role:9}"
+            lines.append(f"    {label} |{'|'.join(shown[first:end])}|")
     return "\n".join(lines)
 
 
@@ -107,8 +119,8 @@ def _image_lines(images: PackImages) -> list[str]:
     ]
 
 
-def _token(tokenizer: Tokenizer, token: int, has_loss: bool, colour: bool) -> str:
-    text = repr(tokenizer.decode([token]))[1:-1]
+def _token(text: str, has_loss: bool, colour: bool) -> str:
+    text = repr(text)[1:-1]
     if colour:
         return f"{GREEN if has_loss else GREY}{text}{RESET}"
     return text if has_loss else f"({text})"

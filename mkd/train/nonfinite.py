@@ -24,7 +24,7 @@ from mkd.train.sums import LossSums
 
 WHY = "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step"
 DO = (
-    "look at these samples with `mkd inspect --samples`, lower --lr, check that the teacher "
+    "look at these samples with `mkd data preview --samples`, lower --lr, check that the teacher "
     "and student weights are finite, or skip the update of such steps: --non-finite skip"
 )
 MAX_SHOWN = 16  # sample ids in a message; the files of the log folder have all

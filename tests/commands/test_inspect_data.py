@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.commands import inspect
+from mkd.commands import data, inspect
 from mkd.commands.inspect import main
-from mkd.data.pack_view import GREEN, GREY
+from mkd.data.chat_roles import role_headers
+from mkd.data.pack_view import BOLD, GREEN, GREY
 from mkd.data.pack_view import RESET as PLAIN
 from mkd.data.packing.best_fit import PACKINGS
 from mkd.data.packing.cutting import OVERLONG
@@ -162,6 +163,44 @@ def test_tokens_without_loss_have_another_colour(packs, capsys):
     assert f"|{GREY}\\n{PLAIN}|{GREEN}The{PLAIN}|" in capsys.readouterr().out
     assert main(packs) == EXIT_DONE
     assert "\033" not in capsys.readouterr().out
+
+
+def test_a_conversation_has_a_line_for_each_message(models, tmp_path, capsys):
+    chat = [{"role": "system", "content": "x"}, *CHAT, {"role": "user", "content": "x"}]
+    records = [{"messages": chat}, {"text": "The fox"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["preview", str(tmp_path / "a.jsonl"), "--student", models[0], "--seq-length", "100"]
+    assert data.main(words) == EXIT_DONE
+    _, chat_line, *messages, text = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    loss = [line.split()[0] for line in messages if "|The|" in line]
+    assert [line.split()[0] for line in messages] == ["system", "user", "assistant", "user"]
+    assert (
+        loss == ["assistant"] and " with loss" in chat_line and text.endswith("|(The)| fo|x|<|endoftext|>|")
+    )
+    shown = [line.partition("|")[2].rstrip("|") for line in messages]
+    assert all(line.startswith(("<|im_start|>", "(<|im_start|>)")) for line in shown)
+    assert data.main([*words, "--color"]) == EXIT_DONE
+    assert f"{BOLD}assistant{PLAIN} |" in capsys.readouterr().out
+    assert data.main([*words, "--input", words[1]]) == EXIT_USAGE and data.main(["other"]) == EXIT_USAGE
+    assert "PATH and --input are both given" in capsys.readouterr().err
+    assert data.main(["preview", "--student", models[0]]) == EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    "template, user, assistant",
+    [
+        (
+            "{{ '<s>' }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+            "{{ m.content }}<|eot_id|>{% endfor %}",
+            "<|start_header_id|>user<|end_header_id|>\n\n",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, None),  # it does not tell roles apart
+    ],
+)
+def test_headers_of_templates(template, user, assistant):
+    headers = role_headers(HuggingFaceTokenizer(train_hf_tokenizer(template)))
+    assert (headers.get("user"), headers.get("assistant")) == (user, assistant)
 
 
 def test_a_pieces_first_token_has_no_loss_of_its_own(packs, capsys):
