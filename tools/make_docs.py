@@ -1,4 +1,4 @@
-"""Write the generated pages: flags, metrics and models in docs/, and the table of all measured figures.
+"""Write the generated pages: flags, metrics, models and cards in docs/, and the table of measured figures.
 
 python tools/make_docs.py                  # write them
 python tools/make_docs.py --check          # change nothing; exit with 1 if a page is out of date
@@ -23,11 +23,13 @@ from mkd.kinds.known_kinds import METRICS  # noqa: E402
 from mkd.log.compact import ONLY_HELD_OUT, CompactLines  # noqa: E402
 from mkd.log.metrics import AUXILIARY, PER_TEACHER, Metric  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
+from tools.docs.cards_page import cards  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
 from tools.docs.models_page import models_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
 DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # the value that applies if the default is None
+CARDS = "docs/cards"  # a file for each family and each recipe, and their index
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
@@ -64,7 +66,8 @@ def pages() -> dict[Path, str]:
     """Return path -> contents of every generated page."""
     texts = {"flags": flags_page(), "metrics": metrics_page(), "figures": figures_page()}
     texts["models"] = f"{NOTE}\n{models_page()}"
-    return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
+    found = {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
+    return found | {ROOT / CARDS / name: f"{NOTE}\n{text}" for name, text in cards().items()}
 
 
 def flags_page() -> str:

@@ -31,6 +31,7 @@ class ScoredModel:
 
     model: LanguageModel
     device: torch.device
+    config: Any = None  # as transformers reads it: it has the length of the context
 
     @classmethod
     def load(cls, folder: Path, checkpoint: Path | None, step: int | None, dtype: str) -> ScoredModel:
@@ -79,6 +80,7 @@ def model_class() -> type:
 
         def _create_model(self, pretrained: str, dtype: str = "auto", **_: Any) -> None:
             self._model = ScoredModel.load(Path(pretrained), self._checkpoint, self._step, dtype)
+            self._model.config = self.config
             self._device = self._model.device
 
         def _model_call(

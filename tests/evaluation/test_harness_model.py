@@ -19,7 +19,7 @@ PAIRS = (
     ("the lazy dog jumps", " over the quick brown fox. the"),
 )
 TEXTS = ("the quick brown fox jumps over the lazy dog. " * 4, "the")
-OPTIONS = dict(device="cpu", batch_size=3, max_length=24)
+OPTIONS = dict(device="cpu", batch_size=3)
 
 
 def figures(adapter, folder, **more):
@@ -43,19 +43,19 @@ def figures(adapter, folder, **more):
     return [float(value) for value, _ in pairs], [bool(one) for _, one in pairs], [*map(float, rolling)]
 
 
-def figures_of_checkpoint(folder, checkpoint):
-    return figures("mkd", folder, load=checkpoint)
+def figures_of(adapter, folder, more):
+    return figures(adapter, folder, **more)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_figures_are_those_of_the_adapter_of_transformers(family, tmp_path, ranks):
+@pytest.mark.parametrize("family, more", [("qwen3", {"max_length": 24}), ("gemma3", {})])
+def test_figures_are_those_of_the_adapter_of_transformers(family, more, tmp_path, ranks):
     folder = add_tokenizer(make_model(tmp_path, family))
-    ((values, greedy, rolling),) = ranks.run(figures, 1, "mkd", folder)
+    ((values, greedy, rolling),) = ranks.run(figures_of, 1, "mkd", folder, more)
     words = ["--hf", str(folder), "--save", str(tmp_path / "checkpoint")]
     assert run_main(ranks, words, command="mkd.commands.convert")[0].exit_code == 0
-    loaded = ranks.run(figures_of_checkpoint, 1, folder, str(tmp_path / "checkpoint"))
+    loaded = ranks.run(figures_of, 1, "mkd", folder, more | {"load": str(tmp_path / "checkpoint")})
     assert loaded == [(values, greedy, rolling)]
-    ((expected, expected_greedy, expected_rolling),) = ranks.run(figures, 1, "hf", folder)
+    ((expected, expected_greedy, expected_rolling),) = ranks.run(figures_of, 1, "hf", folder, more)
     assert greedy == expected_greedy and all(value < -1 for value in values)
     for ours, theirs in zip([*values, *rolling], [*expected, *expected_rolling], strict=True):
         assert math.isclose(ours, theirs, rel_tol=2e-6)

@@ -17,7 +17,7 @@ _INTRODUCTION = """# Models: what mkd does with each family
 
 Every family trains, teaches and is exported, in all layouts. [Families](families.md) says which
 releases these are and how they differ; [models with images](vision.md) and [experts](moe.md) have
-pages of their own.
+pages of their own. Every family has a [card](cards/index.md): what was verified, and what was not.
 
 | column | yes: |
 |---|---|
