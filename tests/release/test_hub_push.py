@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mkd.release.card_file import marked
 from mkd.release.hub_push import HubRepository
 from tests.release.fake_hub import TOKEN, running_hub
-from tests.reported import refused
+from tests.reported import refused, reported_codes
+from tests.train.command import flags, make_files
 
 WEIGHTS = bytes(range(256)) * 40
 
@@ -113,3 +118,34 @@ def test_a_failed_upload_says_how_to_repeat_it(hub, export):
     hub.fails = True
     with refused("after-export-failed: the upload to student failed"):
         HubRepository("student", hub.url).push(export)
+
+
+@pytest.mark.slow
+def test_a_run_and_an_export_reach_the_hub(hub, tmp_path):
+    """The upload comes last: where it fails, the exit code says so, and the export is there."""
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+
+    def command(*words):
+        argv = [sys.executable, "-m", "mkd", *map(str, words)]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
+
+    files = make_files(tmp_path)
+    words = flags(
+        files, "run", "--save", files / "run", "--export-hf", files / "hf", "--push-to-hub", "first"
+    )
+    done = command("train", *words)
+    assert done.returncode == 0, done.stderr
+    uploaded = hub.repositories["ann/first"]
+    assert "uploaded to https://huggingface.co/ann/first/commit/" in done.stdout
+    assert {"README.md", "config.json", "tokenizer.json"} <= uploaded.keys()
+    assert all((files / "hf" / name).read_bytes() == content for name, content in uploaded.items())
+    export = ("export", "--load", files / "run", "--hf-out", files / "again", "--push-to-hub")
+    done = command(*export, "second")
+    assert done.returncode == 0 and hub.repositories["ann/second"].keys() == uploaded.keys(), done.stderr
+    hub.fails = True
+    done = command(*export, "third", "--overwrite")
+    assert done.returncode == 66 and reported_codes(done.stderr) == ["after-export-failed"]
+    hub.account["auth"]["accessToken"]["role"] = "read"
+    done = command("train", *flags(files, "none", "--export-hf", files / "no", "--push-to-hub", "first"))
+    assert done.returncode == 64 and reported_codes(done.stderr) == ["hub-login: may only read"]
+    assert not (files / "no").exists()
