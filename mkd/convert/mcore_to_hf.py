@@ -35,7 +35,7 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.release.card_file import with_card
 from mkd.release.gguf_file import GGUFFile
 from mkd.release.hub_push import HubRepository
-from mkd.release.model_card import ModelCard
+from mkd.release.model_card import ModelCard, title_of
 from mkd.release.training_record import TrainingRecord
 from mkd.tokenizers.tokenizer_files import has_tokenizer, warn_of_export
 
@@ -101,11 +101,14 @@ def load_missing_tower(model: LanguageModel, folder: Path, reference: Path) -> b
     return is_filled
 
 
-def card_of(folder: Path, logs: Path, reference: Path, out: Path, gguf: GGUFFile | None) -> ModelCard:
-    """Return the card of an export: of the run in `logs`, up to the checkpoint `folder`."""
+def card_of(
+    folder: Path, logs: Path | None, reference: Path, out: Path, gguf: GGUFFile | None, repository: str | None
+) -> ModelCard:
+    """Return the card of an export: of the run that logs to `logs`, up to the checkpoint `folder`."""
     step = iteration_of(folder)
     commands = [("A GGUF file of it was made with llama.cpp", gguf.shown(out))] if gguf else []
-    return ModelCard(out.resolve().name, TrainingRecord.read(logs, step), reference, step, commands)
+    record = TrainingRecord.read(logs or folder.parent, step)
+    return ModelCard(title_of(out, repository), record, reference, step, commands)
 
 
 def run(
@@ -137,7 +140,7 @@ def run(
     model = load_model(folder, reference, shape, weights, context)
     assets, gguf_file = assets_of(folder, reference), GGUFFile(gguf, gguf_type) if gguf else None
     if context.rank == 0:
-        card = card_of(folder, log_dir or folder.parent, reference, hf_out, gguf_file)
+        card = card_of(folder, log_dir, reference, hf_out, gguf_file, push_to_hub)
         assets = with_card(assets, card, hf_out)
     in_the_way = None if overwrite else partial(model_in_the_way, "--hf-out", hf_out)
     parts = [(model, model.first_layer)]

@@ -39,6 +39,12 @@ ALWAYS_UNCHECKED = (
 )
 
 
+def title_of(folder: Path, repository: str | None = None) -> str:
+    """Return the title of a card: the name on the hub, else that of the folder, of RUN/hf that of the run."""
+    folder = folder.resolve()
+    return repository or (folder.parent.name if folder.name == "hf" else folder.name)
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """The card of one export."""

@@ -268,13 +268,13 @@ def export(current, folder: Path, logs: Path) -> None:
     from mkd.checkpoint.own_exports import OwnExports
     from mkd.operations.run_folders import export_in_the_way
     from mkd.release.card_file import with_card
-    from mkd.release.model_card import ModelCard
+    from mkd.release.model_card import ModelCard, title_of
     from mkd.release.training_record import TrainingRecord
     from mkd.tokenizers.tokenizer_files import warn_of_export
 
     models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
     if _is_rank_0():
-        name, step = folder.resolve().name, current.position.iteration
+        name, step = title_of(folder, checkpoint.push_to_hub), current.position.iteration
         assets = with_card(assets, ModelCard(name, TrainingRecord.read(logs), assets.model, step), folder)
     parts = [(part, part.first_layer) for part in models]
     record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else None

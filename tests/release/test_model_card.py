@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mkd.release.card_file import is_own_text, marked, may_write
-from mkd.release.model_card import ModelCard
+from mkd.release.model_card import ModelCard, title_of
 from mkd.release.training_record import TrainingRecord, start_of_run
 from tests.train.command import flags, make_files, read_metrics, run_main
 
@@ -71,6 +71,7 @@ def test_an_export_of_the_checkpoint_has_the_same_card_and_weights(run, ranks):
     files = [{path.name: path.read_bytes() for path in (run / name).iterdir()} for name in ("hf", "again")]
     assert files[0].keys() == files[1].keys()
     assert [name for name in files[0] if files[0][name] != files[1][name]] == ["README.md"]  # its title
+    assert title_of(run / "hf") == run.name and title_of(run, "ann/student") == "ann/student"
     # A card that somebody has edited stays, and the weights are replaced.
     edited = cards[1].replace("# again", "# My student")
     (run / "again" / "README.md").write_text(edited, encoding="utf-8")
