@@ -2,7 +2,7 @@
 
 python tools/record_checks.py              # all of them, on two cores half an hour; then make_docs.py
 python tools/record_checks.py FILE ...     # those of these test files
-python tools/record_checks.py --junit F.xml ...    # outcomes of tests that have run already, at this commit
+python tools/record_checks.py --junit F.xml ...    # outcomes of tests that have run already
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", help="test files (default: all that the cards are made of)")
     parser.add_argument("--junit", nargs="+", type=Path, metavar="F.xml", help="results instead of a run")
     parser.add_argument("--machine", default=f"{os.cpu_count()} CPU cores", help="name of this machine")
+    parser.add_argument("--commit", help="commit that the tests of --junit ran at (default: the present one)")
     args = parser.parse_args(argv)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    words = ["git", "rev-parse", "--short", args.commit or "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         results = args.junit or [Path(folder) / "results.xml"]
         if not args.junit:
