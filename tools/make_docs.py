@@ -238,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in stale.items():
         print(f"{'out of date' if args.check else 'written'}: {path.relative_to(ROOT)}")
         if not args.check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     return 1 if args.check and stale else 0
 

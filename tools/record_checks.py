@@ -2,6 +2,7 @@
 
 python tools/record_checks.py              # all of them, on two cores half an hour; then make_docs.py
 python tools/record_checks.py FILE ...     # those of these test files
+python tools/record_checks.py --ran "mkd train ..." --subject quickstart.yaml --result "what it has printed"
 python tools/record_checks.py --junit F.xml ...    # outcomes of tests that have run already
 """
 
@@ -21,7 +22,15 @@ sys.path.insert(0, str(ROOT))
 
 from mkd.families.registry import FAMILIES  # noqa: E402
 from mkd.families.vision import VISION_FAMILIES  # noqa: E402
-from tools.docs.recorded_checks import CHECKS, RECIPE_CHECKS, Check, outcomes, replace_checks  # noqa: E402
+from tools.docs.recorded_checks import (  # noqa: E402
+    CHECKS,
+    PASSED,
+    RECIPE_CHECKS,
+    Check,
+    add_check,
+    outcomes,
+    replace_checks,
+)
 
 
 def model_types() -> dict[str, str]:
@@ -64,10 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", help="test files (default: all that the cards are made of)")
     parser.add_argument("--junit", nargs="+", type=Path, metavar="F.xml", help="results instead of a run")
     parser.add_argument("--machine", default=f"{os.cpu_count()} CPU cores", help="name of this machine")
-    parser.add_argument("--commit", help="commit that the tests of --junit ran at (default: the present one)")
+    parser.add_argument("--ran", metavar="COMMAND", help="record a command that has run and passed")
+    parser.add_argument("--subject", help="family or NAME.yaml of --ran")
+    parser.add_argument("--result", help="figures that --ran has printed")
+    parser.add_argument("--commit", help="commit that ran (default: the present one)")
     args = parser.parse_args(argv)
     words = ["git", "rev-parse", "--short", args.commit or "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    if args.ran:
+        if not (args.subject and args.result):
+            parser.error("--ran needs --subject and --result")
+        today = date.today().isoformat()
+        add_check(Check(today, args.machine, commit, args.subject, args.ran, args.result, PASSED))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         results = args.junit or [Path(folder) / "results.xml"]
         if not args.junit:

@@ -26,6 +26,8 @@ RUN_BY = {  # start of a command -> the test that runs it, or what it needs
     "python3.12 -m venv": INSTALLS,
     "source": INSTALLS,
     "docker": GPU,
+    "git clone": NETWORK,
+    "python -m mkd.lm_eval": NETWORK,  # a task of the harness; tests/evaluation/test_harness_model.py scores
     "sbatch": SLURM,
     "DIR/launch/local.sh": "tests/test_launch.py",
     "python launch/submit.py": "tests/test_submit.py",

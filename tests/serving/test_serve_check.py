@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from mkd.commands import serve_check
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
@@ -18,7 +19,7 @@ from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import run_main
 
 VLLM_PYTHON = os.environ.get("MKD_VLLM_PYTHON")  # of an environment with vLLM
-COMMAND = "mkd.commands.serve_check"
+COMMAND = serve_check.__name__
 
 
 @pytest.fixture(scope="module")

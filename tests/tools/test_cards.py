@@ -12,6 +12,7 @@ from tools.docs.recorded_checks import (
     RECIPE_CHECKS,
     SKIPPED,
     Check,
+    add_check,
     outcomes,
     read_checks,
     replace_checks,
@@ -56,6 +57,13 @@ def test_a_newer_run_replaces_the_rows_of_its_tests(tmp_path):
     new = Check("2026-01-02", "m", "b", "qwen3", LOGITS, "qwen3", FAILED)
     replace_checks([new], file)
     assert read_checks(file) == [new, kept]
+    runs = [
+        Check("2026-01-02", "m", "b", "x.yaml", "mkd train", text, PASSED) for text in ("loss 2", "loss 1")
+    ]
+    for run in runs:
+        add_check(run, file)
+    assert read_checks(file) == [new, runs[1], kept]
+    assert "| a whole run of this file | loss 1 |" in cards_page._verified([runs[1]])
 
 
 def test_a_card_names_what_is_missing():

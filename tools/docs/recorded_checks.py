@@ -1,4 +1,4 @@
-"""What was verified of each model family and each recipe: tests, their outcomes, and when they ran.
+"""Recorded checks of each model family and each recipe: tests, their outcomes, and when they ran.
 
 tools/record_checks.py runs the tests and replaces their rows in checks.csv. The cards in docs/cards are made
 of these rows alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -85,7 +85,18 @@ def replace_checks(new: Iterable[Check], file: Path = FILE) -> None:
     new = [*new]
     tests = {check.test for check in new}
     kept = [check for check in (read_checks(file) if file.exists() else []) if check.test not in tests]
-    rows = sorted((*kept, *new), key=lambda check: (check.subject, check.test, check.case))
+    _write([*kept, *new], file)
+
+
+def add_check(check: Check, file: Path = FILE) -> None:
+    """Write the row of a command in place of that of the same command for the same subject."""
+    key = check.subject, check.test
+    kept = [one for one in read_checks(file) if (one.subject, one.test) != key]
+    _write([*kept, check], file)
+
+
+def _write(checks: Sequence[Check], file: Path) -> None:
+    rows = sorted(checks, key=lambda check: (check.subject, check.test, check.case))
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([field.name for field in fields(Check)])

@@ -42,7 +42,8 @@ def navigation() -> list[dict[str, Any]]:
     nav += [{section.split("\n", 1)[0]: list(pages(section))} for section in sections]
     decisions = ["decisions/index.md", *(f"decisions/{path.name}" for path in decision_files())]
     more = [{"Changelog": "changelog.md"}, {"Figures": "figures.md"}, {"Older figures": "figures-history.md"}]
-    return [*nav, {"History": [*more, {"Decisions": decisions}]}]
+    cards = [f"cards/{path.name}" for path in sorted((ROOT / "docs/cards").glob("*-*.md"))]
+    return [*nav, {"History": [*more, {"Cards": cards}, {"Decisions": decisions}]}]
 
 
 def pages(section: str) -> Iterator[dict[str, str | None] | str | None]:
