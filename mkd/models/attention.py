@@ -70,7 +70,7 @@ class LayerRopeAttention(SelfAttention):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         angles = rotary_pos_emb if self.rope_index is None else rotary_pos_emb[self.rope_index]
-        angles = angles[..., : self.rotary_dim]
+        angles = angles[..., : self.rotary_dim].contiguous()  # Transformer Engine's kernel ignores strides
         self._place = angles, packed_seq_params.cu_seqlens_q_padded
         options |= dict(rotary_pos_emb=None, packed_seq_params=packed_seq_params)
         try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 import transformers
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -12,12 +16,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from mkd.errors import UsageError
 from mkd.families.layer_shape import RopeShape
 from mkd.families.rope_config import read_rope
+from mkd.models import attention
 from mkd.models.packed import packed_documents
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding, inverse_frequencies
 from mkd.parallel.context import ParallelContext
 from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
-from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE, YARN
+from tests.kinds.sampled.decoded import packed_scores
+from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE, YARN, make_model
 
 HEAD_DIM = 16
 LONG = {**LONG_ROPE, "factor": 4.0}  # 16 * 0.75 = 12 rotated channels: 6 factors
@@ -141,3 +147,24 @@ def test_layers_with_different_embeddings_each_take_their_own():
     both = LayerRotaryEmbeddings(ropes, torch.device("cpu"))(documents)
     for rope, angles in zip(ropes, both, strict=True):
         assert torch.equal(angles, RotaryEmbedding(rope, torch.device("cpu"))(documents))
+
+
+def scores_without_strides(folder):
+    """Return ln p of some tokens, and the same with a rotation that takes angles for contiguous memory."""
+    turn, pairs = attention.apply_rotary_pos_emb, [(np.arange(1, 20), [3, 5, 8, 13])]
+
+    def ignores_strides(rows, angles, *given, **named):
+        sizes = angles.shape
+        contiguous = angles.as_strided(sizes, torch.empty(sizes, device="meta").stride())
+        return turn(rows, contiguous, *given, **named)
+
+    expected = packed_scores(folder, pairs)
+    parallel_state.destroy_model_parallel()
+    with patch.object(attention, "apply_rotary_pos_emb", ignores_strides):
+        return expected, packed_scores(folder, pairs)
+
+
+def test_kernels_that_ignore_strides_read_the_angles_of_narrow_heads(tmp_path, ranks):
+    """As that of Transformer Engine. Angles of Gemma 4's narrow and wide heads lie in one tensor."""
+    ((expected, found),) = ranks.run(scores_without_strides, 1, make_model(tmp_path / "gemma4", "gemma4"))
+    assert np.array_equal(expected, found)
