@@ -21,6 +21,7 @@ RUN_BY = {  # start of a command -> the test that runs it, or what it needs
     "make SYSTEM_SITE=1 install": "tests/test_install.py",
     "make test": "tests/test_workflows.py",  # targets exist; CI runs them
     "make check": "tests/test_workflows.py",
+    "make docs": "tests/docs/test_site.py",
     "make quickstart": NETWORK,
     "pip install": NETWORK,
     "python3.12 -m venv": INSTALLS,
@@ -101,7 +102,7 @@ def tests_of(command: str) -> list[str]:
     module = command.replace("-", "_")
     calls = (
         rf"mkd\.commands\.{module} import [^\n]*\bmain\b|mkd\.commands import [^\n]*\b{module}\b|"
-        rf"\[\s*\"{command}\"|\"mkd\",\s*\"{command}\"|\"{command} -"
+        rf"\[\s*\"{command}\"|\"mkd\",\s*\"{command}\"|\"{command} -|\"mkd\.commands\.{module}\""
     )
     return [file for file, text in _tests().items() if re.search(calls, text)]
 
