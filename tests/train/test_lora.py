@@ -166,7 +166,8 @@ def test_resume_is_bitwise_after_saves_at_other_layouts(files, ranks):  # noqa: 
     assert [name for name in state if "lora_" not in name and "optimizer" not in name] == []
     saved = json.loads((files / "half" / HALF / "mkd.json").read_text(encoding="utf-8"))
     adapters = {"rank": RANK, "alpha": ALPHA, "targets": ["qkv", "proj", "fc1", "fc2"]}
-    assert saved["adapters"] == {**adapters, "base": str(files / "student")}
+    base = {"precision": "bf16", "base": str(files / "student")}
+    assert saved["adapters"] == adapters | base
     came_from = "half"
     for run, layout in (("at TP2", TP2), ("at PP2", PP2)):
         ranks.run(save_again, 2, argv(files, run, *LORA, *layout, "--load", files / came_from))

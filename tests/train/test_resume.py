@@ -47,6 +47,7 @@ def train_and_hash(arguments, export=None):
     import os
 
     from mkd.config.load import load_config
+    from mkd.operations.run_folders import log_folder
     from mkd.platform import detect
     from mkd.run.loop import train
     from mkd.run.main import export as export_student
@@ -58,7 +59,7 @@ def train_and_hash(arguments, export=None):
     try:
         train(run)
         if export is not None:
-            export_student(run, export)
+            export_student(run, export, log_folder(run.config))
     finally:
         run.reporter.close()
     digest = hashlib.sha256()
