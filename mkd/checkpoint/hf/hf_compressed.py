@@ -101,7 +101,7 @@ def find_compressed(
 def _rounding(directory: Path, config: Mapping[str, Any]) -> Rounding:
     """Return the format that `quantization_config` describes."""
     layout, groups = config.get("format"), config.get("config_groups") or {}
-    of_linears = next(iter(groups.values()), {}) if len(groups) == 1 else {}
+    of_linears: Mapping[str, Any] = next(iter(groups.values()), {}) if len(groups) == 1 else {}
     weights, inputs = of_linears.get("weights"), bool(of_linears.get("input_activations"))
     if isinstance(weights, Mapping) and weights.get("symmetric", True) and not weights.get("actorder"):
         for name in FORMATS:

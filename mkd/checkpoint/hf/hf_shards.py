@@ -127,7 +127,9 @@ def export_plan(
         do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         why = "Hugging Face weights are floating point"
         raise UsageError(f"cannot export {dtype}", why, do, code="value-unknown")
-    sources, tensors, encoded = hf_tensor_shapes(shape) | dict(tower), {}, {}
+    sources = hf_tensor_shapes(shape) | dict(tower)
+    tensors: dict[str, tuple[int, ...]] = {}
+    encoded: dict[str, torch.dtype] = {}
     for source, full in sources.items():
         stored = headers(source, full)
         tensors |= {name: sizes for name, (sizes, _) in stored.items()} or {source: full}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mkd.checkpoint.hf.hf_compressed import ReadStored
 from mkd.checkpoint.hf.hf_names import Cut
-from mkd.checkpoint.hf.hf_quantised import ReadStored, TensorHeader
+from mkd.checkpoint.hf.hf_quantised import TensorHeader
 from mkd.checkpoint.hf.hf_tower import model_type_of
 from mkd.families.registry import FAMILIES
 from mkd.families.vision import VISION_FAMILIES

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
@@ -51,7 +52,7 @@ def layer_matrices(shape: ModelShape, tensor_parallel: int = 1) -> Iterator[Laye
 
 
 def _matrix(
-    shape: ModelShape, layer: LayerShape, index: int, name: str, entry: Entry, expert: int, ranks: int
+    shape: Any, layer: LayerShape, index: int, name: str, entry: Entry, expert: int, ranks: int
 ) -> LayerMatrix:
     rule = entry.rule
     ranks = 1 if rule.replicated else ranks
@@ -70,5 +71,5 @@ def _matrix(
     )
 
 
-def _length(rule: Rule, shape: ModelShape, layer: LayerShape, ranks: int) -> int:
+def _length(rule: Rule, shape: Any, layer: LayerShape, ranks: int) -> int:
     return rule.blocks(shape, layer, ranks) * sum(rule.parts(shape, layer, ranks))
