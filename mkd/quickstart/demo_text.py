@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HELD_OUT_EVERY = 10
@@ -31,6 +31,12 @@ def write_prompts(text: Path, out: Path) -> list[str]:
     with open(out, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     return prompts
+
+
+def function_heads(documents: Iterable[str]) -> Iterator[str]:
+    """Yield the heads of functions in the sources, each with the lines before it and its line end."""
+    for source in documents:
+        yield from _heads(source)
 
 
 def _heads(source: str) -> Iterator[str]:

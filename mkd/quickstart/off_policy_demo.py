@@ -2,7 +2,7 @@
 
 Fetch SmolLM2-135M-Instruct, cut out the 6 of its 30 layers that hurt least, and distil the rest for 30 steps
 on two ranks. Evaluate before and after, export the student, compare it with transformers, and let all three
-models complete lines whose end is known.
+models write bodies of functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkd.operations.launch.child_command import ChildCommands
 from mkd.quickstart.demo_picture import draw_off_policy
 from mkd.quickstart.demo_text import write_text
 from mkd.quickstart.fetch_smollm2 import fetch_smollm2
-from mkd.quickstart.known_lines import complete, lines_table, write_samples
+from mkd.quickstart.function_bodies import bodies_table, held_out_heads, write_bodies, write_samples
 from mkd.run_command import mkd_command, quoted
 
 NUM_LAYERS = 24
@@ -26,6 +26,7 @@ MEASURED_TOKENS = 1024  # to choose the layers on
 PARALLEL = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}
 ROWS = (("kd_loss", "KL to the teacher"), ("ce_loss", "cross entropy"), ("top1_agreement", "top-1 agreement"))
 NAMES = ("teacher", "student before", "student after")
+HEAD_OF_BODIES = "\n--- bodies of held-out functions, with three seeds: can Python parse them? (nothing runs)"
 
 
 def prepare(folder: Path, commands: ChildCommands) -> int:
@@ -78,10 +79,11 @@ def show(folder: Path) -> None:
     print("\n--- held-out text\n" + "\n".join(table_lines(models)))
     before, after = (models[name]["kd_loss"] for name in NAMES[1:])
     print(f"The KL fell by {100 * (1 - after / before):.0f} %.")
-    print("\n--- the end of a line of code, with three seeds: is it the expected one?", flush=True)
+    print(HEAD_OF_BODIES, flush=True)
     paths = (folder / "teacher", folder / "student", folder / "distilled")
-    written = {name: complete(path) for name, path in zip(NAMES, paths, strict=True)}
-    print("\n".join(lines_table(written)))
+    heads = held_out_heads(folder / "valid.jsonl")
+    written = write_bodies(dict(zip(NAMES, paths, strict=True)), folder / "teacher", heads)
+    print("\n".join(bodies_table(written)))
     write_samples(written, folder / "samples.jsonl")  # the report shows them
     picture = draw_off_policy(folder, models, written)
     print(
@@ -111,6 +113,8 @@ def next_steps(folder: Path) -> str:
     teacher, text = quoted(folder / "teacher"), quoted(folder / "train.jsonl")
     return f"""
 next:
+  {mkd} chat {export} --teacher {teacher}    # talk with both
+  {mkd} compare {teacher} {export} --data {quoted(folder / "valid.jsonl")} --tokens 4096    # KL, perplexity
   {mkd} quickstart --on-policy --folder {quoted(folder)}-on-policy    # it learns from its own text
   {mkd} distill TEACHER STUDENT TEXT.jsonl    # your own models and text (docs/first-run.md)
   {mkd} make-student --hf {teacher} --out {quoted(folder / "narrow")} --target-params 113M \\

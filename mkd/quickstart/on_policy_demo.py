@@ -14,8 +14,8 @@ from mkd.log.records import read_records, split_of
 from mkd.operations.launch.child_command import ChildCommands
 from mkd.quickstart.demo_picture import draw_on_policy
 from mkd.quickstart.demo_text import write_prompts
-from mkd.quickstart.known_lines import complete, lines_table, write_samples
-from mkd.quickstart.off_policy_demo import distil, prepare, run
+from mkd.quickstart.function_bodies import bodies_table, held_out_heads, write_bodies, write_samples
+from mkd.quickstart.off_policy_demo import HEAD_OF_BODIES, distil, prepare, run
 from mkd.run_command import mkd_command, quoted
 
 HELD_OUT_PROMPTS, NEW_TOKENS = 20, 32
@@ -95,18 +95,24 @@ def show(folder: Path, start: Path, figures: Sequence[dict[str, float]]) -> None
     print(" " * 24 + f"{'before':>12}{'after':>12}")
     for key, label in ROWS:
         print(f"{label:24}" + "".join(f"{one[key]:12.3f}" for one in figures))
-    print("\n--- the end of a line of code, with three seeds: is it the expected one?", flush=True)
+    print(HEAD_OF_BODIES, flush=True)
     paths = {"teacher": start / "teacher", "before": start / "distilled", "after": folder / "distilled"}
-    written = {name: complete(path) for name, path in paths.items()}
-    print("\n".join(lines_table(written)))
+    heads = held_out_heads(start / "valid.jsonl")
+    written = write_bodies(paths, start / "teacher", heads)
+    print("\n".join(bodies_table(written)))
     write_samples(written, folder / "samples.jsonl")
-    picture, mkd, export = draw_on_policy(folder, figures, ROWS), mkd_command(), quoted(folder / "distilled")
+    picture = draw_on_policy(folder, figures, ROWS, written)
+    mkd, export = mkd_command(), quoted(folder / "distilled")
+    teacher, held_out = quoted(start / "teacher"), quoted(folder / "held_out.jsonl")
     print(
         f"""
 picture: {picture}
 exported student: {folder / "distilled"}
 
 next:
+  {mkd} chat {export} --teacher {teacher}    # talk with both
+  {mkd} sample {export} --teacher {teacher} --prompts {held_out} --max-new-tokens 32    # functions
+  {mkd} compare {teacher} {export} --data {quoted(start / "valid.jsonl")} --tokens 4096    # KL, perplexity
   {mkd} evaluate --student-hf {export} --completions FILE.jsonl    # your own task
   {mkd} train --config qwen3_1.7b_on_policy --help    # the same for larger models: docs/on-policy.md
 

@@ -74,6 +74,7 @@ def _commands(run: Run, folder: Path) -> Iterator[str]:
         model = str(Path(save) / "hf")
         yield f"{mkd} export --load {quoted(save)} --hf-out {quoted(model)}    # a Hugging Face model"
     if model is not None:
+        yield f"{mkd} chat {quoted(model)}    # talk with the student"
         yield f"{mkd} evaluate --student-hf {quoted(model)} --completions FILE.jsonl    # your own task"
     yield f"{mkd} report {quoted(folder)}    # the run as one page"
     if not save:
