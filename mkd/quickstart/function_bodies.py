@@ -27,7 +27,7 @@ SHOWN = (0, 4)  # functions that are printed with their bodies
 
 @dataclass(frozen=True)
 class Body:
-    """What a model writes behind the head of a function."""
+    """Text that a model writes behind the head of a function."""
 
     text: str  # whole lines, up to the end of the body
     parses: bool
