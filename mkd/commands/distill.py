@@ -97,7 +97,8 @@ def first_state(request: Request, rest: Sequence[str]) -> State:
     state = State(request.out / STATE, arguments(request, request.gpus, request.gpu_gib, rest), {})
     state.write()
     if is_chosen and request.sizes is not None and is_cut(Path(request.student_folder)):
-        state.done(stages_of(request)[0], time.monotonic())  # with the command that `mkd init` prints
+        cut = next(stage for stage in stages_of(request) if stage.name == "student")
+        state.done(cut, time.monotonic())  # with the command that `mkd init` prints
     return state
 
 

@@ -1,6 +1,7 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
 files/                  which files a path of a data flag names: folders, patterns, the hub, compressed
+first_records.py        kinds of the first records of each file, without torch
 corpus/                 raw files become tokens on disk, once
 records/                which keys of a record are read, and the texts, conversations and pairs they become
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit

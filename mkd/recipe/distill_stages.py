@@ -129,6 +129,8 @@ def stages_of(request: Request) -> list[Stage]:
     config, reads = load_config(["--config", str(path)]).config, path.read_bytes()
     stages = []
     if request.sizes is not None:
+        check = ("data", "check", "--config", str(path), "--student-hf", request.teacher)
+        stages.append(Stage("data", "read the text, before anything is computed", check, reads))
         words, title = (*make_student_words(request), "--overwrite"), "cut the student out of the teacher"
         stages.append(Stage("student", title, words, leaves=request.student_folder))
     ranks = ("--nproc-per-node", str(request.processes))

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.config.data_files import is_raw, parse_blend
 from mkd.data.files.named_files import require_files
+from mkd.data.first_records import kinds_of_records
 from mkd.errors import ErrorList, MkdError, UsageError, collect_error
 from mkd.plan.advice.notes import SMALL_TEACHER
 from mkd.plan.models.model_shape import ModelShape
@@ -129,9 +130,12 @@ class Request:
                 problems += filter(None, [text_problem(self.student_request(1), sizes, self.teacher_shape)])
         elif self.sizes is None:
             collect_error(problems, lambda: config_folder(self.student))
+        may_be_bad = int(self.given.get("data.max_bad_records", (0, ""))[0])
         for path in paths:
-            if is_raw(path) or not Path(path + ".idx").exists():
-                collect_error(problems, lambda path=path: require_files(path, "data"))  # type: ignore[misc]
+            if is_raw(path):  # its first records are read
+                collect_error(problems, partial(kinds_of_records, "data", path, may_be_bad))
+            elif not Path(path + ".idx").exists():
+                collect_error(problems, partial(require_files, path, "data"))
         if problems:
             raise ErrorList(problems)
         if SMALL_TEACHER * num_parameters(self.student_shape) > num_parameters(self.teacher_shape):

@@ -5,12 +5,10 @@ All ranks read the same few files, so all of them refuse the run together.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
@@ -20,13 +18,10 @@ from mkd.config.schema import Config
 from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
-from mkd.data.files.named_files import named_files
+from mkd.data.first_records import CONVERSATION_PAIR, CONVERSATIONS, kinds_of_records
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
-from mkd.data.records.kinds import MESSAGES, PAIR
-from mkd.data.records.parsing import parse_row
-from mkd.data.records.rows import read_rows
-from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
+from mkd.data.records.kinds import PAIR
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
 from mkd.resolve.chat_setup import chat_problems, chat_settings
@@ -37,12 +32,7 @@ from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.tokenizers.tokenizer_files import has_tokenizer
 
-LOOKED_AT = 100  # records read of the first raw file of a path; more if --max-bad-records is larger
-LOOKED_AT_LATER = 10  # of its next files
-MOST_FILES = 200  # of a path
 CORPUS_SUFFIXES = (".bin", ".idx")
-CONVERSATION_PAIR = "pair of conversations"  # a kind of its own here: the chat template makes its tokens
-CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need no EOS
 
 
 @dataclass(frozen=True)
@@ -232,36 +222,6 @@ def _kinds_in(
         if any(tokenizers.teachers):
             require_text(store, f"{flag} {path}")
     return set()
-
-
-def kinds_of_records(
-    flag: str, path: str, max_bad_records: int, wanted: WantedRecords = ANY_RECORDS
-) -> set[str]:
-    """Return the kinds of the first records of every file that `path` names and that is on this machine.
-
-    Raises DataError if there is none, and, as the run would, if too many records are bad.
-    """
-    kinds = set[str]()
-    looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
-    for file in named_files(path, flag).at_hand()[:MOST_FILES]:
-        bad = list[BadRecord]()
-        for number, row in islice(read_rows(file, numbers=wanted.numbers), looked_at):
-            try:
-                record = parse_row(row, wanted)
-                is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)
-                kinds.add(CONVERSATION_PAIR if is_conversation else record.kind)
-            except DataError as error:
-                bad.append(BadRecord.from_row(f"{flag} {file}", number, row, error))
-        if len(bad) > max_bad_records and kinds:
-            raise too_many(bad[:MAX_REPORTED_ERRORS], len(bad), max_bad_records, stopped=False)
-        if bad and not kinds:
-            raise bad[0]
-        looked_at = min(looked_at, LOOKED_AT_LATER)
-    if not kinds:
-        what = f"{flag} {path} is empty"
-        why = "there is nothing to train on"
-        raise DataError(what, why, "check how it was made", code="data-file-empty")
-    return kinds
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, roles: Sequence[str]) -> Iterator[DataError]:

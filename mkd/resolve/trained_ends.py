@@ -13,7 +13,8 @@ from mkd.data.corpus.sources import find_prefix
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import ENDS, ends_with_loss
 from mkd.data.dataset import BlendedDataset
-from mkd.resolve.preflight import CONVERSATIONS, LOOKED_AT, Tokenizers, kinds_of_records
+from mkd.data.first_records import CONVERSATIONS, LOOKED_AT, kinds_of_records
+from mkd.resolve.preflight import Tokenizers
 
 
 def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from mkd.data.build import open_datasets
 from mkd.data.corpus import encoding
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
+from mkd.data.first_records import kinds_of_records
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, MkdError
 from mkd.parallel.zigzag import RowShard
-from mkd.resolve.preflight import kinds_of_records
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from mkd.data.files.named_files import require_files
+from mkd.data.first_records import LOOKED_AT
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
 from mkd.resolve.model_source import ModelSource
-from mkd.resolve.preflight import LOOKED_AT, Tokenizers
+from mkd.resolve.preflight import Tokenizers
 from mkd.resolve.run_plan import Plan
 
 
