@@ -76,6 +76,7 @@ def _commands(run: Run, folder: Path) -> Iterator[str]:
     if model is not None:
         yield f"{mkd} chat {quoted(model)}    # talk with the student"
         yield f"{mkd} evaluate --student-hf {quoted(model)} --completions FILE.jsonl    # your own task"
+        yield f"{mkd} serve-check {quoted(model)}    # a server computes the same"
     yield f"{mkd} report {quoted(folder)}    # the run as one page"
     if not save:
         return
