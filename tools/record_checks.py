@@ -32,6 +32,9 @@ from tools.docs.recorded_checks import (  # noqa: E402
     replace_checks,
 )
 
+WHOLE_MODELS = ("test_hf_tower", "test_released_qwen3_5")
+"""Test files of models with images, whose tiny models have names of text families too."""
+
 
 def model_types() -> dict[str, str]:
     """Return name of a tiny model of the tests -> `model_type` of its family."""
@@ -49,6 +52,8 @@ def subject_of(test: str, case: str, types: dict[str, str]) -> str | None:
     """Return the family or the recipe of a test case; None if it is of none."""
     if test in RECIPE_CHECKS:
         return case if case.endswith(".yaml") else None
+    if "/vision/" in test or Path(test.partition("::")[0]).stem in WHOLE_MODELS:
+        types = types | {name: name for name in VISION_FAMILIES}  # not their text models
     words = case.split("-")
     names = ("-".join(words[start:end]) for end in range(len(words), 0, -1) for start in range(end))
     name = next((name for name in names if name in types), None)

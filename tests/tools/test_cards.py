@@ -47,6 +47,8 @@ def test_outcomes_are_those_of_pytest(tmp_path):
     assert subject_of(LOGITS, "qwen3-windows", types) == "qwen3"
     assert subject_of(LOGITS, "llama3.2-tp2_pp2-4-x", types) == "llama"
     assert subject_of(LOGITS, "unknown", types) is None
+    towers = "tests/checkpoint/hf/test_hf_tower.py::test_export_is_bitwise_the_model_that_was_read"
+    assert subject_of(towers, "qwen3_5", {"qwen3_5": "qwen3_5_text"}) == "qwen3_5"
 
 
 def test_a_newer_run_replaces_the_rows_of_its_tests(tmp_path):

@@ -28,7 +28,8 @@ _INDEX = """# Cards: what was verified, and what was not
 A card for each [family](../models.md) and each recipe of `configs/`: tests and commands that ran, their
 outcomes and dates, and what no record shows. `python tools/record_checks.py` runs the tests and records
 them in `tools/docs/checks.csv`; `python tools/make_docs.py` makes these pages. A test in the table passes on
-tiny random models, unless its line says otherwise.
+tiny random models, unless its line says otherwise. TINY in a command is a model of `tests/tiny_models.py`
+with `hidden_size` 128 and `head_dim` 32.
 
 """
 
@@ -106,7 +107,7 @@ def _missing_of_family(name: str, checks: Sequence[Check], figures: Sequence[Seq
             yield f"- No passed test of this family covers: {kind}.\n"
     skipped = sorted({one.test for one in checks if one.outcome == SKIPPED})
     if skipped:
-        yield f"- Cases that did not run, because they are for the nightly tests: {', '.join(skipped)}.\n"
+        yield f"- Cases that the recorded run left to the nightly tests: {', '.join(skipped)}.\n"
     if not figures:
         yield "- No benchmark on a GPU is recorded for a model of this family.\n"
     if not any(one.test.startswith(SERVED) for one in checks):
