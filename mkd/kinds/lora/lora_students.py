@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.config.schema import Config
-from mkd.errors import UsageError
+from mkd.errors import UsageError, collect_error
 from mkd.kinds.kind import NOTHING, Kind, Row
 from mkd.kinds.lora.lora_settings import LINEAR_LAYERS, LoRAConfig
 from mkd.operations.run_folders import continues
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
+from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.lora_shape import NF4, NF4_BLOCK, LoRAShape
 from mkd.plan.models.model_shape import ModelShape
 
@@ -46,6 +47,10 @@ class LoRAStudents(Kind):
             yield from _widths(lora, facts.student)
         if lora.is_rounded:
             yield from _rounded(lora, facts)
+        if facts.student is not None and facts.config.parallel.pipeline_layout != "auto":
+            # `check_layouts` reports a layout that is not valid.
+            layout = collect_error([], lambda: facts.layout_of(facts.models[0]))
+            yield from _stages(lora, facts.student, layout) if layout else ()
 
     def identity(self, config: Config) -> Mapping[str, object]:
         lora = LoRAShape.of(config)
@@ -73,6 +78,10 @@ class LoRAStudents(Kind):
         teachers: Sequence[ModelSource | None],
     ) -> Iterator[UsageError]:
         checkpoint, folder = facts.config.checkpoint, facts.config.lora.export_lora
+        lora, is_auto = LoRAShape.of(facts.config), facts.config.parallel.pipeline_layout == "auto"
+        if lora is not None and facts.student is not None and is_auto and facts.is_known:
+            layouts = collect_error([], lambda: facts.layouts)
+            yield from _stages(lora, facts.student, layouts.student) if layouts else ()
         if folder is None:
             return
         is_own = checkpoint.overwrite or continues(checkpoint)
@@ -94,6 +103,19 @@ def _others(config: Config) -> Iterator[UsageError]:
     for given in (name for name, is_given in others.items() if is_given):
         what = f"lora-rank is {rank}, and {given} is given"
         yield UsageError(what, why, "remove one of them", code="exclude-each-other")
+
+
+def _stages(lora: LoRAShape, student: ModelShape, layout: PipelineLayout) -> Iterator[UsageError]:
+    """Yield a problem for a pipeline stage that would learn nothing: checkpoints would have no part of it."""
+    first = 0
+    for stage, count in enumerate(layout.layers):
+        layers, first = student.layers[first : first + count], first + count
+        if not any(lora.linears(student, layer) for layer in layers):
+            what = f"pipeline stage {stage} of the student has no layer with an adapter"
+            why = "its process would have nothing to learn and to save"
+            do = "give each stage such a layer with --student-pipeline-layout, or give more --lora-targets"
+            yield UsageError(what, why, do, code="layout-not-valid")
+            return
 
 
 def _rounded(lora: LoRAShape, facts: RunFacts) -> Iterator[UsageError]:

@@ -61,6 +61,14 @@ def test_a_target_without_layers_is_refused():
     assert problems_of(config(*GIVEN, *alone), 1, routed, [TEACHER]) == []
 
 
+def test_a_stage_without_adapters_is_refused():
+    mixed = qwen3_moe(4, 2048, 768, 32, mlp_only_layers=[1])
+    pipeline = "--pipeline-model-parallel-size", "2", "--lora-rank", "8", "--lora-targets", "fc1"
+    found = problems_of(config(*GIVEN, *pipeline), 2, mixed, [TEACHER])
+    assert [one.code for one in found] == ["layout-not-valid"] and "stage 1" in str(found[0])
+    assert problems_of(config(*GIVEN, *pipeline, "qkv"), 2, mixed, [TEACHER]) == []
+
+
 def test_parameters_of_adapters():
     """By hand: R (in + out) of each linear layer."""
     of_layer = (2560 + 6144) + (4096 + 2560) + (2560 + 2 * 9728) + (9728 + 2560)
