@@ -80,7 +80,8 @@ def body_of(head: str, text: str) -> Body:
     """
     first = head.splitlines()[-1]
     indent = len(first) - len(first.lstrip())
-    lines, is_cut = [], False
+    lines: list[str | None] = []  # None: a line that is not whole
+    is_cut = False
     for line in text.splitlines(keepends=True):
         if line.strip() and lines and len(line) - len(line.lstrip()) <= indent:
             break
