@@ -29,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="PATH",
         help="paths of records to read, as --data-path of a run names them: files, folders, patterns and "
-        "data sets of the hub. Records have text, messages, or prompt and completion",
+        "data sets of the hub. Records have text, messages, or prompt and completion. Every line of a .txt "
+        "file that is not blank is a document",
     )
     add(
         "--output-prefix",
