@@ -318,7 +318,9 @@ class ParallelContext:
 def join_process_group(platform: Platform, timeout: timedelta) -> None:
     """Initialise torch.distributed from torchrun's environment, or as a world of one process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        device_id = platform.device if platform.is_cuda else None
+        # With a device, all groups get their communicators at once. A process that is alone needs few.
+        is_alone = os.environ["WORLD_SIZE"] == "1"
+        device_id = platform.device if platform.is_cuda and not is_alone else None
         options: dict[str, Any] = {}
         if needs_own_keys():
             options |= {"store": start_store(timeout)}
