@@ -94,7 +94,7 @@ def test_messages_are_texts(paths, tmp_path, capsys):
         (("--top-k", "0"), EXIT_USAGE, "--top-k 0 leaves no entry"),
         (("--projection", "missing.npz"), EXIT_USAGE, "projection missing.npz is not a file"),
         (("--teacher", "."), EXIT_USAGE, ". holds no tokenizer"),
-        (("--audit-data", "missing.jsonl"), EXIT_DATA, "missing.jsonl cannot be read"),
+        (("--audit-data", "missing.jsonl"), EXIT_DATA, "missing.jsonl: nothing found"),
     ],
 )
 def test_errors_have_their_exit_codes(paths, tmp_path, monkeypatch, capsys, options, exit_code, message):

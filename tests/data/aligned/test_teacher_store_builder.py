@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mkd.config.data_files import is_raw
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store
 from mkd.data.corpus.store import TokenStore
@@ -30,8 +31,9 @@ def student(path, tmp_path):
 
 def build(path, student, cache_dir, text=None, workers=0, **options):
     options = {"tokenizer": STUDENT, "append_eod": True, **options}
+    files = [path] if is_raw(path) else []
     return cached_teacher_store(
-        path, student, text or teacher_text(), cache_dir=str(cache_dir), workers=workers, **options
+        path, files, student, text or teacher_text(), cache_dir=str(cache_dir), workers=workers, **options
     )
 
 
