@@ -20,6 +20,7 @@ BASE = "student.base"
 """Name of the base among the fingerprints of a run."""
 OF_HF = "hf-"
 """Start of the fingerprint of a base in a Hugging Face folder."""
+_RESUME = "repeat the command of the run with --load and --export-hf NEW"
 SAMPLES, SAMPLE_BYTES = 256, 1 << 14  # evenly spaced pieces of a file: 4 MiB
 
 
@@ -60,8 +61,9 @@ def require_whole_model(folder: Path) -> None:
         return
     what, base = f"{folder} holds adapters (LoRA), not a model", saved_base(folder)
     why = f"the weights that they change are those of {base}"
-    do = f"make a whole model and name that: mkd export --load {folder} --hf-out NEW --reference-hf {base}"
-    raise CheckpointError(what, why, do, code="hf-adapter")
+    do = f"mkd export --load {folder} --hf-out NEW --reference-hf {base}"
+    do = _RESUME if _changes_checkpoint(folder) else do
+    raise CheckpointError(what, why, f"make a whole model and name that: {do}", code="hf-adapter")
 
 
 def require_base(folder: Path, reference: Path) -> None:
@@ -70,14 +72,30 @@ def require_base(folder: Path, reference: Path) -> None:
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 
     base = saved_base(folder)
+    if _changes_checkpoint(folder):
+        what = f"the adapters in {folder} change the weights of a checkpoint, not those of {reference}"
+        why = "the run started from --student-load, and the sum of both would be a third model"
+        raise CheckpointError(what, why, _RESUME, code="hf-adapter")
     do = f"name the model that the run started from: --reference-hf {base}"
     if not has_weights(reference):
         what = f"{folder} holds adapters (LoRA), and {reference} has no weights to add them to"
         raise CheckpointError(what, f"their base is {base}", do, code="hf-adapter")
-    saved = read_state(folder).get("fingerprints", {}).get(BASE, "")
-    if saved.startswith(OF_HF) and saved != hf_base_fingerprint(HFCheckpoint(reference)):
+    saved = _base_fingerprint(folder)
+    if saved and saved != hf_base_fingerprint(HFCheckpoint(reference)):
         what = f"{reference} is not the model whose weights the adapters in {folder} change"
         raise CheckpointError(what, "the sum of both would be a third model", do, code="hf-adapter")
+
+
+def _base_fingerprint(folder: Path) -> str:
+    """Return the fingerprint of the base of the adapters in a checkpoint; "" if it has none."""
+    found: str = read_state(folder).get("fingerprints", {}).get(BASE, "")
+    return found
+
+
+def _changes_checkpoint(folder: Path) -> bool:
+    """Return True if the base of the adapters in `folder` is a checkpoint, not a Hugging Face folder."""
+    saved = _base_fingerprint(folder)
+    return bool(saved) and not saved.startswith(OF_HF)
 
 
 def hf_base_fingerprint(checkpoint: HFCheckpoint) -> str:

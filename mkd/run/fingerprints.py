@@ -74,7 +74,7 @@ def identify_run(
     if lora is None:
         return found
     student = plan.config.student
-    return found | {ADAPTERS: {**asdict(lora), "base": student.hf or student.load}}
+    return found | {ADAPTERS: {**asdict(lora), "base": student.load or student.hf}}
 
 
 def training_files(train_set) -> dict[str, int]:

@@ -60,6 +60,28 @@ def test_another_base_is_refused(trained, ranks, tmp_path):
     assert reported_codes(result.stderr) == ["run-differs: student.base"]
 
 
+def test_adapters_of_a_checkpoint_are_not_added_to_a_folder(trained, ranks):
+    """The run's own export alone knows their base."""
+    argv = ["--hf", str(trained / "teacher"), "--save", str(trained / "start")]
+    (result,) = run_main(ranks, argv, 1, "mkd.commands.convert")
+    assert result.exit_code == 0, result.stderr
+    start = {"student_hf": trained / "teacher", "student_load": "start", "load": "on top"}
+    (result,) = run_main(ranks, flags(trained, "run 2", *LORA[:2], save="on top", **start))
+    assert result.exit_code == 0, result.stderr
+    argv = [
+        "--load",
+        trained / "on top",
+        "--hf-out",
+        trained / "third",
+        "--reference-hf",
+        trained / "teacher",
+    ]
+    (result,) = run_main(ranks, list(map(str, argv)), 1, "mkd.commands.export")
+    assert reported_codes(result.stderr) == ["hf-adapter: --export-hf"]
+    (result,) = run_main(ranks, flags(trained, "run 3", student_load="on top"))
+    assert "hf-adapter" in reported_codes(result.stderr), result.stderr
+
+
 def test_adapters_are_no_model(trained, ranks):
     (result,) = export(ranks, trained)
     assert reported_codes(result.stderr) == ["hf-adapter: --reference-hf"]

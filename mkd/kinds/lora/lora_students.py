@@ -103,6 +103,10 @@ def _others(config: Config) -> Iterator[UsageError]:
     for given in (name for name, is_given in others.items() if is_given):
         what = f"lora-rank is {rank}, and {given} is given"
         yield UsageError(what, why, "remove one of them", code="exclude-each-other")
+    if config.lora.export_lora and config.student.load:
+        what, why = "export-lora and student-load are given", "PEFT would add the adapters to other weights"
+        do = "export the checkpoint and name that folder as --student-hf, or use --export-hf"
+        yield UsageError(what, why, do, code="exclude-each-other")
 
 
 def _stages(lora: LoRAShape, student: ModelShape, layout: PipelineLayout) -> Iterator[UsageError]:

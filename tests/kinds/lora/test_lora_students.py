@@ -35,6 +35,7 @@ def codes(*flags: str, student=STUDENT) -> list[str]:
         (("--export-lora", "out"), "remove-flag"),
         (("--lora-rank", "8", "--teacher-residency", "student"), "value-not-valid"),
         (("--lora-rank", "8", "--lora-base", "nf4", "--student-load", "c"), "exclude-each-other"),
+        (("--lora-rank", "8", "--export-lora", "out", "--student-load", "c"), "exclude-each-other"),
         (("--lora-base", "nf4"), "remove-flag"),
     ],
 )
@@ -78,7 +79,8 @@ def test_parameters_of_adapters():
     assert only.parameters(FOUR_B, FOUR_B.layers, tensor=2) == 36 * 16 * (9728 // 2 + 2560)
 
 
-def test_a_gpu_of_24_gib_takes_4b_from_8b():
+def test_a_gpu_of_24_gib_takes_4b_from_8b(monkeypatch):
+    monkeypatch.setattr(lora_students, "find_spec", lambda name: name)  # a plan for another machine
     flags = *GIVEN, "--seq-length", "4096", "--bf16", "--device-memory-gib", "24"
     fits = config(*flags, *FULL, "--lora-rank", "16", "--teacher-residency", "host")
     forecast = forecast_of(fits, 1, FOUR_B, [TEACHER])
