@@ -14,14 +14,27 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from mkd.config.data_files import COMPRESSED, HUB, KNOWN_FILES, is_pattern, not_found, records_suffix
+from mkd.config.data_files import (
+    COMPRESSED,
+    HUB,
+    KNOWN_FILES,
+    RAW_SUFFIXES,
+    is_pattern,
+    not_found,
+    records_suffix,
+)
 from mkd.data.files.hub_layout import DESCRIPTIONS
 from mkd.data.files.hub_sets import HubFiles, hub_files
 from mkd.data.files.opened import text_bytes
 from mkd.errors import DataError
 from mkd.human import counted
 
-NOT_READ = (".bz2", ".xz", ".lz4", ".zip", ".tar", ".csv", ".tsv", ".avro", ".orc", ".parquet.gz")
+NOT_READ = (
+    *(".csv", ".tsv", ".avro", ".orc", ".msgpack", ".ndjson", ".jsonlines"),
+    *(".bz2", ".xz", ".lz4", ".br", ".zip", ".tar", ".tgz", ".7z", ".rar"),
+    *(".part", ".partial", ".incomplete", ".tmp", ".crdownload"),  # downloads that have not ended
+    *(*COMPRESSED, *RAW_SUFFIXES),  # .csv.gz, .JSONL
+)
 """Ends of names that may be data, which mkd does not read: beside others they are not skipped silently."""
 MOST_NAMED = 5  # names in an error
 
@@ -149,19 +162,23 @@ def _matching(pattern: str, flag: str) -> tuple[str, ...]:
 
 
 def _of_one_kind(paths: Sequence[str], what: str, pattern: str) -> tuple[str, ...]:
-    """Return the files of records among `paths`. Raises DataError if they are of several kinds."""
+    """Return the files of records among `paths`. Raises DataError unless they are of one kind."""
     kinds = defaultdict[str, list[str]](list)
     for path in paths:
-        other = next((end for end in NOT_READ if path.endswith(end)), "")
-        if kind := other or records_suffix(path):
+        other = Path(path).suffix if path.lower().endswith(NOT_READ) else ""
+        if kind := records_suffix(path) or other:
             kinds[kind].append(path)
+    if not any(map(records_suffix, paths)):
+        why, do = "the suffix says how a file is read", f"name files that end in {KNOWN_FILES}"
+        raise DataError(f"{what} has no file of records", why, do, code="data-file-kind-unknown")
     if len(kinds) > 1:
         shown = ", ".join(f"{counted(len(names), 'file')} {kind}" for kind, names in sorted(kinds.items()))
-        most = max((kind for kind in kinds if kind not in NOT_READ), key=lambda kind: len(kinds[kind]))
+        known = (kind for kind, names in kinds.items() if records_suffix(names[0]))
+        most = max(known, key=lambda kind: len(kinds[kind]))
         do = f"name one kind, such as {_stem(pattern)}*{most}*, or give each its own path"
         raise DataError(
             f"{what} has files of several kinds: {shown}",
-            "one of them may describe the others, or be the same records again",
+            "one may describe the others, be the same records again, or hold others that are not read",
             do,
             code="data-files-unclear",
         )

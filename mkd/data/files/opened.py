@@ -107,7 +107,9 @@ class _Decompressed(io.RawIOBase):
             if not block and self._is_inside:
                 raise self._damaged("it ends in the middle of its compressed data")
             return block
-        rest = self._decoder.unused_data.lstrip(b"\0") or self._read().lstrip(b"\0")  # tapes pad with zeros
+        rest = self._decoder.unused_data.lstrip(b"\0")  # tapes pad with zeros
+        while not rest and (block := self._read()):
+            rest = block.lstrip(b"\0")
         if rest:
             self._decoder = self._new_decoder()
         return rest

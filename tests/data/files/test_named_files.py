@@ -49,6 +49,9 @@ def test_a_folder_gives_its_files_by_name(files, read, tmp_path):
         (("a.jsonl", "b.parquet"), "data-files-unclear: 1 file .jsonl, 1 file .parquet", "name one kind"),
         (("a.jsonl", "b.json"), "data-files-unclear: several kinds", "{}/*.json"),
         (("a.jsonl", "b.jsonl", "b.csv"), "data-files-unclear: 1 file .csv, 2 files .jsonl", "{}/*.jsonl*"),
+        (("a.jsonl", "b.csv.gz"), "data-files-unclear: 1 file .gz, 1 file .jsonl", "{}/*.jsonl*"),
+        (("a.jsonl", "b.JSONL"), "data-files-unclear: 1 file .JSONL, 1 file .jsonl", "{}/*.jsonl*"),
+        (("a.jsonl.gz", "b.jsonl.gz.part"), "data-files-unclear: 1 file .part", "{}/*.jsonl*"),
         (("a.jsonl", "a.jsonl.gz"), "data-files-unclear: a.jsonl and ", "remove one of them"),
         (
             ("dataset_dict.json", "test/d.arrow", "train/d.arrow"),

@@ -44,6 +44,9 @@ def test_padding_and_an_empty_file(tmp_path):
     padded, empty = tmp_path / "a.txt.gz", tmp_path / "b.txt.gz"
     padded.write_bytes(gzip.compress(b"one\n\ntwo") + b"\0" * 512)
     assert list(read_rows(padded)) == [(1, {"text": b"one"}), (3, {"text": b"two"})]
+    long = gzip.compress(b"one\n") + b"\0" * (3 * READ_BYTES) + gzip.compress(b"two")
+    padded.write_bytes(long)  # the text does not end where the zeros fill a block
+    assert list(read_rows(padded)) == [(1, {"text": b"one"}), (2, {"text": b"two"})]
     empty.write_bytes(gzip.compress(b""))
     assert list(read_rows(empty)) == []
 
