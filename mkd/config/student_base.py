@@ -24,9 +24,12 @@ def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     student = config.student
     if teacher.hf == STUDENT_BASE:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
+    layout, experts = teacher.pipeline_layout, teacher.expert_model_parallel_size
     is_same = (teacher.hf, teacher.load) == (student.hf, student.load) and not teacher.stand_in
-    is_plain = (teacher.residency, teacher.precision, teacher.xtoken) == ("device", "bf16", None)
+    is_plain = (teacher.precision, teacher.xtoken) == ("bf16", None)
+    is_plain = is_plain and layout in (None, student.pipeline_layout)
+    is_plain = is_plain and experts in (None, config.parallel.expert_model_parallel_size)
     is_shared = config.lora.is_on and config.lora.lora_base == "bf16"
-    if is_shared and is_same and is_plain:
-        return replace(teacher, residency="student")
+    if is_shared and is_same and is_plain and teacher.residency in ("device", "student"):
+        return replace(teacher, residency="student", pipeline_layout=student.pipeline_layout)
     return teacher

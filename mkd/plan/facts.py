@@ -163,6 +163,10 @@ class RunFacts:
         assert self.is_known, "the shapes of all models are known"
         parallel = self.config.parallel
         if parallel.pipeline_layout == "auto":
-            return auto_layouts(self.cost, parallel.pipeline_model_parallel_size, self.virtual_stages)
+            shared = [teacher.place.shares_base for teacher in self.planned_teachers]
+            cost = self.cost.with_shared(shared) if any(shared) else self.cost
+            found = auto_layouts(cost, parallel.pipeline_model_parallel_size, self.virtual_stages)
+            others = iter(found.teachers)
+            return Layouts(found.student, tuple(found.student if one else next(others) for one in shared))
         student, *teachers = map(self.layout_of, self.models)
         return Layouts(student, tuple(teachers))

@@ -134,7 +134,9 @@ def test_peft_in_float64_has_the_same_loss_gradients_and_logits(reference):
     "layout",
     [
         pytest.param(SINGLE, id="one process"),
-        pytest.param(Layout("PP2", 2, pp=2), id="PP2, teacher ahead"),
+        pytest.param(
+            Layout("PP2", 2, pp=2, flags=("--pipeline-layout", "auto")), id="PP2, automatic, teacher ahead"
+        ),
         pytest.param(Layout("TP2 + SP", 2, tp=2, flags=SP), id="TP2 + SP", marks=pytest.mark.slow),
     ],
 )

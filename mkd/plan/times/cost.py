@@ -9,7 +9,7 @@ from and to the host, and layers of teachers that come from another place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -49,6 +49,17 @@ class PairCost:
     def last(self) -> WorkTime:
         """Time of the last stage beside its layers."""
         return WorkTime(self.head_ms, 0.0) + self.head_collectives
+
+    def with_shared(self, shares_base: Sequence[bool]) -> PairCost:
+        """Return the cost with the marked teachers, whose weights are the student's, as parts of it."""
+        marked = [one for one, shares in zip(self.teachers, shares_base, strict=True) if shares]
+        others = tuple(one for one, shares in zip(self.teachers, shares_base, strict=True) if not shares)
+        student = tuple(
+            sum(layers[1:], start=layers[0]) for layers in zip(self.student, *marked, strict=True)
+        )
+        nothing = WorkTime(0.0, 0.0)
+        embeddings = (sum(self.embeddings[: len(self.models)], start=nothing),)
+        return replace(self, student=student, teachers=others, embeddings=embeddings)
 
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[WorkTime]:
         """Return the time of every stage, in model order."""

@@ -12,7 +12,7 @@ from mkd.kinds.loss_card import loss_card
 from mkd.plan.advice.verdict import describe
 from mkd.plan.models.lora_shape import LoRAShape
 from tests.plan.shapes import STUDENT, TEACHER, config, qwen3, qwen3_moe
-from tests.run_facts import forecast_of, problems_of
+from tests.run_facts import facts_of, forecast_of, problems_of
 
 FOUR_B = qwen3(36, 2560, 9728, 32, tied=True)
 GIVEN = "--student-hf", "s", "--teacher-hf", "t", "--data-path", "d", "--train-iters", "1"
@@ -101,6 +101,14 @@ def test_the_base_as_teacher_takes_no_memory():
     assert forecast_of(shared, 1, STUDENT, [STUDENT]).memory.ranks[0].teacher_gib == 0
     reference = load_config([*flags, "--dpo-beta", "0.1", "--kd-ratio", "0"]).config
     assert reference.teachers[0].residency == "student"
+    # On its pipeline stages are the same layers as of the student.
+    two, uneven = ("--pipeline-model-parallel-size", "2"), f"1,{STUDENT.num_layers - 1}"
+    for given in (("--pipeline-layout", "auto"), ("--student-pipeline-layout", uneven)):
+        shared = config(*flags, "--teacher-hf", "student-base", *two, *given)
+        student, (teacher,) = facts_of(shared, 2, STUDENT, [STUDENT]).layouts
+        assert teacher == student and shared.teachers[0].residency == "student"
+    own = config(*flags, "--teacher-hf", "s", *two, "--teacher-pipeline-layout", uneven)
+    assert own.teachers[0].residency == "device"
     alone = config("--student-hf", "s", "--teacher-hf", "student-base")
     assert (alone.teachers[0].hf, alone.teachers[0].residency) == ("s", "device")
 
