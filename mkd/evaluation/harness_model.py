@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkd.checkpoint.adapters import require_whole_model
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.checkpoint.rounded_runs import require_exact_model
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import DTYPES, build_model, load_from_hf
 from mkd.convert.parity import packed_logits
@@ -50,6 +52,8 @@ class ScoredModel:
         if checkpoint is None:
             return cls(load_from_hf(folder, shape, chosen, context), context.device)
         place, _ = locate(checkpoint, step, str(folder))
+        require_whole_model(place)
+        require_exact_model(place)
         model = build_model(shape, chosen, context)
         load_checkpoint(place, TrainingState([model]), context)
         return cls(model, context.device)

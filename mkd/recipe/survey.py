@@ -57,7 +57,7 @@ def _of_path(path: str) -> Iterator[Estimate]:
         return
     files = named_files(path, "data")
     read = files.at_hand()[:: max(1, len(files.names) // MOST_READ)][:MOST_READ]
-    factor = files.text_bytes / max(1, text_bytes(read)) if len(read) < len(files.names) else 1.0
+    factor = files.growth(read) if len(read) < len(files.names) else 1.0
     for file in map(Path, read):
         of_file = _table(file) if file.suffix in ARROW_SUFFIXES else _lines(file)
         yield factor * of_file[0], factor * of_file[1], of_file[2]

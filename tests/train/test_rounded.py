@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.saved_tensors import all_tensors
+from tests.reported import refused
 from tests.rounding.plain_rounding import rounded
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, read_metrics, run_main
@@ -164,6 +165,15 @@ def test_a_stopped_run_continues_bit_for_bit_and_other_layouts_read_it(more, fil
     argv += ["--teacher-hf", str(files / "wide"), "--teacher-load", str(tmp_path / "whole")]
     (result,) = run_main(ranks, argv)
     assert "error[checkpoint-of-another-model]" in result.stderr
+    ranks.run(require_no_scores, 1, files / "wide", tmp_path / "whole")
+
+
+def require_no_scores(folder: Path, checkpoint: Path) -> None:
+    """Let lm-evaluation-harness's model load a checkpoint of a rounded student: it is refused."""
+    from mkd.evaluation.harness_model import ScoredModel
+
+    with refused("checkpoint-of-another-model: holds the exact weights"):
+        ScoredModel.load(folder, checkpoint, None, "bf16")
 
 
 def test_rollouts_sample_from_the_rounded_student(ranks, tmp_path):

@@ -52,6 +52,12 @@ class NamedFiles:
         """Size of their text; where it is compressed, estimated. Of the hub: size of what it stores."""
         return self.hub.num_bytes if self.hub else text_bytes(self.names)
 
+    def growth(self, read: Sequence[str]) -> float:
+        """Return how many times the text of `read`, some of the files on this machine, all of them have."""
+        if self.hub:  # it tells what it stores, which may be compressed
+            return self.hub.num_bytes / max(1, sum(os.path.getsize(one) for one in read))
+        return self.text_bytes / max(1, text_bytes(read))
+
     @property
     def cache_name(self) -> str:
         """Beginning of the name of its tokens in a cache folder."""

@@ -9,7 +9,8 @@ import pytest
 
 from mkd.config.data_files import is_raw
 from mkd.data.corpus.sources import find_prefix
-from mkd.data.files.named_files import named_files
+from mkd.data.files.hub_sets import HubFiles, Listing
+from mkd.data.files.named_files import NamedFiles, named_files
 from mkd.errors import EXIT_DATA
 from tests.reported import refused
 
@@ -95,3 +96,12 @@ def test_what_is_not_there(tmp_path):
 def test_the_size_of_text_is_not_that_of_the_file(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fox"}\n' * 10_000))
     assert named_files(str(tmp_path), "").text_bytes == 160_000
+
+
+def test_the_hub_tells_sizes_of_compressed_files(tmp_path):
+    first = tmp_path / "0.jsonl.gz"
+    first.write_bytes(gzip.compress(b'{"text": "fox"}\n' * 10_000))
+    names = ("0.jsonl.gz", "1.jsonl.gz", "2.jsonl.gz")
+    listing = Listing("commit", "main", dict.fromkeys(names, first.stat().st_size), is_cached=False)
+    files = NamedFiles("hub:org/set", names, HubFiles("org/set", listing, names, "default, train"))
+    assert files.growth([str(first)]) == 3
