@@ -6,8 +6,10 @@ a model whose inputs are rounded, too, runs with exact inputs here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from mkd.rounding.stored_matrix import (
     numbers_of,
 )
 
+LOG = logging.getLogger("mkd")
 ReadStored = Callable[[str, Cut], Tensor]  # (tensor on disk, cut) -> that part of it
 WEIGHT = ".weight"
 METHOD = "compressed-tensors"
@@ -79,6 +82,8 @@ def find_compressed(
     and for codes without scales of the right shape.
     """
     rounding, found = _rounding(directory, config), {}
+    if rounding.inputs:
+        _warn_of_inputs(directory)
     for scale in (name for name in shapes if name.endswith(WEIGHT + SCALE)):
         name = scale.removesuffix(SCALE)
         codes = name + PACKED if name + PACKED in shapes else name
@@ -96,6 +101,11 @@ def find_compressed(
         why = f"they do not fit the format {rounding.describe()}"
         raise CheckpointError(what, why, "download the model again", code="hf-files-damaged")
     return found
+
+
+@cache  # once for a model
+def _warn_of_inputs(directory: Path) -> None:
+    LOG.warning("%s rounds inputs of its matrices in a server; here they stay exact", directory)
 
 
 def _rounding(directory: Path, config: Mapping[str, Any]) -> Rounding:

@@ -157,6 +157,13 @@ def test_transformers_rounds_inputs_as_we_do(name, source, exports, ranks, tmp_p
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 
+def test_exact_inputs_of_a_model_that_rounds_them_are_named_once(source, ranks, tmp_path, caplog):
+    ranks.run(export_with_inputs, 1, source, tmp_path / "w8a8", "int8", {})
+    HFCheckpoint(tmp_path / "w8a8")
+    HFCheckpoint(tmp_path / "w8a8")
+    assert caplog.text.count("rounds inputs of its matrices in a server; here they stay exact") == 1
+
+
 def export_with_inputs(source, out, name: str, peaks: dict[str, float]) -> None:
     context = ParallelContext.create(detect(), Sizes())
     shape, options = ModelShape.from_hf_dir(source), ModelOptions(dtype=torch.bfloat16)
