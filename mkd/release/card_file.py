@@ -47,7 +47,7 @@ class CardFile:
     def save(self, folder: Path) -> None:
         """Write the card, unless the export's folder has one that must stay."""
         if not may_write(self.folder):
-            LOG.info("%s stays: mkd has not written it, or it was edited since", self.folder / CARD)
+            LOG.warning("%s stays as it is: mkd did not write it, or it was edited since", self.folder / CARD)
             return
         try:
             text = marked(self.card.text())

@@ -74,7 +74,8 @@ def _commands(run: Run, folder: Path) -> Iterator[str]:
         model = str(Path(save) / "hf")
         yield f"{mkd} export --load {quoted(save)} --hf-out {quoted(model)}    # a Hugging Face model"
     if model is not None:
-        yield f"{mkd} chat {quoted(model)}    # talk with the student"
+        then = ", once it is exported" if checkpoint.export_hf is None else ""
+        yield f"{mkd} chat {quoted(model)}    # talk with the student{then}"
         yield f"{mkd} evaluate --student-hf {quoted(model)} --completions FILE.jsonl    # your own task"
         yield f"{mkd} serve-check {quoted(model)}    # a server computes the same"
     yield f"{mkd} report {quoted(folder)}    # the run as one page"
