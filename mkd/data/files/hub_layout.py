@@ -22,6 +22,8 @@ WORDS = {
 }
 """Split -> words in names of folders and files."""
 TRAIN, DEFAULT = "train", "default"
+HELD_OUT = (*WORDS["validation"], *WORDS["test"])
+"""First words of splits that nobody trains on without naming them."""
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json")
 """Files that Hugging Face datasets writes beside its data."""
 _HEADER = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from mkd.config.data_files import HUB, KNOWN_FILES, records_suffix
-from mkd.data.files.hub_layout import TRAIN, Layout, Splits, converted_layout, matching, read_layout
+from mkd.data.files.hub_layout import HELD_OUT, TRAIN, Layout, Splits, converted_layout, matching, read_layout
 from mkd.errors import DataError, first_line
 from mkd.human import counted
 
@@ -127,7 +127,8 @@ def _choose(layout: Layout, parts: list[str], where: str) -> tuple[str, str, tup
     splits: Splits = {split: names for split, names in layout.configs[config].items() if names}
     known_splits = [*splits]
     if not rest:
-        if TRAIN not in splits and len(known_splits) != 1:
+        is_held_out = known_splits[0].partition("_")[0] in HELD_OUT if known_splits else False
+        if TRAIN not in splits and (len(known_splits) != 1 or is_held_out):
             raise _unknown(where, f"{config} has no split {TRAIN}", f"splits of {config}", known_splits)
         rest = [TRAIN if TRAIN in splits else known_splits[0]]
     if rest[0] not in splits:

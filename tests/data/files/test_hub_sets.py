@@ -148,6 +148,13 @@ def test_names_tell_the_split(names, splits):
     assert {split: " ".join(files) for split, files in splits_by_name(names.split()).items()} == splits
 
 
+def test_a_held_out_split_is_read_only_where_it_is_named(cache):
+    write_cached(cache, "org/held", {"data.jsonl": records("all"), "test.jsonl": records("t")})
+    with refused("data-set-part-unknown: hub:org/held: default has no split train"):
+        named_files("hub:org/held", "--data-path")
+    assert texts("hub:org/held:test") == ["t"]
+
+
 def test_patterns_of_a_readme():
     names = ["a/b.jsonl", "a/c/d.jsonl", "e.jsonl"]
     assert matching(names, "*.jsonl") == ("e.jsonl",) and matching(names, "**/*.jsonl") == tuple(names)
