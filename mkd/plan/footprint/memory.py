@@ -17,6 +17,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.activations import Activations
+from mkd.plan.footprint.device_memory import device_gib
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
@@ -31,8 +32,6 @@ from mkd.plan.times.bubble import rank_order
 GIB = 2**30
 # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
 WORKSPACE_GIB = 0.1
-CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
-NCCL_GIB = 0.3  # buffers of one communicator between several processes
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ class _Models:
             teacher_gib=frozen / GIB,
             activations_gib=alive / GIB,
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
-            device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in self._group_sizes()),
+            device_gib=self._device_gib(),
         )
 
     @property
@@ -226,14 +225,13 @@ class _Models:
         updated = learned.dense / copies + learned.experts / of_experts
         return state_bytes(self.config.training.bf16) * updated
 
-    def _group_sizes(self) -> list[int]:
-        """Return the sizes of the groups that communicate, those of experts and peers included."""
-        sizes = [self.sizes.tensor, self.sizes.pipeline, self.sizes.copies]
-        if self.student.moe:
-            sizes.append(self.sizes.expert_copies)
-        sizes += sorted({self.sizes.expert, *(one.sizes.expert for one in self.teachers)})
-        groups = {(one.sizes.weight_shards, one.place.processes) for one in self.teachers}
-        return sizes + [processes for _, processes in groups]
+    def _device_gib(self) -> float:
+        """Return the GiB outside torch. Teachers have groups of their own for peers and for their experts."""
+        peers = {(one.sizes.weight_shards, one.place.processes) for one in self.teachers}
+        experts = {one.sizes.expert for one in self.teachers if one.shape.moe} - {self.sizes.expert}
+        own = sum(processes > 1 for _, processes in peers) + sum(size > 1 for size in experts)
+        student = self.student
+        return device_gib(self.sizes, student.moe is not None, student.tie_word_embeddings, own)
 
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the bytes of a teacher's weights on the device of one process.
