@@ -1,51 +1,83 @@
 """Memory of a GPU that torch does not allocate: CUDA's context, kernels, and NCCL's communicators.
 
-Measured with one and two H200s, torch 2.11 and NCCL 2.28 (docs/performance.md, "Memory outside torch").
-Several processes make the communicators of all of Megatron's groups when they start. A process that is alone
-makes one at the first message of a group.
+Measured on one and two H200s, 2026-11-26, torch 2.11 and NCCL 2.28 without NVLink multicast
+(docs/performance.md, "Memory outside torch"). Larger groups are assumed to take as much as those of two
+processes, and groups of mkd's own as much as Megatron's.
+
+Several processes make the communicators of all groups when they start. A process that is alone makes one at
+the first message of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.times.prefetch_replay import COMMUNICATORS
 
 CONTEXT_GIB = 0.6  # CUDA's context
 KERNELS_GIB = 0.25  # of NCCL, torch and Transformer Engine
 ALONE_GIB = 0.38  # communicator of a group of one process
 SPREAD_GIB = 0.19  # of several, before its first message
 MESSAGE_GIB = 0.28  # what the first message of several processes adds
-PAIRS_GIB = 0.44  # messages between two pipeline ranks
-WORLD_GIB = 0.65  # the group of all processes
-OWN_GIB = SPREAD_GIB + MESSAGE_GIB  # a group of mkd's own
-USED_ALONE = 5  # groups with messages if there is one process: all, and those of two sums and two norms
+PAIRS_GIB = 0.44  # what messages between two pipeline ranks add
+WORLD_GIB = 0.65  # the group of all processes, with messages
 
 
-def device_gib(
-    sizes: Sizes,
-    has_experts: bool,
-    ties_embedding: bool,
-    own_groups: int,  # of mkd: for peers, and for teachers whose experts are spread otherwise
-) -> float:
-    """Return the GiB of one process."""
+@dataclass(frozen=True)
+class Groups:
+    """What decides which groups there are and which have messages, beside the sizes."""
+
+    has_experts: bool = False  # the student's
+    ties_embedding: bool = False  # its first and last stage sum the gradient
+    spreads_optimizer: bool = False  # the gradient's norm is then a sum over all processes
+    peers: Sequence[int] = ()  # processes that share layers of a teacher, for each group
+    teacher_experts: Sequence[int] = ()  # processes that share experts, where not as the student's
+    links_stages: bool = False  # teachers are ahead: their hidden states have communicators of their own
+
+
+def device_gib(sizes: Sizes, groups: Groups) -> float:
+    """Return the GiB of one process, on the first pipeline rank. Others need about the same."""
     base = CONTEXT_GIB + KERNELS_GIB
-    if sizes.replica * sizes.data == 1:
-        return base + USED_ALONE * ALONE_GIB
-    spread = sum(size > 1 for size in _megatron_groups(sizes))
-    alone = len(_megatron_groups(sizes)) - spread
-    used = [sizes.tensor, sizes.pipeline, sizes.data, sizes.copies, sizes.tensor * sizes.pipeline]
-    used += [sizes.pipeline] if ties_embedding else []
-    used += [sizes.expert, sizes.expert_copies] if has_experts else []
-    messages = sum(size > 1 for size in used) * MESSAGE_GIB + (sizes.pipeline > 1) * PAIRS_GIB
-    return base + WORLD_GIB + spread * SPREAD_GIB + alone * ALONE_GIB + messages + own_groups * OWN_GIB
+    if sizes.stage * sizes.pipeline == 1:
+        # Of all processes, with and without context parallelism of data, of pipelines, and for the norm.
+        used = 5 + groups.has_experts * (1 if groups.spreads_optimizer else 2)
+        return base + used * ALONE_GIB
+    made = _of_megatron(sizes)
+    for expert in groups.teacher_experts:
+        made += [expert, 1, expert * sizes.pipeline, sizes.stage // expert]
+    made += groups.peers
+    made += [sizes.pipeline] * COMMUNICATORS * groups.links_stages
+    spread = sum(size > 1 for size in made)
+    messages = sum(size > 1 for size in _with_messages(sizes, groups))
+    pairs = 0
+    if sizes.pipeline > 1:
+        pairs = 1 + groups.links_stages * min(COMMUNICATORS, sizes.pipeline - 1)
+    gib = base + WORLD_GIB + spread * SPREAD_GIB + (len(made) - spread) * ALONE_GIB
+    return gib + messages * MESSAGE_GIB + pairs * PAIRS_GIB
 
 
-def _megatron_groups(sizes: Sizes) -> Sequence[int]:
-    """Return the sizes of the groups that Megatron makes, on the first pipeline rank."""
+def _of_megatron(sizes: Sizes) -> list[int]:
+    """Return the sizes of the groups that Megatron makes."""
     tensor, context, data, pipeline = sizes.tensor, sizes.context, sizes.data, sizes.pipeline
     dense = [tensor, context, data, sizes.copies, pipeline, tensor * pipeline]
     dense += [tensor * data, tensor * context, sizes.stage, sizes.stage * pipeline]
     ends = [min(2, pipeline), 1]  # ranks that share the embedding of tokens, and that of positions
     experts = [sizes.expert, 1, sizes.expert, sizes.expert * pipeline, sizes.expert_copies]
     return dense + ends + experts
+
+
+def _with_messages(sizes: Sizes, groups: Groups) -> list[int]:
+    """Return the sizes of the groups that a step sends messages in, that of all processes aside."""
+    used = [sizes.tensor, sizes.context, sizes.pipeline, sizes.data, sizes.copies]
+    if groups.ties_embedding:
+        used.append(min(2, sizes.pipeline))
+    if groups.has_experts:
+        used += [sizes.expert, sizes.expert_copies]
+    if groups.spreads_optimizer:
+        used.append(sizes.stage * sizes.pipeline)
+    else:
+        used.append(sizes.tensor * sizes.pipeline)
+        used += [sizes.expert * sizes.pipeline] * groups.has_experts
+    return [*used, *groups.peers, *groups.teacher_experts]

@@ -17,7 +17,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.activations import Activations
-from mkd.plan.footprint.device_memory import device_gib
+from mkd.plan.footprint.device_memory import Groups, device_gib
 from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
 from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
@@ -205,7 +205,7 @@ class _Models:
             teacher_gib=frozen / GIB,
             activations_gib=alive / GIB,
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
-            device_gib=self._device_gib(),
+            device_gib=device_gib(self.sizes, self._groups),
         )
 
     @property
@@ -225,13 +225,19 @@ class _Models:
         updated = learned.dense / copies + learned.experts / of_experts
         return state_bytes(self.config.training.bf16) * updated
 
-    def _device_gib(self) -> float:
-        """Return the GiB outside torch. Teachers have groups of their own for peers and for their experts."""
+    @property
+    def _groups(self) -> Groups:
+        """Groups of processes, for the memory outside torch. Teachers with the same groups share them."""
         peers = {(one.sizes.weight_shards, one.place.processes) for one in self.teachers}
-        experts = {one.sizes.expert for one in self.teachers if one.shape.moe} - {self.sizes.expert}
-        own = sum(processes > 1 for _, processes in peers) + sum(size > 1 for size in experts)
-        student = self.student
-        return device_gib(self.sizes, student.moe is not None, student.tie_word_embeddings, own)
+        experts = {one.sizes.expert for one in self.teachers if one.shape.moe}
+        return Groups(
+            has_experts=self.student.moe is not None,
+            ties_embedding=self.student.tie_word_embeddings,
+            spreads_optimizer=self.config.parallel.use_distributed_optimizer,
+            peers=[processes for _, processes in peers if processes > 1],
+            teacher_experts=sorted(experts - {self.sizes.expert}),
+            links_stages=self.ahead > 0,
+        )
 
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the bytes of a teacher's weights on the device of one process.

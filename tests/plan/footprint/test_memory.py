@@ -9,7 +9,7 @@ import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.plan.footprint.activations import Activations
-from mkd.plan.footprint.device_memory import OWN_GIB, device_gib
+from mkd.plan.footprint.device_memory import MESSAGE_GIB, SPREAD_GIB, Groups, device_gib
 from mkd.plan.footprint.head import head_block_rows
 from mkd.plan.footprint.memory import GIB, WORKSPACE_GIB, predict_memory
 from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
@@ -243,26 +243,27 @@ def test_a_teacher_on_the_host_leaves_two_layers_on_the_device():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ties", "measured"),  # MiB on H200s
-    [(Sizes(), True, 2831), (Sizes(tensor=2), True, 7421), (Sizes(pipeline=2), True, 8445)],
+    ("sizes", "measured"),  # MiB on H200s; alone: without a group of the probe's own
+    [(Sizes(), 3219 - 388), (Sizes(tensor=2), 7421), (Sizes(pipeline=2), 8445)],
 )
-def test_memory_outside_torch_is_what_was_measured(sizes, ties, measured):
-    assert device_gib(sizes, False, ties, 0) == pytest.approx(measured / 1024, rel=0.03)
+def test_memory_outside_torch_is_what_was_measured(sizes, measured):
+    assert device_gib(sizes, Groups(ties_embedding=True)) == pytest.approx(measured / 1024, rel=0.03)
 
 
 def test_peers_keep_their_parts_of_all_layers_and_two_whole_ones():
     """A communicator comes on top. Two teachers share it if they have the same number of peers."""
     split = "--teacher-residency", "peers", "--teacher-peers", 4
     (whole,), (peers,) = predict(data_parallel=4), predict(*split, data_parallel=4)
+    group_gib = SPREAD_GIB + MESSAGE_GIB
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128
     assert whole.teacher_gib - peers.teacher_gib == pytest.approx((36 - 36 / 4 - 2) * layer * 2 / GIB)
-    assert peers.device_gib - whole.device_gib == pytest.approx(OWN_GIB)
+    assert peers.device_gib - whole.device_gib == pytest.approx(group_gib)
     assert peers.allocated_gib - whole.allocated_gib == pytest.approx(peers.teacher_gib - whole.teacher_gib)
     for numbers, groups in (((4, 4), 1), ((4, 2), 2)):
         several_split = several(*({"residency": "peers", "peers": number} for number in numbers))
         teachers = dict(teachers=(TEACHER, TEACHER), data_parallel=4)
         (two,) = predict(settings=several_split, **teachers)
-        assert two.device_gib - whole.device_gib == pytest.approx(groups * OWN_GIB)
+        assert two.device_gib - whole.device_gib == pytest.approx(groups * group_gib)
 
 
 def test_a_teacher_in_fp8_has_one_byte_a_weight_and_scales():
