@@ -71,7 +71,7 @@ def test_the_changes_make_the_plan_smaller(files, monkeypatch):
         "--teacher-pipeline-layout",
         "2,1",
         "--seq-length",
-        "32768",
+        "131072",
     )
     monkeypatch.setattr("mkd.plan.advice.verdict.QUICKLY_COMPARED", 0)
     assert "  (times without teachers ahead)" in explained(files, None, *pipelines, world_size=2)
