@@ -67,7 +67,7 @@ def test_five_percent_stay_free():
         (8, 28, ["--global-batch-size", 64]),
         (
             4,
-            32,
+            36,
             ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16],
         ),
         (8, 40, ["--tensor-model-parallel-size", 2, "--micro-batch-size", 4, "--kd-fp32-logits"]),
