@@ -27,7 +27,7 @@ WORLD_GIB = 0.65  # the group of all processes, with messages
 
 @dataclass(frozen=True)
 class Groups:
-    """What decides which groups there are and which have messages, beside the sizes."""
+    """Features that decide, beside the sizes, which groups there are and which have messages."""
 
     has_experts: bool = False  # the student's
     ties_embedding: bool = False  # its first and last stage sum the gradient
