@@ -71,6 +71,19 @@ class Sizes:
         return math.lcm(self.tensor, self.expert)
 
     @property
+    def axes(self) -> tuple[int, int, int, int]:
+        """Sizes along the axes of dense layers."""
+        return self.tensor, self.context, self.pipeline, self.data
+
+    def megatron_groups(self) -> list[int]:
+        """Return the sizes of the groups that Megatron makes, on the first pipeline rank."""
+        dense = [*self.axes, self.copies, self.tensor * self.pipeline, self.tensor * self.data]
+        dense += [self.row, self.stage, self.stage * self.pipeline]
+        ends = [min(2, self.pipeline), 1]  # ranks that share the embedding of tokens, and that of positions
+        experts = [self.expert, 1, self.expert, self.expert * self.pipeline, self.expert_copies]
+        return dense + ends + experts
+
+    @property
     def document_multiple(self) -> int:
         """Tokens that the length of documents and packs is a multiple of: two parts a process of a row."""
         return 2 * self.context if self.context > 1 else 1

@@ -44,7 +44,7 @@ def device_gib(sizes: Sizes, groups: Groups) -> float:
         # Of all processes, with and without context parallelism of data, of pipelines, and for the norm.
         used = 5 + groups.has_experts * (1 if groups.spreads_optimizer else 2)
         return base + used * ALONE_GIB
-    made = _of_megatron(sizes)
+    made = sizes.megatron_groups()
     for expert in groups.teacher_experts:
         made += [expert, 1, expert * sizes.pipeline, sizes.stage // expert]
     made += groups.peers
@@ -58,19 +58,9 @@ def device_gib(sizes: Sizes, groups: Groups) -> float:
     return gib + messages * MESSAGE_GIB + pairs * PAIRS_GIB
 
 
-def _of_megatron(sizes: Sizes) -> list[int]:
-    """Return the sizes of the groups that Megatron makes."""
-    tensor, context, data, pipeline = sizes.tensor, sizes.context, sizes.data, sizes.pipeline
-    dense = [tensor, context, data, sizes.copies, pipeline, tensor * pipeline]
-    dense += [tensor * data, tensor * context, sizes.stage, sizes.stage * pipeline]
-    ends = [min(2, pipeline), 1]  # ranks that share the embedding of tokens, and that of positions
-    experts = [sizes.expert, 1, sizes.expert, sizes.expert * pipeline, sizes.expert_copies]
-    return dense + ends + experts
-
-
 def _with_messages(sizes: Sizes, groups: Groups) -> list[int]:
     """Return the sizes of the groups that a step sends messages in, that of all processes aside."""
-    used = [sizes.tensor, sizes.context, sizes.pipeline, sizes.data, sizes.copies]
+    used = [*sizes.axes, sizes.copies]
     if groups.ties_embedding:
         used.append(min(2, sizes.pipeline))
     if groups.has_experts:
