@@ -104,8 +104,11 @@ class _Decompressed(io.RawIOBase):
         """Return compressed bytes of the present part, or of the next one; b"" at the end of the file."""
         if not self._decoder.eof:
             block = self._read()
-            if not block and self._is_inside:
-                raise self._damaged("it ends in the middle of its compressed data")
+            if not block and (self._is_inside or self.bytes_read == 0):
+                is_empty = self.bytes_read == 0
+                raise self._damaged(
+                    "it is empty" if is_empty else "it ends in the middle of its compressed data"
+                )
             return block
         rest = self._decoder.unused_data.lstrip(b"\0")  # tapes pad with zeros
         while not rest and (block := self._read()):
@@ -121,7 +124,7 @@ class _Decompressed(io.RawIOBase):
 
     def _damaged(self, why: str) -> DataError:
         return DataError(
-            f"{self._path} is not a complete {self._path.suffix} file",
+            f"{self._path} is no intact {self._path.suffix} file",
             why,
             "copy or compress it again, and check it: "
             + ("gzip -t FILE" if self._path.suffix == ".gz" else "zstd -t FILE"),

@@ -69,7 +69,7 @@ def test_damage_in_a_later_file_and_a_limit_for_each_file(tokenizer, tmp_path):
         except Exception as error:
             errors.append(reports(error))
     assert "too-many-bad-records: 2 bad records" in errors[0]
-    assert "data-file-unreadable: b.jsonl.gz is not a complete .gz file" in errors[1]
+    assert "data-file-unreadable: b.jsonl.gz is no intact .gz file" in errors[1]
 
 
 def test_a_data_set_of_the_hub_is_a_corpus_and_a_source_of_prompts(tokenizer, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def test_parts_are_read_as_one_text_and_damage_is_an_error(end, tmp_path):
     assert text_bytes([path]) == pytest.approx(len(TEXT), rel=0.1)  # zstd holds text back
     for damaged in (parts[:-3], parts[: len(parts) // 4], parts[:1000] + b"\x07" * 9 + parts[1009:], b"{}"):
         path.write_bytes(damaged)
-        with refused(f"data-file-unreadable: a.jsonl{end} is not a complete {end} file"):
+        with refused(f"data-file-unreadable: a.jsonl{end} is no intact {end} file"):
             list(read_rows(path))
 
 
@@ -49,6 +49,10 @@ def test_padding_and_an_empty_file(tmp_path):
     assert list(read_rows(padded)) == [(1, {"text": b"one"}), (2, {"text": b"two"})]
     empty.write_bytes(gzip.compress(b""))
     assert list(read_rows(empty)) == []
+    empty.write_bytes(b"")  # a download that was cut to nothing
+    with refused("data-file-unreadable: b.txt.gz is no intact .gz file") as caught:
+        list(read_rows(empty))
+    assert caught.value.why == "it is empty"
 
 
 def test_sizes_of_many_files_follow_from_the_first(tmp_path):
