@@ -61,10 +61,9 @@ LATE = (
 
 
 def late_errors(folder) -> list[tuple[int, str, str]]:
-    import os
-
-    os.chdir(folder)
-    return [run_command(command, argv.split()) for command, argv, _ in LATE]
+    with pytest.MonkeyPatch.context() as patch:  # the ranks serve other tests, too
+        patch.chdir(folder)
+        return [run_command(command, argv.split()) for command, argv, _ in LATE]
 
 
 def test_refused_by_the_models(folder, ranks):
