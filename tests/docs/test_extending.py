@@ -44,7 +44,11 @@ def read_recipes() -> dict[str, Recipe]:
 
 RECIPES = read_recipes()
 LANDED = "a loss with data of its own"  # its blocks quote the files of a kind that mkd has
-LONG = {title for title in RECIPES if "family" in title or "metric" in title or title == LANDED}
+LONG = {
+    title
+    for title in RECIPES
+    if title == LANDED or any(word in title for word in ("family", "metric", "place", "completions"))
+}
 
 
 def apply(root: Path, kind: str, file: str, text: str) -> None:

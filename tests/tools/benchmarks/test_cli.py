@@ -51,11 +51,13 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R6"}),
         (("library", "--shape", "24,16,24,400"), set()),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
-        (("trainers", "--documents", "5"), {"R13"}),
+        pytest.param(("trainers", "--documents", "5"), {"R13"}, marks=pytest.mark.slow),
         (("pipeline",), {"R11"}),
         (("mixer",), {"R26"}),
         (("decode", "--batch", "3", "--new-tokens", "4"), {"R24"}),
-        (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
+        pytest.param(
+            ("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
@@ -82,7 +84,9 @@ def test_the_start_on_a_corpus_that_has_an_index():
     [
         (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R7"}),
         (("step", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R10"}),
-        (("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}),
+        pytest.param(
+            ("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}, marks=pytest.mark.slow
+        ),
         (("pipeline", "--pipeline-parallel", "2", "--seq-length", "64", "--microbatches", "3"), {"R11"}),
         (
             (
