@@ -21,12 +21,8 @@ def load(folder: Path):
     ).eval()
 
 
-def reference_gradients(student_dir: Path, teacher_dir: Path, out_dir: Path) -> float:
-    """Write the gradients as a Hugging Face folder, fp64, and return the loss per loss token.
-
-    Every document runs alone, without padding. Both models have the same vocabulary.
-    """
-    student, teacher = load(student_dir), load(teacher_dir).requires_grad_(False)
+def backward_by_document(student: torch.nn.Module, teacher: torch.nn.Module) -> float:
+    """Run the backward of the fixed packs, every document alone, and return the loss per loss token."""
     num_tokens = int(sum(pack.loss_mask.sum() for pack in fixed_packs(permuted=False)))
     total = 0.0
     for pack in fixed_packs(permuted=False):
@@ -38,6 +34,16 @@ def reference_gradients(student_dir: Path, teacher_dir: Path, out_dir: Path) -> 
             loss = (row_losses(*logits, labels.long()) * mask).sum() / num_tokens
             loss.backward()
             total += loss.item()
+    return total
+
+
+def reference_gradients(student_dir: Path, teacher_dir: Path, out_dir: Path) -> float:
+    """Write the gradients as a Hugging Face folder, fp64, and return the loss per loss token.
+
+    Every document runs alone, without padding. Both models have the same vocabulary.
+    """
+    student, teacher = load(student_dir), load(teacher_dir).requires_grad_(False)
+    total = backward_by_document(student, teacher)
     for parameter in student.parameters():
         parameter.data = parameter.grad
     student.save_pretrained(out_dir)

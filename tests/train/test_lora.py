@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
-from tests.train.hf_gradients import load, row_losses
+from tests.train.hf_gradients import backward_by_document, load
 from tests.train.invariance import (
     DISTRIBUTED,
     FULL,
@@ -97,16 +97,7 @@ def test_peft_in_float64_has_the_same_loss_gradients_and_logits(reference):
     model = peft.PeftModel.from_pretrained(load(student), started, is_trainable=True).double()
     other = load(teacher).requires_grad_(False)
     num_tokens = int(sum(pack.loss_mask.sum() for pack in fixed_packs(permuted=False)))
-    total = 0.0
-    for pack in fixed_packs(permuted=False):
-        starts = pack.spans.cumsum() - pack.spans
-        for start, length in zip(starts, pack.lengths, strict=True):
-            columns = (pack.tokens, pack.labels, pack.loss_mask)
-            ids, labels, mask = (torch.as_tensor(one[start : start + length]) for one in columns)
-            logits = [one(ids.long()[None]).logits[0] for one in (model, other)]
-            loss = (row_losses(*logits, labels.long()) * mask).sum() / num_tokens
-            loss.backward()
-            total += loss.item()
+    total = backward_by_document(model, other)
     assert total == pytest.approx(single["sums"]["loss"] / num_tokens, rel=TOLERANCE)
     expected = {
         name.replace(".default", ""): one.grad for name, one in model.named_parameters() if "lora" in name

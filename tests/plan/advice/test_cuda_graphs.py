@@ -15,6 +15,7 @@ YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_
 OWN_TEXT = ("--kd-ratio", 1, "--on-policy-fraction", 1, "--prompt-data-path", "p", "--max-new-tokens", 64)
 INTERLEAVED = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
 INTERLEAVED += ("--global-batch-size", 8)
+SPREAD = ("--teacher-expert-model-parallel-size", 2)
 TEACHER = ("--teacher-hf", "t")
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--teacher-hf", "t", "--bf16")
 
@@ -52,13 +53,18 @@ PAIRS = {  # shape or model_type of the student, those of the teachers, flags; w
     "interleaved": ("qwen3-1.7b", ("qwen3-8b",), INTERLEAVED, ()),
     "images": ("qwen2.5-vl-3b", ("qwen3-8b",), (), (0,)),
     "experts": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), (), ()),
+    "experts, no teacher": ("qwen3-30b-a3b:4", (), ("--kd-ratio", 0), ()),
+    "experts, interleaved": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), INTERLEAVED, ()),
+    "the teacher's experts spread": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), SPREAD, (1,)),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_runs_as_graphs_beside_each_feature(name):
     student, teachers, flags, without = PAIRS[name]
-    given = BASE if teachers or name == "no teacher" else tuple(one for one in BASE if one not in TEACHER)
+    given = (
+        BASE if teachers or name.endswith("no teacher") else tuple(one for one in BASE if one not in TEACHER)
+    )
     found = forecast_of(config(*given, *flags), 4, shape_of(student), [shape_of(one) for one in teachers])
     reasons = planned_graphs(found).reasons
     assert len(reasons) == 1 + len(teachers)
