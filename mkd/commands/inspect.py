@@ -147,12 +147,17 @@ def aligned_records(
 def align_record(
     record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> AlignedText:
+    from mkd.data.aligned.aligned_documents import align_record as align_given
+    from mkd.data.aligned.aligned_ids import Pair
     from mkd.xtoken import align, align_chat, align_completion
 
     if record.kind == "messages":
         return align_chat(student, teacher, record.values[0], reasoning=args.reasoning, mode=args.mode)
     if record.kind == "prompt-completion":
         return align_completion(student, teacher, *record.values, mode=args.mode)
+    if record.kind != "text":
+        pair = Pair(student, teacher, args.mode, args.reasoning, append_eod=False)
+        return align_given(record, pair)
     return align(student, teacher, record.values[0], mode=args.mode)
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 from mkd.data.files.named_files import named_files
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, too_many
-from mkd.data.records.kinds import MESSAGES, PAIR
+from mkd.data.records.kinds import MESSAGES, PAIR, SEGMENTS, TOKENS
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import read_rows
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
@@ -17,7 +17,9 @@ LOOKED_AT = 100  # records read of the first raw file of a path; more if --max-b
 LOOKED_AT_LATER = 10  # of its next files
 MOST_FILES = 200  # of a path
 CONVERSATION_PAIR = "pair of conversations"  # a kind of its own here: the chat template makes its tokens
-CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need no EOS
+CONVERSATIONS = {MESSAGES, CONVERSATION_PAIR}  # kinds that need a chat template
+GIVEN = {SEGMENTS, TOKENS}  # kinds whose tokens are all given
+WITHOUT_EOS = CONVERSATIONS | GIVEN  # kinds to which no EOS is added
 
 
 def kinds_of_records(

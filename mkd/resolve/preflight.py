@@ -18,7 +18,7 @@ from mkd.config.schema import Config
 from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
-from mkd.data.first_records import CONVERSATION_PAIR, CONVERSATIONS, kinds_of_records
+from mkd.data.first_records import CONVERSATION_PAIR, CONVERSATIONS, WITHOUT_EOS, kinds_of_records
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.records.kinds import PAIR
 from mkd.data.records.wanted import WantedRecords
@@ -200,7 +200,7 @@ def data_problems(
             collect_error(problems, partial(require_pairs, plain, wanted.pairs, f"{flag} {path}"))
         if found and found & CONVERSATIONS and tokenizers is not None and not max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, ("student", *roles))
-    if tokenizers is not None and config.data.append_eod and kinds - CONVERSATIONS:
+    if tokenizers is not None and config.data.append_eod and kinds - WITHOUT_EOS:
         collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
 

@@ -13,7 +13,7 @@ from mkd.data.corpus.sources import find_prefix
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import ENDS, ends_with_loss
 from mkd.data.dataset import BlendedDataset
-from mkd.data.first_records import CONVERSATIONS, LOOKED_AT, kinds_of_records
+from mkd.data.first_records import CONVERSATIONS, LOOKED_AT, WITHOUT_EOS, kinds_of_records
 from mkd.resolve.preflight import Tokenizers
 
 
@@ -48,7 +48,7 @@ def _in_order(found: set[int], tokenizers: Tokenizers) -> tuple[int, ...]:
 def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers) -> set[int]:
     kinds = kinds_of_records("--data-path", path, config.data.max_bad_records)
     roles = tokenizers.student.roles
-    has_texts = bool(kinds - CONVERSATIONS) and config.data.append_eod
+    has_texts = bool(kinds - WITHOUT_EOS) and config.data.append_eod
     wanted = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts
     return {roles[name] for name in wanted if name in roles}
 

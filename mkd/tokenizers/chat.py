@@ -73,7 +73,7 @@ class ChatEncoder:
         if spans is None:
             turns = turns or search.turns(uses_marks=self.template.settings.loss != "turns")
             spans = [(turns[number].start, turns[number].end) for number in sorted(trained)]
-        return encoding.ids, _mask_of_spans(encoding.offsets, spans)
+        return encoding.ids, mask_of_spans(encoding.offsets, spans)
 
     def encode_turns(self, conversation: Conversation, pieces: Sequence[bytes | None]) -> EncodedChat:
         """Encode the conversation and locate its assistant turns that have loss. Marks are ignored.
@@ -164,7 +164,7 @@ def _marked(
     return [mark for mark, (owner,) in zip(marks, owners, strict=True) if owner in trained]
 
 
-def _mask_of_spans(offsets: Iterable[Place], spans: Iterable[Place]) -> list[int]:
+def mask_of_spans(offsets: Iterable[Place], spans: Iterable[Place]) -> list[int]:
     """Return 1 for tokens between the first and the last that touch a span (offsets may exclude blanks)."""
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)

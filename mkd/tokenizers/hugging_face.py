@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from mkd.errors import UsageError
-from mkd.tokenizers.chat import ChatEncoder, EncodedChat
+from mkd.tokenizers.chat import ChatEncoder, EncodedChat, mask_of_spans
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.chat_template import ChatTemplate
 from mkd.tokenizers.pieces import (
@@ -94,6 +95,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_with_control_tokens(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = False
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        self._backend.encode_special_tokens = False
+        encoding = self._backend.encode("".join(text for text, _ in segments), add_special_tokens=False)
+        ends = list(accumulate(len(text) for text, _ in segments))
+        places = zip([0, *ends], ends, segments, strict=False)
+        spans = [(start, end) for start, end, (_, loss) in places if loss and start < end]
+        return encoding.ids, mask_of_spans(encoding.offsets, spans)
 
     def apply_chat_template(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         return self._chats.encode(conversation)

@@ -50,6 +50,19 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
+    def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """Return (ids, loss mask) of a rendered text in segments, each with or without loss.
+
+        The text is encoded as a whole, without added BOS or EOS. Control tokens in it are read. A token that
+        holds a character with loss has loss. Raises DataError for a tokenizer that cannot do that.
+        """
+        raise DataError(
+            "the tokenizer reads no control tokens in a text",
+            "segments are rendered text, whose control tokens are written out",
+            "use a folder with tokenizer.json, or give the record as tokens",
+            code="chat-template-missing",
+        )
+
     def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
         """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each spells.
 

@@ -13,7 +13,7 @@ from mkd.data.corpus.documents import encode_record, require_eos
 from mkd.data.corpus.encoding import FileBatch, each_row
 from mkd.data.corpus.store import TokenStore
 from mkd.data.images.image_table import EncodedImage, image_records
-from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
+from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, SEGMENTS, TOKENS, Record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.rows import Row
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
@@ -91,10 +91,8 @@ class StoreAligner:
     pair: Pair
 
     def __call__(self, documents: range) -> AlignedBatch:
-        return _batch([self._align(*self.store.document(index)) for index in documents], [])
-
-    def _align(self, ids: np.ndarray, loss: np.ndarray) -> AlignedText:
-        return align_ids(ids, self.pair, completion=int(loss.argmax()) if len(loss) else 0)
+        found = (self.store.document(index) for index in documents)
+        return _batch([_align_document(ids, loss, self.pair) for ids, loss in found], [])
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,18 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
         student.apply_chat_template(conversation)  # raises for all that its corpus refuses, marks included
         aligned = align_chat(student, teacher, conversation, reasoning=pair.reasoning, mode=pair.alignment)
         return _with_images(aligned, record, pair)
+    if record.kind in (SEGMENTS, TOKENS):  # as a tokenised document
+        document = encode_record(record, student, pair.append_eod)
+        return _align_document(document.ids, document.loss, pair)
     if record.kind == PROMPT_COMPLETION:
         aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
     else:
         aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
     return _with_eos(aligned, pair) if pair.append_eod else aligned
+
+
+def _align_document(ids: np.ndarray, loss: np.ndarray, pair: Pair) -> AlignedText:
+    return align_ids(ids, pair, completion=int(loss.argmax()) if len(loss) else 0)
 
 
 def _with_images(aligned: AlignedText, record: Record, pair: Pair) -> AlignedText:

@@ -6,7 +6,7 @@ rejected one. Packs take both or none.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import EncodedImage
 from mkd.data.packing.cutting import whole_records
 from mkd.data.records.format_hints import PAIR_HINT
-from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, Record
+from mkd.data.records.kinds import MESSAGES, PAIR, PROMPT_COMPLETION, SEGMENTS, TOKENS, Record
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError
 from mkd.families.vision import TEXT_ALONE, WITH_IMAGES
@@ -44,7 +44,7 @@ def encode_record(
 
     If `append_eod`, texts and completions end with the EOS token. Text: loss everywhere. Messages: the chat
     template's ids, loss on assistant turns. Prompt and completion: loss on the completion and its EOS; only
-    the prompt has the tokenizer's BOS.
+    the prompt has the tokenizer's BOS. Segments and tokens: as given, nothing is added.
     """
     if record.kind == MESSAGES:
         if images is None and record.images:
@@ -53,6 +53,11 @@ def encode_record(
             ids, loss, placed = images.encode(record.values[0], record.images)
             return Document(ids, loss, record.kind, placed)
         ids, loss = tokenizer.apply_chat_template(record.values[0])
+    elif record.kind == SEGMENTS:
+        ids, loss = tokenizer.encode_segments(record.values[0])
+    elif record.kind == TOKENS:
+        ids, loss = map(list, record.values[0])
+        _require_known(ids, tokenizer)
     else:
         ids = tokenizer.encode(record.values[0])
         if len(ids) > 1 and ids[-1] == tokenizer.eos_id:
@@ -65,6 +70,18 @@ def encode_record(
             ids = [*ids, require_eos(tokenizer)]
         loss = [0] * num_prompt + [1] * (len(ids) - num_prompt)
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8), record.kind)
+
+
+def _require_known(ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Raise DataError for an id that the tokenizer does not have."""
+    place = next((place for place, one in enumerate(ids, 1) if one >= tokenizer.vocab_size), None)
+    if place is not None:
+        raise DataError(
+            f"token {place} has the id {ids[place - 1]}, the tokenizer has 0 to {tokenizer.vocab_size - 1}",
+            "the tokens were made with another tokenizer",
+            "make them with the student's tokenizer, or remove the record",
+            code="token-beyond-vocabulary",
+        )
 
 
 def _no_image_reader() -> DataError:

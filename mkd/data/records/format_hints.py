@@ -33,7 +33,8 @@ _TABLE = (
 def format_hint(keys: Collection[str], is_table: bool = False) -> str | None:
     """Return how a file of records with these keys is converted, None for an unknown format."""
     if "input_ids" in keys:
-        return "give the texts or messages that the ids come from, or the tokens as .bin/.idx of Megatron"
+        do = "add labels (-100: no loss), completion_mask or assistant_masks beside input_ids"
+        return f"{do}, or give the text that the ids come from, or the tokens as .bin/.idx of Megatron"
     programs = [program for known, program in _OTHERS.items() if set(known) <= set(keys)]
     programs += [_turns(known, keys) for known in _QUESTIONS if set(known) <= set(keys)]
     if not programs:

@@ -7,7 +7,8 @@ from typing import Any
 
 from mkd.data.records.conversations import ConversationReader
 from mkd.data.records.format_hints import PAIR_HINT, format_hint
-from mkd.data.records.kinds import FORMS, KINDS, MESSAGES, PAIR, TEXT, Record, unknown_keys
+from mkd.data.records.given_loss import other_segment_keys
+from mkd.data.records.kinds import FORMS, KINDS, MESSAGES, PAIR, SEGMENTS, TEXT, TOKENS, Record, unknown_keys
 from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
@@ -25,7 +26,7 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
     file and line to it.
     """
     fields = raw_fields(row)
-    named = [name for name, kind in KINDS.items() if all(fields.get(key) is not None for key in kind.keys)]
+    named = _named(fields)
     if len(named) != 1:
         raise _wrong_keys(fields, named)
     kind = KINDS[named[0]]
@@ -43,6 +44,8 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         read = reader.of_messages if kind.form == MESSAGES else reader.of_completion
         conversation, images = read(*kind.convert(*given))
         form, values = MESSAGES, (conversation,)
+    elif kind.form in (SEGMENTS, TOKENS):
+        values = kind.convert(*given)
     else:
         for key, value in zip(kind.keys, given, strict=True):
             check_string(value, key)
@@ -50,7 +53,14 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
     if form != TEXT:
         check_size(form, values)
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in keys)
+    ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
     return Record(form, values, images, ignored, wanted.read_numbers(fields))
+
+
+def _named(fields: Mapping[str, Any]) -> list[str]:
+    """Return the kinds whose keys the record has, with values that fit if some do."""
+    named = [name for name, kind in KINDS.items() if all(fields.get(key) is not None for key in kind.keys)]
+    return [name for name in named if KINDS[name].fits(fields[KINDS[name].keys[0]])] or named
 
 
 def _check_images(fields: Mapping[str, Any], keys: Sequence[str], used: Sequence[str]) -> None:
@@ -95,15 +105,21 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
     return unknown_keys("keys", fields)
 
 
-_NAMES = {MESSAGES: "a conversation", PAIR: "a pair of answers"}
+_NAMES = {MESSAGES: "a conversation", PAIR: "a pair of answers", SEGMENTS: "segments", TOKENS: "tokens"}
 
 
 def check_size(kind: str, values: tuple[Any, ...]) -> None:
-    """Raise DataError if texts or conversations have too many characters."""
-    size = sum(len(one) if isinstance(one, str) else num_characters(one.messages) for one in values)
+    """Raise DataError if texts or conversations have too many characters, or tokens too many ids."""
+    if kind == TOKENS:
+        size = len(values[0][0])
+    elif kind == SEGMENTS:
+        size = sum(len(text) for text, _ in values[0])
+    else:
+        size = sum(len(one) if isinstance(one, str) else num_characters(one.messages) for one in values)
     if size > MAX_CHARACTERS:
+        units = "ids" if kind == TOKENS else "characters"
         raise DataError(
-            f"{_NAMES.get(kind, 'a prompt and completion')} of {size} characters, more than {MAX_CHARACTERS}",
+            f"{_NAMES.get(kind, 'a prompt and completion')} of {size} {units}, more than {MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
             code="record-too-long",
