@@ -244,7 +244,8 @@ def engine_of(row: GraphRow, graphs: bool, deterministic: bool, context):
 def main() -> None:
     """Print every row of this machine, without pytest: under torchrun, those with as many ranks.
 
-    With words, only rows whose name has one of them; `forced` are those that a run does not make by itself.
+    With words, only rows whose name has one of them, and none after a minus sign (`-delta`); `forced` are
+    those that a run does not make by itself.
     """
     import sys
     import traceback
@@ -253,16 +254,19 @@ def main() -> None:
 
     from tests.train.test_graphs_gpu import FORCED, ROWS, away
 
-    world, words = int(os.environ.get("WORLD_SIZE", "1")), sys.argv[1:]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    others = [word[1:] for word in sys.argv[1:] if word.startswith("-")]
     for row in ROWS + FORCED:
         named = f"{row.name} forced" if row in FORCED else row.name
-        if row.ranks != world or (words and not any(word in named for word in words)):
+        is_wanted = any(word in named for word in words or [""]) and not any(word in named for word in others)
+        if row.ranks != world or not is_wanted:
             continue
         gc.collect()
         torch.cuda.empty_cache()
         try:
             eager, graphed = (train(row, graphs) for graphs in (False, True))
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
             mib = f"{eager['memory']:.0f} {graphed['memory']:.0f} of {(total - free) / 2**20:.0f} MiB"
             text = f"{away(eager, graphed)} bounds {graphed['graphed']}, {mib}"
         except Exception as error:

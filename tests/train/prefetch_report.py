@@ -1,6 +1,7 @@
 """Report teacher forwards ahead of the student on a pipeline: step over the ideal, and a long run.
 
-    torchrun --nproc-per-node 2 -m tests.train.prefetch_report                  # two GPUs
+    torchrun --nproc-per-node 2 -m tests.train.prefetch_report                  # two GPUs, two stages
+    torchrun --nproc-per-node 4 -m tests.train.prefetch_report --microbatches 8 # four
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --endure 1000    # tiny models, many steps
     torchrun --nproc-per-node 2 -m tests.train.prefetch_report --tiny           # rehearsal
 
@@ -38,8 +39,9 @@ def engine_of(args: argparse.Namespace, microbatches: int, ahead: int, machine: 
 
     flags = ("--teacher-prefetch", str(ahead), "--pipeline-layout", "auto", *args.flags.split())
     flags = ("--lr", "1e-4", "--lr-decay-style", "constant", *flags) if args.endure else flags
+    stages = dict(pipeline_parallel=context.pp_size)
     settings = PairSettings(
-        args.student, args.teacher, args.seq_length, 1, microbatches, pipeline_parallel=2, flags=flags
+        args.student, args.teacher, args.seq_length, 1, microbatches, **stages, flags=flags
     )
     engine, plan = random_engine(settings, machine, context)
     vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
@@ -150,7 +152,8 @@ def main(argv: list[str]) -> int:
 
     dtype = torch.bfloat16 if platform.is_cuda else torch.float32
     machine = Machine(platform.device, dtype, args.rounds, seed=0, compile=False)
-    settings = PairSettings(args.student, args.teacher, args.seq_length, pipeline_parallel=2)
+    stages = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = PairSettings(args.student, args.teacher, args.seq_length, pipeline_parallel=stages)
     with parallel_context(platform, settings) as context:
         if args.endure:
             return endure(args, machine, context)

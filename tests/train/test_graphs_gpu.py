@@ -35,6 +35,9 @@ ROWS = (
     GraphRow("PP2, teachers ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
     GraphRow("CP2", 2, cp=2),
     GraphRow("PP2, full recomputation, overlapped", 2, pp=2, flags=(*FULL, *OVERLAP)),
+    GraphRow("PP4, teachers ahead", 4, pp=4, flags=("--teacher-prefetch", "4")),
+    GraphRow("TP2 + SP, PP2", 4, tp=2, pp=2),
+    GraphRow("TP2 + SP, DP2 overlapped", 4, tp=2, flags=OVERLAP),
 )
 FORCED = (  # a run does not make these graphs by itself
     GraphRow("packs without graphs recomputed", forced=Forced(recomputes=True)),
@@ -58,6 +61,8 @@ FORCED = (  # a run does not make these graphs by itself
     GraphRow("experts, PP2", 2, pp=2, flags=BALANCE, **ROUTED),
     GraphRow("experts, PP2, cut", 2, pp=2, flags=BALANCE, **ROUTED | dict(forced=CUT)),
     GraphRow("experts, TP2 + SP", 2, tp=2, flags=BALANCE, **ROUTED),
+    GraphRow("experts, EP2 PP2, cut", 4, pp=2, ep=2, flags=BALANCE, **ROUTED | dict(forced=CUT)),
+    GraphRow("experts, EP4 overlapped", 4, ep=4, flags=OVERLAP, **ROUTED),
     GraphRow("DP2 overlapped, two layers a graph", 2, flags=OVERLAP, forced=Forced(most_layers=2)),
 )
 

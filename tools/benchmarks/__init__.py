@@ -18,6 +18,8 @@ shapes                 shapes of known models
 synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
 step_benchmark         a whole training step
+layout_words           words for layouts
+layout_benchmark       a step in several layouts, beside the plan
 megatron_sft           Megatron's own training step
 kernel_times           the time of kernels by kind
 host_times             what the CPU does while they run

@@ -29,6 +29,7 @@ from tools.benchmarks.runners import (
     run_experts,
     run_graphs,
     run_head,
+    run_layouts,
     run_library,
     run_logits,
     run_mixer,
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
     graphs = _add_graph_command(commands)
+    layouts = _add_layout_command(commands)
     trainers = _add(
         commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
     )
@@ -84,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="documents of a padded batch (default: 2: TRL's logits of 4 do not fit beside 1.7B and 8B)",
     )
     mixer = _add_mixer_command(commands)
-    _add_pair_flags((step, pipeline, graphs, trainers, mixer, _add_decode_command(commands)))
+    _add_pair_flags((step, pipeline, graphs, layouts, trainers, mixer, _add_decode_command(commands)))
     _add_layout_flags((step, pipeline, graphs, mixer))
     _add_expert_command(commands)
     _add_corpus_command(commands)
@@ -109,6 +111,24 @@ def _add_graph_command(commands) -> argparse.ArgumentParser:
         "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"
     )
     return graphs
+
+
+def _add_layout_command(commands) -> argparse.ArgumentParser:
+    text = "the same step in several layouts, each beside the plan's prediction: R20"
+    layouts = _add(commands, "layouts", run_layouts, text)
+    layouts.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["dp"],
+        metavar="WORDS",
+        help="layouts; each is words with commas between them: tpN, ppN, vpN, epN, peersN, aheadN, dp, fp8, "
+        "host, eager, distributed, auto, sft, such as tp2,pp2 (default: dp, data parallelism alone)",
+    )
+    layouts.add_argument(
+        "--packs", type=int, default=8, help="packs of a step, of all processes (default: 8)"
+    )
+    layouts.add_argument("--profile", action="store_true", help="also print the time of kernels by kind")
+    return layouts
 
 
 def _add_decode_command(commands) -> argparse.ArgumentParser:

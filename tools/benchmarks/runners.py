@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,15 @@ def run_graphs(args: argparse.Namespace, machine: Machine) -> Report:
     is_forced = args.experts is not None or args.most_layers is not None
     forced = Forced(args.experts == "between", args.most_layers) if is_forced else None
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), forced, only)
+
+
+def run_layouts(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.layout_benchmark import benchmark
+    from tools.benchmarks.layout_words import arm_of
+
+    arms, settings = [arm_of(text) for text in args.layouts], pair_settings(args, machine)
+    settings = replace(settings, num_microbatches=args.packs)
+    return benchmark(machine, detect(), settings, arms, chat_lengths(machine), args.profile)
 
 
 def run_decode(args: argparse.Namespace, machine: Machine) -> Report:

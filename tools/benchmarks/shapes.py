@@ -171,6 +171,7 @@ SHAPES = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-6b": _qwen3(3584, 30, 32, 11776, tied=False),  # Qwen3-8B as it is pruned for distillation
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
     "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),

@@ -54,6 +54,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         pytest.param(("trainers", "--documents", "5"), {"R13"}, marks=pytest.mark.slow),
         (("pipeline",), {"R11"}),
         (("mixer",), {"R26"}),
+        (("layouts", "--layouts", "dp,sft", "eager", "--packs", "2", "--seq-length", "64"), {"R20"}),
         (("decode", "--batch", "3", "--new-tokens", "4"), {"R24"}),
         pytest.param(
             ("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}, marks=pytest.mark.slow
@@ -86,6 +87,11 @@ def test_the_start_on_a_corpus_that_has_an_index():
         (("step", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R10"}),
         pytest.param(
             ("experts", "--microbatches", "2", "--kernels", "0"), {"R10", "R20"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("layouts", "--layouts", "dp", "tp2", "pp2,ahead4", "peers2,distributed", "--seq-length", "64"),
+            {"R20"},
+            marks=pytest.mark.slow,
         ),
         (("pipeline", "--pipeline-parallel", "2", "--seq-length", "64", "--microbatches", "3"), {"R11"}),
         (
@@ -135,6 +141,10 @@ def test_usage_errors(capsys):
     assert "invalid 2 positive integers value: '24,400,1'" in capsys.readouterr().err
     assert main(["step", "--student-shape", "gpt-5"]) == EXIT_USAGE
     assert "shape 'gpt-5' is not known" in capsys.readouterr().err
+    assert main(["layouts", "--layouts", "tp2,zero3"]) == EXIT_USAGE
+    assert "layout word 'zero3' is not known" in capsys.readouterr().err
+    assert main(["layouts", "--layouts", "tp2"]) == EXIT_USAGE
+    assert "layout 'tp2' cannot have 1 process" in capsys.readouterr().err
     assert main(["logits", "--device", "cuda"]) == EXIT_USAGE
     assert "torch sees no GPU" in capsys.readouterr().err
 
