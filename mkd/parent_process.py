@@ -9,6 +9,8 @@ import sys
 
 LAUNCHER = "MKD_LAUNCHER"
 """Environment variable of processes that mkd itself has started: the process that did."""
+STAGE = "MKD_STAGE"
+"""Environment variable of the commands of `mkd distill` and `mkd quickstart`: those say what comes next."""
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 
 

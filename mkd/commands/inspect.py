@@ -226,7 +226,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
         if args.picture:
             packs = [dataset[index] for index in wanted_packs(args, len(dataset))]
             draw_packs(args.picture, packs, dataset, tokenizer)
-        print(*summarise(dataset), sep="\n")
+        print(*(line.removeprefix(f"{folder}/") for line in summarise(dataset)), sep="\n")
         if figure is not None:
             draw_lengths(document_lengths(dataset), args.seq_length, figure)
             figure.set_size_inches(8, 4)

@@ -63,7 +63,7 @@ def require_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
             "gguf and accelerate read the model, matplotlib draws the picture",
             f"pip install {' '.join(missing)}",
             code="package-missing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,18 +60,28 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; the error of an unknown flag says what to use instead."""
-        found, unknown = self.parse_known_args(args, namespace)
-        flag = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
-        if flag is not None:
-            problem = _unknown(flag, list(self._option_string_actions), self.prog)
-            problem.on_all_ranks = True
-            raise problem
+        try:
+            found, unknown = self.parse_known_args(args, namespace)
+        except UsageError:
+            self._refuse_unknown(sys.argv[1:] if args is None else args)  # it explains what is missing
+            raise
+        self._refuse_unknown(unknown)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found
 
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Raise UsageError for the first flag in `words` that the parser does not have."""
+        flags = list(self._option_string_actions)
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
+            is_short = self.allow_abbrev and any(one.startswith(flag) for one in flags)
+            if flag not in flags and not is_short:
+                problem = _unknown(flag, flags, self.prog)
+                problem.on_all_ranks = True
+                raise problem
+
     def error(self, message: str) -> NoReturn:
-        problem = UsageError(message, "", "see --help", code="command-line-not-valid")
+        problem = UsageError(message, "", f"see `{self.prog} --help`", code="command-line-not-valid")
         problem.on_all_ranks = True
         raise problem
 
@@ -262,7 +273,7 @@ def known_flags() -> list[str]:
 
 
 def _unknown(flag: str, flags: list[str], program: str = "mkd") -> UsageError:
-    do = hint(flag, flags) or "see --help"
+    do = hint(flag, flags) or f"see `{'mkd train --help-all' if program == 'mkd' else f'{program} --help'}`"
     return UsageError(
         f"{flag} is not a flag of {program}", "an unknown setting would be ignored", do, code="flag-unknown"
     )

@@ -102,11 +102,13 @@ HINTS = {other: text for text, others in _TEXTS.items() for other in others.spli
 def hint(name: str, known: Collection[str], prefix: str = "--") -> str:
     """Return what to do about an unknown `name`, written with dashes or underscores as `known` names are.
 
-    A name that another trainer uses comes before a similar spelling; "" if there is neither.
+    A name that another trainer, or another command of mkd, uses comes before a similar spelling; "" if there
+    is neither.
     """
     plain = name.removeprefix(prefix).replace("_", "-")
     if plain in HINTS:
         return f"use {HINTS[plain]}"
     ours = prefix + OURS[plain].replace("-", "-" if prefix else "_") if plain in OURS else None
-    nearest = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
+    same = [prefix + one for one in _NAMES.get(plain, "").split() if prefix + one in known]
+    nearest = [ours] if ours in known else same or difflib.get_close_matches(name, known, n=1)
     return f"did you mean {nearest[0]}?" if nearest else ""

@@ -34,6 +34,14 @@ def packaged(name: str) -> Path:
     )
 
 
+def shown_path(path: str) -> str:
+    """Return how to show a path to a person: that of an example that comes with mkd without its folder."""
+    for place in (_PACKAGE / "packaged", _PACKAGE.parent):
+        if path.startswith(f"{place}/configs/"):
+            return path.removeprefix(f"{place}/")
+    return path
+
+
 def config_path(given: str) -> Path:
     """Return the file that `--config` names.
 

@@ -18,6 +18,7 @@ import yaml
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import XTOKEN, Option, all_options, section_options, section_type, section_types
 from mkd.config.other_names import hint
+from mkd.config.packaged import shown_path
 from mkd.errors import MkdError, UsageError
 
 _TAG = "tag:yaml.org,2002:"
@@ -48,7 +49,7 @@ class YamlFile:
 
     def place(self, node: yaml.Node) -> str:
         """Return FILE:LINE of a node."""
-        return f"{self.path}:{node.start_mark.line + 1}"
+        return f"{shown_path(self.path)}:{node.start_mark.line + 1}"
 
     def fail(self, node: yaml.Node, error: UsageError) -> None:
         """Add `error`, preceded by the place of `node`."""

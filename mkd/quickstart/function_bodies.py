@@ -65,11 +65,12 @@ def evenly(texts: Sequence[str], count: int) -> list[str]:
 
 def write_bodies(models: Mapping[str, Path], teacher_dir: Path, heads: Sequence[str]) -> dict[str, Bodies]:
     """Let the models of Hugging Face folders write every body with every seed, by plain transformers."""
-    teacher, _ = _load(teacher_dir)
+    teacher = _load(teacher_dir)
     found = {}
     for name, folder in models.items():
-        model, tokenizer = (teacher, _load(teacher_dir)[1]) if folder == teacher_dir else _load(folder)
-        found[name] = _write(model, tokenizer, teacher, heads)
+        print(f"{name} ...", flush=True)  # it takes up to a minute
+        model, tokenizer = teacher if folder == teacher_dir else _load(folder)
+        found[name] = _write(model, tokenizer, teacher[0], heads)
     return found
 
 

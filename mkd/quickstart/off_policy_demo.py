@@ -115,6 +115,7 @@ def next_steps(folder: Path) -> str:
 next:
   {mkd} chat {export} --teacher {teacher}    # talk with both
   {mkd} compare {teacher} {export} --data {quoted(folder / "valid.jsonl")} --tokens 4096    # KL, perplexity
+  {mkd} serve-check {export}    # a server computes the same
   {mkd} quickstart --on-policy --folder {quoted(folder)}-on-policy    # it learns from its own text
   {mkd} distill TEACHER STUDENT TEXT.jsonl    # your own models and text (docs/first-run.md)
   {mkd} make-student --hf {teacher} --out {quoted(folder / "narrow")} --target-params 113M \\

@@ -75,11 +75,22 @@ class FirstRun:
         commands = []
         if request.sizes is not None and not (Path(request.student_folder) / "tokenizer.json").exists():
             commands.append(f"{mkd} {' '.join(map(quoted, make_student_words(request)))}    # the student")
-        commands.append(f"{mkd} plan --world-size {request.processes} --config {config}    # time and memory")
+        commands.append(f"{mkd} data preview {self.preview_words()}    # what the models read")
+        if request.gpus:  # the plan knows GPUs alone
+            plan = f"plan --world-size {request.processes} --config {config}"
+            commands.append(f"{mkd} {plan}    # time and memory")
         ranks = f" --nproc-per-node {request.gpus}" if request.gpus > 1 else ""
         commands.append(f"{mkd} train{ranks} --config {config} --dry-run    # checks everything")
         commands.append(f"{mkd} train{ranks} --config {config}    # again after a stop: it resumes")
         return commands
+
+    def preview_words(self) -> str:
+        """Return the arguments that show the first text as the student reads it."""
+        request = self.request
+        tokenizer = request.teacher if request.sizes is not None else request.student
+        length = str(self.settings.get(LENGTH))
+        words = (request.text_files[0], "--student", tokenizer, "--seq-length", length)
+        return " ".join(map(quoted, words))
 
     def summary(self, shows_commands: bool = True) -> str:
         """Return what was chosen, in a few lines, and with `shows_commands` what to do next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from mkd.config.schema import PAIR_LOSSES
 from mkd.human import counted, duration, fixed
 from mkd.log.records import read_records, split_of
 from mkd.operations.run_folders import changes_to_resume
+from mkd.parent_process import STAGE
 from mkd.run_command import mkd_command, quoted
 
 if TYPE_CHECKING:  # they load torch
@@ -47,8 +49,9 @@ def end_text(run: Run, folder: Path, seconds: float, stop: Stop | None = None) -
         exit_interval = run.config.training.exit_interval
         rows = {"reason": stop.reason if stop else f"--exit-interval {exit_interval}", **rows}
     lines += [f"  {name:9} {text}" for name, text in rows.items()]
-    commands = [*_commands(run, folder)]
-    return "\n".join([*lines, "next:", *(f"  {command}" for command in commands)])
+    if STAGE not in os.environ:  # otherwise `the same command` would be another one than the user's
+        lines += ["next:", *(f"  {command}" for command in _commands(run, folder))]
+    return "\n".join(lines)
 
 
 def held_out_rows(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:

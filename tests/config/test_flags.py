@@ -11,6 +11,7 @@ from mkd.config.divergence import DIVERGENCES
 from mkd.config.flags import (
     FIRST_FLAGS,
     NUM_RANKS,
+    FlagParser,
     build_parser,
     known_flags,
     parse_command_line,
@@ -18,6 +19,7 @@ from mkd.config.flags import (
 )
 from mkd.config.megatron_flags import unsupported
 from mkd.config.options import all_options
+from mkd.errors import UsageError
 from tests.reported import Reported, refused, reports
 
 PUBLIC_CONTRACT = """
@@ -97,7 +99,7 @@ def test_unknown_flag_names_the_nearest():
     error = problem("--tensor-parallel-size", "2")
     assert error.code == "flag-unknown" and error.what.startswith("--tensor-parallel-size ")
     assert "--tensor-model-parallel-size?" in error.do
-    assert problem("--xyzzy").do == "see --help"
+    assert problem("--xyzzy").do == "see `mkd train --help-all`"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,23 @@ def test_unknown_flag_names_the_nearest():
 def test_names_of_other_trainers_lead_to_ours(flag, hint):
     """Also where another flag is spelt more alike."""
     assert problem(flag, "3").do.startswith(hint)
+
+
+def test_an_unknown_flag_explains_what_is_missing():
+    """A flag of another command stands where the required one should: it comes first, and leads to ours."""
+    parser = FlagParser("mkd data preview")
+    parser.add_argument("--input")
+    parser.add_argument("--student", required=True)
+    parser.add_argument("--seq-length")
+    for flag, do in (("student-hf", "did you mean --student?"), ("data-path", "did you mean --input?")):
+        with pytest.raises(UsageError) as caught:
+            parser.parse_args([f"--{flag}", "x"])
+        assert (caught.value.code, caught.value.do) == ("flag-unknown", do)
+    for words in ([], ["--seq", "64"]):  # argparse takes short forms of flags
+        with pytest.raises(UsageError) as caught:
+            parser.parse_args(words)
+        assert caught.value.code == "command-line-not-valid"
+        assert caught.value.do == "see `mkd data preview --help`"
 
 
 def test_hints_name_flags_that_exist_and_names_that_do_not():

@@ -123,6 +123,8 @@ def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
         is_setting = line.startswith("  ") and ":" in line and not line.strip().startswith("#")
         if is_setting and not any(name in line for name in ("xtoken", "name:", "train_iters", "global_")):
             assert "#" in line or lines[number - 1].strip().startswith("#"), line
+    preview = f"data preview {files / 'text.jsonl'} --student {files / 'student'} --seq-length 64 "
+    assert preview in done.stdout and "mkd plan" not in done.stdout  # that plans runs on GPUs
     assert plan(["--config", str(path)]) == 0 and "tokens a step" in capsys.readouterr().out
     assert main(list(map(str, words))) == EXIT_USAGE
     assert reported_codes(capsys.readouterr().err) == ["already-exists"]

@@ -12,6 +12,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.config.schema import PAIR_LOSSES
 from mkd.operations.stopping import Stop
+from mkd.parent_process import STAGE
 from mkd.run.end_text import end_text
 from mkd.run_command import mkd_command
 from tests.train.command import flags, make_files, run_main
@@ -56,6 +57,12 @@ def test_a_finished_run(summary):
     assert lines[5] == "next:" and "evaluate --student-hf runs/one/hf " in commands
     assert "report runs/one " in commands and "--load runs/one " in commands and " export " not in commands
     assert len(lines) <= 12
+
+
+def test_a_stage_of_another_command_leaves_the_next_steps_to_it(summary, monkeypatch):
+    monkeypatch.setenv(STAGE, "1")
+    lines = summary("--save", "runs/one")
+    assert lines[0].startswith("done: ") and len(lines) == 5
 
 
 @pytest.mark.parametrize("loss", PAIR_LOSSES)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mkd.checkpoint.finite import is_finite, not_finite
 from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
+from mkd.checkpoint.hf.hf_folder import is_planned
 from mkd.checkpoint.hf.hf_names import Cut
 from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_stacked import read_stacks
@@ -145,6 +146,13 @@ class HFCheckpoint:
                 "loading a .bin file can run code that is hidden in it, so mkd reads safetensors only",
                 "convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
                 code="hf-not-safetensors",
+            )
+        if is_planned(self.directory):
+            return CheckpointError(
+                f"{self.directory} is a student that is planned, and not cut yet",
+                "`mkd init` has written its config.json, and no weights",
+                "cut it with `mkd make-student`: the command stands at the beginning of run.yaml",
+                code="hf-weights-missing",
             )
         return CheckpointError(
             f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}",

@@ -15,7 +15,7 @@ from typing import Any
 
 from mkd.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from mkd.operations.launch.local_ranks import forwarded_signals
-from mkd.parent_process import LAUNCHER
+from mkd.parent_process import LAUNCHER, STAGE
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ChildCommands:
             return self._code_of_stop()
         own = str(Path(__file__).resolve().parents[3])  # a checkout is not installed
         on_path = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        environment = {**os.environ, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, LAUNCHER: str(os.getpid()), STAGE: "1", "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(on_path))
         sys.stdout.flush()
         command = [sys.executable, "-m", "mkd", *words]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
+from mkd.checkpoint.hf.hf_folder import PLANNED
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, TRUSTED_FOLDERS, HFCheckpoint
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
@@ -175,6 +176,13 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with refused("hf-not-safetensors", CheckpointError):
         HFCheckpoint(tmp_path)
+
+
+def test_a_student_that_is_still_to_be_cut(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({PLANNED: True}))
+    with refused("hf-weights-missing", CheckpointError) as caught:
+        HFCheckpoint(tmp_path)
+    assert "mkd make-student" in caught.value.do
 
 
 def test_folder_without_weights(tmp_path):
