@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.tiny_models import add_tokenizer, make_model
+from tests.train.lora_run import LORA
 from tests.train.processes import run_processes
 from tests.train.saved_state import saved_state
 from tests.train.test_resume import STEPS, argv, train_and_hash
@@ -106,3 +107,29 @@ def test_saves_by_time_are_those_of_a_run_with_experts(files, ranks):
     assert saved[-1] == f"iter_{STEPS:07d}" and len(saved) > 1, saved
     again = argv(files, "timed", *more, "--load", files / "timed", "--ckpt-step", int(saved[0][5:]))
     assert ranks.run(train_and_hash, 2, again) == straight
+
+
+@pytest.mark.slow
+def test_adapters_beside_experts_resume_after_saves_at_other_layouts(files, ranks):
+    """EP2 -> TP2 + SP -> PP2 -> one process -> EP2, of adapters and their moments alone."""
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)  # none is added at TP2
+    sizes = dict(vocab_size=300, num_hidden_layers=2)
+    student = add_tokenizer(make_model(files / "even", "deepseek-experts", seed=1, **sizes, **heads))
+    adapters = *LORA, "--student-hf", student
+    straight = ranks.run(train_and_hash, 2, argv(files, "adapters", *EP2[1], *adapters))
+    half = argv(files, "adapters half", *EP2[1], *adapters, "--exit-interval", STEPS // 2)
+    ranks.run(train_and_hash, 2, half)
+    came_from, (state,) = "adapters half", ranks.run(saved_tensors, 1, files / "adapters half" / HALF)
+    assert any("exp_avg_sq" in name for name in state)
+    assert [name for name in state if "lora_" not in name and "optimizer" not in name] == []
+    tp2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
+    layouts = {"TP2": (2, tp2), "PP2": (2, (*PP2, "--use-distributed-optimizer")), "EP1": EP1}
+    for name, (world_size, layout) in layouts.items():
+        run = f"adapters at {name}"
+        ranks.run(save_again, world_size, argv(files, run, *layout, *adapters, "--load", files / came_from))
+        (found,) = ranks.run(saved_tensors, 1, files / run / HALF)
+        assert found.keys() == state.keys()
+        assert [one for one in found if not torch.equal(found[one], state[one])] == []
+        came_from = run
+    resumed = argv(files, "adapters rest", *EP2[1], *adapters, "--load", files / came_from)
+    assert ranks.run(train_and_hash, 2, resumed) == straight

@@ -1,18 +1,19 @@
-"""Does training with a teacher repair a rounded model? Four arms of one model, at equal tokens, on one GPU.
+"""Does training with a teacher repair a rounded model? Four arms of one model, at equal tokens.
 
     python -m tools.benchmarks.rounded_students --model FOLDER --out FOLDER
 
 The arms: the model as it is, rounded without training, rounded and trained on the text (SFT), rounded and
 trained on the predictions of the model as it was (QAD). Both kinds of training get the same learning rates.
 Of each the best one, by what it minimises on held-out text, runs with further seeds. The text is the
-standard library of the running interpreter. Runs are commands of mkd, several at a time. Lines appear as
-runs end, and what does not fit into --seconds is left out and named.
+standard library of the running interpreter. Runs are commands of mkd, several at a time, each on one
+GPU. Lines appear as runs end, and what does not fit into --seconds is left out and named.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ class Bench:
     deadline: float
     results: list[Result] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of runs
 
     def command(self, arm: Arm) -> list[str]:
         args, out = self.args, self.args.out
@@ -125,6 +127,11 @@ class Bench:
         words += ["--log-dir", out / arm.name, "--log-interval", 10]
         return list(map(str, words))
 
+    def gpu(self, number: int) -> dict[str, str]:
+        """Return the variable that gives a run one of the GPUs, in turns."""
+        gpus = self.args.gpus
+        return {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+
     def run(self, arm: Arm) -> None:
         """Run one arm, unless too little time is left."""
         left = self.deadline - time.monotonic()
@@ -135,7 +142,7 @@ class Bench:
         start = time.monotonic()
         (self.args.out / arm.name).mkdir(exist_ok=True)
         with open(self.args.out / arm.name / "output.txt", "wb") as output:
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            env = {**os.environ, "OMP_NUM_THREADS": "1", **self.gpu(next(self.numbers))}
             try:
                 code = subprocess.run(
                     self.command(arm), stdout=output, stderr=output, env=env, timeout=max(1, left)
@@ -279,6 +286,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=4)
     parser.add_argument("--characters", type=int, default=20_000, help="length of a document, at most")
     parser.add_argument("--at-once", type=int, default=8, help="runs at the same time")
+    parser.add_argument(
+        "--gpus", nargs="+", help="numbers of the GPUs that take runs in turns (default: any)"
+    )
     parser.add_argument("--seconds", type=float, default=380, help="for all runs")
     return parser.parse_args(argv)
 

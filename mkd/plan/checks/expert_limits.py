@@ -110,10 +110,12 @@ def _spread(facts: RunFacts, model: PlannedModel, num_experts: int) -> Iterator[
 def require_expert_layers(facts: RunFacts) -> None:
     """Raise UsageError if the distributed optimizer could not save a pipeline rank without experts.
 
-    Megatron keeps an optimizer for experts on every rank, and cannot save one without parameters.
+    Megatron keeps an optimizer for experts on every rank, and cannot save one without parameters. Beside
+    adapters all experts are frozen, and no rank has one.
     """
     student, layout = facts.pair.student, facts.layouts.student
-    if student.moe is None or not facts.config.parallel.use_distributed_optimizer:
+    distributed = facts.config.parallel.use_distributed_optimizer
+    if student.moe is None or facts.config.lora.is_on or not distributed:
         return
     for rank in range(layout.pipeline_parallel):
         parts = [layout.for_rank(rank, virtual) for virtual in range(layout.virtual_stages)]
