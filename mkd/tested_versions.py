@@ -43,7 +43,7 @@ TRANSFORMER_ENGINE = {  # first digits of megatron-core -> versions of Transform
 FUSED_MIXERS = Range((0, 6), (0, 7))
 """Versions of fla-core, whose kernels run gated delta nets on GPUs."""
 FP8_TRANSFORMER_ENGINE = "2.9"
-"""First version of Transformer Engine with `transformer_engine.pytorch.autocast`, which FP8 teachers need."""
+"""First version of Transformer Engine with `transformer_engine.pytorch.autocast`, which FP8 products need."""
 
 
 def transformer_engine_range(megatron_core: str) -> Range | None:
@@ -52,7 +52,7 @@ def transformer_engine_range(megatron_core: str) -> Range | None:
 
 
 def is_too_old_for_fp8(transformer_engine: str | None) -> bool:
-    """Return True for a version of Transformer Engine without what FP8 teachers need; False if it is None."""
+    """Return True for a version of Transformer Engine without what FP8 products need; False if it is None."""
     return transformer_engine is not None and numbers(transformer_engine) < numbers(FP8_TRANSFORMER_ENGINE)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
+from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
@@ -24,8 +25,8 @@ _LAYOUT = (
 
 
 @dataclass(frozen=True)
-class StudentConfig:
-    """The model that learns."""
+class StudentModel:
+    """The weights of the student."""
 
     hf: str | None = option(
         None,
@@ -43,6 +44,11 @@ class StudentConfig:
         "parts of a student with images that learn: text (always), projector, tower. The tower is the vision "
         "encoder, the projector makes its features as wide as the text. Frozen parts are exported unchanged",
     )
+
+
+@dataclass(frozen=True)
+class StudentConfig(StudentPrecisionSettings, StudentModel):
+    """The model that learns."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer
 texts.py         the record of the text of a run
 placed/          places and precisions of teachers' layers
+fp8_students/    students that multiply in FP8 while they are trained
+fp8_limits.py    limits of products in FP8, for teachers and students
 rounded/         students whose weights are rounded to few bits
 judged/          losses of judged answers: preference pairs, and rewards of sampled answers
 

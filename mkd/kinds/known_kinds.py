@@ -12,6 +12,7 @@ from mkd.config.models import TEACHER_KINDS
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
+from mkd.kinds.fp8_students.fp8_students import Fp8Students
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
 from mkd.kinds.kind import CardTerm, Kind, TeacherCard
@@ -45,6 +46,7 @@ KINDS: tuple[Kind, ...] = (
     Precisions(),
     Places(),
     RoundedStudent(),
+    Fp8Students(),
 )
 METRICS = Registry((*CORE_METRICS, *(metric for kind in KINDS for metric in kind.metrics)))
 

@@ -3,6 +3,7 @@
 transformer_config.py            ModelShape -> Megatron's configuration
 lora.py                          adapters of linear layers
 nf4.py                           frozen weights in 4 bits
+fp8_layers.py                    layers that multiply in FP8 in training
 layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mkd.models.fp8_layers import with_fp8_products
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
 from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.router import DocumentRouter
@@ -87,9 +88,11 @@ class LanguageModel(LanguageModule):
         if shape.vision is not None and shape.vision.deepstack > first_layer:
             spec = with_deepstack(spec, shape.vision.deepstack - first_layer)
         spec = with_released_layers(spec) if options.releases_layers else spec
+        spec = spec if options.fp8_recipe is None else with_fp8_products(spec, options.fp8_recipe)
         super().__init__(config, context.groups)
         self.shape, self.context = shape, context
         self.has_adapters = options.lora is not None
+        self.multiplies_in_fp8 = options.fp8_recipe is not None  # in training
         self.first_layer = first_layer
         self.vp_stage = virtual_stage if context.virtual_stages > 1 else None
         self.pre_process = context.is_first_stage(virtual_stage)
@@ -274,12 +277,18 @@ class LanguageModel(LanguageModule):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Return Megatron's sharded state with layout-dependent padding marked as such."""
+        """Return Megatron's sharded state with layout-dependent padding marked as such.
+
+        Transformer Engine's state of a module stays empty, as in bf16. After a product in FP8 it would be the
+        recipe, pickled.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # it is empty, and old checkpoints have none
         for name, entry in state.items():
             if name.endswith(PADDED_BY_HEADS):
                 entry.allow_shape_mismatch = True
+            elif self.multiplies_in_fp8 and name.endswith("._extra_state"):
+                entry.data = torch.empty(0, dtype=torch.uint8)
         return state
 
 

@@ -37,6 +37,7 @@ class ModelOptions:
     releases_layers: bool = False
     lora: LoRAShape | None = None  # adapters; None: the model has none
     norms_apart: bool = False  # norms are never inside linear layers, as in a model with adapters
+    fp8_recipe: str | None = None  # of products in training; None: they have the precision of the run
 
 
 def transformer_config(
@@ -87,6 +88,7 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
+        disable_parameter_transpose_cache=options.fp8_recipe is not None,  # see fp8_layers.py
         **_rope_switches(shape, context.platform.transformer_engine),
         masked_softmax_fusion=False,
         deterministic_mode=options.deterministic and context.platform.is_cuda,

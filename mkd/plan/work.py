@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class StudentProducts(Protocol):
+    """Products of the student's layers in another precision than the run's."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes for each weight that a micro-batch keeps from forward to backward, beside the parameter."""
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes of each channel of an input that it keeps."""
+
+    def product_time(self, hidden_size: int) -> float:
+        """Return the time of a product over the time in the run's precision."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +31,7 @@ class Work:
     scores_for_metrics: bool = False  # such a pass that takes memory, but is not timed
     updates: int = 1  # of each iteration
     slots: int = 0  # sequences that the student samples at the same time
+    student: StudentProducts | None = None  # None: they have the precision of the run
     lines: tuple[Callable[[int], str], ...] = ()  # packs of a global batch -> line of the plan
 
     def __add__(self, other: Work) -> Work:
@@ -24,5 +41,6 @@ class Work:
             scores_for_metrics=self.scores_for_metrics or other.scores_for_metrics,
             updates=max(self.updates, other.updates),
             slots=self.slots + other.slots,
+            student=self.student or other.student,
             lines=self.lines + other.lines,
         )

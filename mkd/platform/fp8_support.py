@@ -18,9 +18,9 @@ BLOCKWISE_CUDA = (12, 9)
 """Lowest version of CUDA whose cuBLAS multiplies with scales of blocks."""
 
 
-def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
-    """Yield an error if this machine cannot run teachers with these FP8 recipes."""
-    flag, do = "--teacher-precision fp8", "use --teacher-precision bf16"
+def fp8_problems(recipes: Collection[str], role: str = "teacher") -> Iterator[UsageError]:
+    """Yield an error if this machine cannot run teachers, or the student, with these FP8 recipes."""
+    flag, do = f"--{role}-precision fp8", f"use --{role}-precision bf16"
     if not recipes:
         return
     if not torch.cuda.is_available():
@@ -32,11 +32,11 @@ def fp8_problems(recipes: Collection[str]) -> Iterator[UsageError]:
         yield UsageError(f"{flag} needs Transformer Engine", why, do, code="fp8-not-possible")
     elif is_too_old_for_fp8(version := transformer_engine_version()):
         what = f"{flag} with Transformer Engine {version}"
-        why = f"FP8 teachers run in its autocast, which came with {FP8_TRANSFORMER_ENGINE}"
+        why = f"FP8 products run in its autocast, which came with {FP8_TRANSFORMER_ENGINE}"
         do = f"install {FP8_TRANSFORMER_ENGINE} or newer (`mkd doctor` names the tested versions), or {do}"
         yield UsageError(what, why, do, code="fp8-not-possible")
     else:
-        yield from _device_problems(recipes)
+        yield from _device_problems(recipes, role)
 
 
 def transformer_engine_version() -> str | None:
@@ -47,19 +47,19 @@ def transformer_engine_version() -> str | None:
         return None
 
 
-def _device_problems(recipes: Collection[str]) -> Iterator[UsageError]:
+def _device_problems(recipes: Collection[str], role: str) -> Iterator[UsageError]:
     device = local_rank() % torch.cuda.device_count()
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     for recipe in sorted(recipes):
-        first, do = FIRST_CAPABILITY[recipe], "use --teacher-precision bf16"
+        first, do = FIRST_CAPABILITY[recipe], f"use --{role}-precision bf16"
         if capability < first:
-            what = f"--teacher-fp8-recipe {recipe} on {name}, whose compute capability is {_dots(capability)}"
+            what = f"--{role}-fp8-recipe {recipe} on {name}, whose compute capability is {_dots(capability)}"
             yield UsageError(what, f"it needs {_dots(first)} or more", do, code="fp8-not-possible")
         elif recipe == "blockwise" and cuda < BLOCKWISE_CUDA:
-            what = f"--teacher-fp8-recipe blockwise with a torch for CUDA {_dots(cuda)}"
+            what = f"--{role}-fp8-recipe blockwise with a torch for CUDA {_dots(cuda)}"
             why = f"cuBLAS has scales of blocks from CUDA {_dots(BLOCKWISE_CUDA)} on"
-            do = "use --teacher-fp8-recipe tensorwise, or a newer torch"
+            do = f"use --{role}-fp8-recipe tensorwise, or a newer torch"
             yield UsageError(what, why, do, code="fp8-not-possible")
 
 

@@ -125,7 +125,8 @@ def build_students(
     config = plan.config
     is_rounded = lora is not None and lora.is_rounded  # layer by layer: the whole base may not fit
     apart = config.rounding.round_activations
-    options = replace(options, lora=lora, norms_apart=apart, releases_layers=is_rounded)
+    recipe = config.student.fp8_recipe if config.student.precision == "fp8" else None
+    options = replace(options, lora=lora, norms_apart=apart, releases_layers=is_rounded, fp8_recipe=recipe)
     students = build_model_parts(plan.student.shape, plan.facts.layouts.student, options, context, vocab)
     load_weights(students, plan.student, context, rounded_loading if is_rounded else None)
     train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient

@@ -1,10 +1,11 @@
-"""An FP8 recipe for CPUs: it rounds as Transformer Engine does, and multiplies in full precision."""
+"""FP8 recipes for CPUs: they round as Transformer Engine does, and multiply in full precision."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 E4M3_MAX = 448.0
 BLOCK = 128
@@ -108,10 +109,45 @@ def stand_in_recipes():
     from mkd.platform import fp8_support
 
     replaced = [(fp8_weights, "fp8_recipe", StandInRecipe)]
-    replaced += [(fp8_support, "fp8_problems", lambda recipes: ())]
+    replaced += [(fp8_support, "fp8_problems", lambda recipes, role="teacher": ())]
     before = [getattr(module, name) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)
     yield
     for (module, name, _), value in zip(replaced, before, strict=True):
         setattr(module, name, value)
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Rounds both factors of every product with a weight, [t, 1, h] x [h, n]; gradients are as without."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.matmul and args[0].dim() == 3 and args[1].dim() == 2:
+            args = tuple(rounded_activations(one, self.name) for one in args)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def stand_in_students(calls=None):
+    """Let students in FP8 be built on this machine; `calls` gets the name of the recipe for each layer."""
+    from mkd.models import fp8_layers
+    from mkd.platform import fp8_support
+
+    def rounding(recipe):
+        def enter():
+            if calls is not None:
+                calls.append(recipe)
+            return RoundedProducts(recipe)
+
+        return enter
+
+    before = fp8_layers.training_rounding, fp8_support.fp8_problems
+    fp8_layers.training_rounding, fp8_support.fp8_problems = rounding, lambda recipes, role="teacher": ()
+    try:
+        yield
+    finally:
+        fp8_layers.training_rounding, fp8_support.fp8_problems = before

@@ -15,6 +15,8 @@ OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 BALANCE = ("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001")
 ROUTED = dict(student="routed", teachers=("routed",), forced=Forced())
 CUT = Forced(cuts_at_experts=True)
+FP8 = ("--student-precision", "fp8")
+BLOCKWISE = (*FP8, "--student-fp8-recipe", "blockwise")
 MIXERS = ("--recompute-granularity", "selective", "--recompute-modules", "mixer")
 DELTA = dict(student="delta", teachers=("delta",), forced=Forced())
 ROWS = (
@@ -26,6 +28,10 @@ ROWS = (
     GraphRow("latent attention", student="latent", teachers=("latent",)),
     GraphRow("two teachers", teachers=("wider", "llama")),
     GraphRow("FP8 teacher", flags=("--teacher-precision", "fp8")),
+    GraphRow("FP8 student", flags=FP8),
+    GraphRow("FP8 student, blockwise", flags=BLOCKWISE),
+    GraphRow("FP8 student, full recomputation", flags=(*FP8, *FULL)),
+    GraphRow("FP8 student, distributed, overlapped", flags=(*BLOCKWISE, *OVERLAP)),
     GraphRow("rounded student", flags=("--student-rounding", "nvfp4")),
     GraphRow("rounded student, distributed", flags=("--student-rounding", "int4", *DISTRIBUTED)),
     GraphRow("DP2 overlapped", 2, flags=OVERLAP),
@@ -34,6 +40,12 @@ ROWS = (
     GraphRow("PP2 VPP2", 2, pp=2, vp=2),
     GraphRow("PP2, teachers ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
     GraphRow("CP2", 2, cp=2),
+    GraphRow("FP8 student, DP2 overlapped", 2, flags=(*FP8, *OVERLAP)),
+    GraphRow("FP8 student, TP2 + SP", 2, tp=2, flags=FP8),
+    GraphRow("FP8 student, blockwise, TP2 + SP", 2, tp=2, flags=BLOCKWISE),
+    GraphRow("FP8 student, PP2", 2, pp=2, flags=FP8),
+    GraphRow("FP8 student, PP2 VPP2", 2, pp=2, vp=2, flags=BLOCKWISE),
+    GraphRow("FP8 student, CP2", 2, cp=2, flags=FP8),
     GraphRow("PP2, full recomputation, overlapped", 2, pp=2, flags=(*FULL, *OVERLAP)),
     GraphRow("PP4, teachers ahead", 4, pp=4, flags=("--teacher-prefetch", "4")),
     GraphRow("TP2 + SP, PP2", 4, tp=2, pp=2),

@@ -108,6 +108,12 @@ def _add_graph_command(commands) -> argparse.ArgumentParser:
         help="time one arm alone (default: all, interleaved)",
     )
     graphs.add_argument(
+        "--teacher-seed",
+        type=int,
+        default=0,
+        help="seed of the teacher's weights; 0: a teacher of the student's shape is equal to it (default: 0)",
+    )
+    graphs.add_argument(
         "--most-layers", type=int, help="layers of the student in one graph (default: all of a part)"
     )
     return graphs

@@ -45,6 +45,7 @@ class PairSettings:
     pipeline_parallel: int = 1
     virtual_stages: int = 1
     flags: tuple[str, ...] = ()  # more flags of pretrain_kd.py
+    teacher_seed: int = 0  # not 0: a teacher of the student's widths has other weights
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -80,10 +81,11 @@ class PairSettings:
 class RandomCheckpoint(HFCheckpoint):
     """Substitute for a model's files: norms are 1, every other tensor is drawn on the device when it is read.
 
-    A tensor depends on its name alone, so that all processes, and other engines, have the same model.
+    A tensor depends on its name and `seed` alone, so that all processes, and other engines, have the same
+    model.
     """
 
-    def __init__(self, shape: ModelShape, device: torch.device):
+    def __init__(self, shape: ModelShape, device: torch.device, seed: int = 0):
         self.directory, self.is_sharded = Path("random weights"), False
         self.bytes_read = 0
         self.headers = {
@@ -95,13 +97,13 @@ class RandomCheckpoint(HFCheckpoint):
             tower = VisionTower(shape, torch.float32, torch.device("meta"))
             parameters = tower.named_parameters(prefix=TOWER.removesuffix("."))
             self.tower = {name: TensorHeader("", tuple(one.shape), "F32") for name, one in parameters}
-        self._device, self._std = device, shape.initializer_range
+        self._device, self._std, self._seed = device, shape.initializer_range, seed
 
     def read(self, tensor: str, cut: Cut) -> Tensor:
         size = (self.headers | self.tower)[tensor].shape
         if len(size) == 1:
             return torch.ones(size, device=self._device)[cut]
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(tensor.encode()))
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(tensor.encode()) + self._seed)
         whole = torch.empty(size, device=self._device).normal_(std=self._std, generator=generator)
         return whole[cut].clone()
 
@@ -121,12 +123,12 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
     """Return a plan whose weights are random and never on disk. With kd_ratio 0 it has no teacher."""
     config = load_config(settings.argv(machine.dtype, context.dp_size)).config
 
-    def source(name: str) -> ModelSource:
+    def source(name: str, seed: int = 0) -> ModelSource:
         shape = shape_of(name)
-        return ModelSource(shape, Path(name), RandomCheckpoint(shape, context.device), None)
+        return ModelSource(shape, Path(name), RandomCheckpoint(shape, context.device, seed), None)
 
     student = source(settings.student)
-    teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
+    teachers = (source(settings.teacher, settings.teacher_seed),) if settings.kd_ratio > 0 else ()
     shapes = tuple(teacher.shape for teacher in teachers)
     facts = RunFacts(config, context.world_size, student.shape, shapes, kinds=KINDS)
     setups = tuple(teacher_setup([], facts, index, source) for index, source in enumerate(teachers))

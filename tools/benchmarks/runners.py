@@ -64,7 +64,8 @@ def run_graphs(args: argparse.Namespace, machine: Machine) -> Report:
     only = {"without": EAGER, "teacher": TEACHER, "both": BOTH, None: None}[args.only]
     is_forced = args.experts is not None or args.most_layers is not None
     forced = Forced(args.experts == "between", args.most_layers) if is_forced else None
-    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), forced, only)
+    settings = replace(pair_settings(args, machine), teacher_seed=args.teacher_seed)
+    return benchmark(machine, detect(), settings, chat_lengths(machine), forced, only)
 
 
 def run_layouts(args: argparse.Namespace, machine: Machine) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
 from mkd.families.layer_shape import LayerShape
+from mkd.kinds.fp8_limits import BLOCK, Fp8Products
 from mkd.kinds.placed.choice import flag_of
 from mkd.kinds.placed.precision import Precision
 from mkd.plan.facts import RunFacts
@@ -28,14 +28,8 @@ Measured on one H200 with 8 layers of a Qwen3-8B-shaped teacher and 8,192 tokens
 44.5 ms in bf16, 28.8 tensorwise and 32.0 blockwise, of which attention is 2.0 ms.
 """
 
-ROWS, WIDTHS = 8, 16
-"""Multiples of the tokens and of the channels that an FP8 product takes, in Transformer Engine."""
-
-BLOCK = 128
-"""Rows and columns of weights, and channels of a token, with one scale in the blockwise recipe.
-
-A multiple of it is needed in both if sequence parallelism gathers activations with such scales.
-"""
+ROWS = 8
+"""Multiple of the tokens that an FP8 product of a forward takes, in Transformer Engine."""
 
 LENGTH_UNIT = 64
 """Multiple of the length of packs that follows from the data (mkd/data/aligned/teacher_pieces.py)."""
@@ -85,83 +79,30 @@ class Fp8(Precision):
             yield UsageError(
                 f"{given} fp8 without --bf16", why, f"add --bf16, or remove {given}", code="add-flag"
             )
-        gathers_blocks = self._gathers_blocks(config)
-        yield from _check_rows(config, config.teachers[index], given, BLOCK if gathers_blocks else ROWS)
+        products = self._products(index)
+        yield from self._row_problems(config, config.teachers[index], products)
         for model in facts.models:
             if model.teacher == index:
-                width = BLOCK if gathers_blocks else WIDTHS
-                yield from _check_shape(config, f"{given} fp8", model.shape, width)
+                yield from products.shape_problems(config, model.shape)
 
-    def _gathers_blocks(self, config: Config) -> bool:
-        """Return True if tensor-parallel processes gather activations with scales of blocks."""
-        parallel = config.parallel
-        is_sharded = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
-        return is_sharded and self.fp8_recipe == "blockwise"
+    def _products(self, index: int) -> Fp8Products:
+        given, do = flag_of(index, "precision"), "--teacher-residency peers or host saves memory, too"
+        given = f"{given} fp8"
+        return Fp8Products("teacher", given, self.fp8_recipe, f"remove {given}: {do}")
+
+    def _row_problems(
+        self, config: Config, teacher: TeacherConfig, products: Fp8Products
+    ) -> Iterator[UsageError]:
+        length, label = config.training.seq_length, "--seq-length"
+        if teacher.xtoken is not None:
+            known = teacher.xtoken.seq_length
+            length, label = (
+                known or LENGTH_UNIT * Sizes.of(config.parallel).document_multiple,
+                "the teacher's xtoken seq_length",
+            )
+        yield from products.row_problems(config, length, label, ROWS)
 
     def device_problems(self) -> Iterator[UsageError]:
         from mkd.platform.fp8_support import fp8_problems
 
         return fp8_problems({self.fp8_recipe})
-
-
-def _check_rows(config: Config, teacher: TeacherConfig, given: str, rows: int) -> Iterator[UsageError]:
-    """Check that the tokens of a process in front of a product are a multiple of `rows`."""
-    parallel, packs = config.parallel, config.training.micro_batch_size
-    sizes = Sizes.of(parallel)
-    length, label = config.training.seq_length, "--seq-length"
-    if teacher.xtoken is not None:
-        known = teacher.xtoken.seq_length
-        length, label = known or LENGTH_UNIT * sizes.document_multiple, "the teacher's xtoken seq_length"
-    multiple = rows * (sizes.row if parallel.sequence_parallel else sizes.context)
-    if packs * length % multiple:
-        shared = f"context-parallel-size {sizes.context}"
-        shared += f" x tensor-model-parallel-size {sizes.tensor}" if parallel.sequence_parallel else ""
-        unit = multiple // math.gcd(packs, multiple)
-        yield UsageError(
-            f"{given} fp8: {label} {length} x micro-batch-size {packs} over {shared} is not a "
-            f"multiple of {rows} tokens",
-            "FP8 products take only such numbers of rows",
-            f"use {label} {unit * math.ceil(length / unit)}",
-            code="length-not-divisible",
-        )
-
-
-def _check_shape(config: Config, place: str, shape: ModelShape, hidden: int) -> Iterator[UsageError]:
-    """Check one teacher, whose hidden size has to be a multiple of `hidden`."""
-    do = f"remove {place}: --teacher-residency peers or host saves memory, too"
-    if shape.moe is not None:
-        what, why = f"{place}, but the teacher has experts", "FP8 products of experts are not supported yet"
-        yield UsageError(what, why, do, code="fp8-not-possible")
-    elif any(layer.mla is not None for layer in shape.layers):
-        what = f"{place}, but the teacher has latent attention"
-        yield UsageError(what, "its FP8 products are not supported yet", do, code="fp8-not-possible")
-    elif not all(layer.is_transformer_layer for layer in shape.layers):
-        what = f"{place}, but not all layers of the teacher have attention and an MLP"
-        yield UsageError(what, "FP8 products of others are not supported yet", do, code="fp8-not-possible")
-    elif any(layer.heads is not None for layer in shape.layers):
-        what = f"{place}, but the teacher's layers differ in their heads"
-        yield UsageError(what, "their FP8 products have not been tried", do, code="fp8-not-possible")
-    else:
-        tensor = config.parallel.tensor_model_parallel_size
-        widths = sorted(width for width in _widths(shape, tensor) if width % WIDTHS)
-        if not widths and shape.hidden_size % hidden:
-            what = (
-                f"{place} with blockwise scales and sequence parallelism, but hidden size {shape.hidden_size}"
-            )
-            why = f"blocks of activations have {hidden} channels"
-            do = "use --teacher-fp8-recipe tensorwise"
-            yield UsageError(what, why, do, code="fp8-not-possible")
-        if widths:
-            given = ", ".join(map(str, widths))
-            what = f"{place}, but weights of the teacher have {given} channels on a process"
-            why = f"FP8 products take multiples of {WIDTHS}"
-            do = f"{do}; a smaller --tensor-model-parallel-size may fit" if tensor > 1 else do
-            yield UsageError(what, why, do, code="fp8-not-possible")
-
-
-def _widths(shape: ModelShape, tensor: int) -> set[int]:
-    """Return the channels of the weights of one process."""
-    groups = shape.padded_query_groups(tensor) // tensor
-    query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    widths = {shape.hidden_size, query, query + 2 * key_value}
-    return widths | {layer.ffn_hidden_size // tensor for layer in shape.layers}

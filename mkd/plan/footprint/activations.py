@@ -46,7 +46,9 @@ from mkd.plan.footprint.mixer_bytes import mixer_bytes, mixer_forward_bytes, mix
 from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.mixer_kernels import runs_fused
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.parameters import product_parameters
 from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.work import StudentProducts
 
 ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
 ROW_BYTES = 12  # of a row that an expert computes: fp32 weight, its place before and after the exchange
@@ -62,6 +64,7 @@ class Activations:
     seq_length: int  # tokens of a pack
     sizes: Sizes  # processes along each axis
     lora: LoRAShape | None = None  # adapters, which alone learn; None: it is a teacher, or all weights learn
+    products: StudentProducts | None = None  # of a student; None: they have the precision of the run
 
     @property
     def tokens(self) -> int:
@@ -136,7 +139,21 @@ class Activations:
         norms += layer.output_scale * self.hidden_bytes  # the sum behind the last residual addition
         if layer.moe and self._recomputes("moe"):
             return attention + norms  # the experts' input is the norm's output
-        return attention + norms + self._mlp_bytes(layer) + self._adapter_bytes(layer)
+        kept = attention + norms + self._mlp_bytes(layer) + self._adapter_bytes(layer)
+        return kept if self.products is None else kept + self._rounded_bytes(layer, self.products)
+
+    def _rounded_bytes(self, layer: LayerShape, products: StudentProducts) -> int:
+        """Return what a dense layer keeps more if its products have a precision of their own.
+
+        Weights are there in it, too. The inputs take the place of the outputs of norms and gate. Attention
+        needs its own output besides.
+        """
+        heads, _, head_dim = self._heads(layer)
+        weights = product_parameters(self.shape, layer, self.sizes)
+        replaced = (2 * self.hidden_bytes + self._ffn_bytes(layer.ffn_hidden_size)) // self.element
+        attention = self.tokens * heads * head_dim
+        inputs = (replaced + attention) * products.input_bytes - replaced * self.element
+        return round(weights * products.weight_bytes + inputs)
 
     def _adapter_bytes(self, layer: LayerShape) -> int:
         """Return what adapters keep: A x of each, whose input is kept as that of a learned weight is."""

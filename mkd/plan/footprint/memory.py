@@ -171,7 +171,8 @@ class _Models:
     @property
     def _student_activations(self) -> Activations:
         seq_length = self.config.training.seq_length
-        return Activations(self.config, self.student, self.element, seq_length, self.sizes, self.lora)
+        more = self.lora, self.facts.pair.work.student
+        return Activations(self.config, self.student, self.element, seq_length, self.sizes, *more)
 
     def rank_memory(self, rank: int) -> RankMemory:
         layout = self.facts.layouts.student

@@ -93,7 +93,9 @@ def pair_cost(
     ) -> ModelTimer:
         return ModelTimer(config, shape, seq_length, sizes, pair.document_length, rates, matmul, product_time)
 
-    learning = timer(pair.student, training.seq_length, pair.sizes, rates.student_matmul)
+    own = pair.work.student
+    product_time = own.product_time(pair.student.hidden_size) if own else 1.0
+    learning = timer(pair.student, training.seq_length, pair.sizes, rates.student_matmul, product_time)
     matmul = rates.teacher_matmul
     frozen = [
         timer(one.shape, one.seq_length, one.sizes, matmul, one.precision.product_time)

@@ -36,6 +36,8 @@ def test_random_weights_repeat_and_slices_differ():
     name, rows = "model.embed_tokens.weight", (slice(8, 24), slice(None))
     assert torch.equal(one.read(name, rows), other.read(name, rows))
     assert not torch.equal(one.read(name, rows), one.read(name, (slice(24, 40), slice(None))))
+    seeded = RandomCheckpoint(shape_of("tiny-student"), torch.device("cpu"), seed=1)
+    assert not torch.equal(one.read(name, rows), seeded.read(name, rows))
     assert one.read(name, (slice(None), slice(4))).shape == (500, 4)
     assert one.read("model.norm.weight", (slice(32),)).eq(1).all()
 
