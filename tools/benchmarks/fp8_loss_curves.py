@@ -1,6 +1,6 @@
 """Does a student in FP8 learn as one in bf16? Held-out losses of both recipes beside bf16, for several seeds.
 
-    python -m tools.benchmarks.fp8_students --out FOLDER --gpus 0 1 2
+    python -m tools.benchmarks.fp8_loss_curves --out FOLDER --gpus 0 1 2
 
 A teacher of 30 layers with random weights learns Python sources of this machine. Students of 15 layers then
 learn from it and from the text, in bf16 and in FP8. Students of one seed have the same first weights and the
@@ -318,7 +318,7 @@ def cell(value: float | None) -> str:
 
 def write_csv(bench: Bench) -> None:
     """Write every point of every run."""
-    with open(bench.args.out / "fp8_students.csv", "w", newline="", encoding="utf-8") as file:
+    with open(bench.args.out / "fp8_loss_curves.csv", "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(("arm", "seed", "step", "held_out_ce", "held_out_kl", "training_loss"))
         for run, curve in bench.curves.items():
