@@ -28,7 +28,8 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
             "The rollout server answers in another way than vLLM does: start a vLLM server of the student."
         ),
         "rollout-server-weights": (
-            "The rollout server does not have the student's weights: start it for this run alone."
+            "The rollout server, or the writer of records, does not have the student's weights: start it for "
+            "this run alone."
         ),
         "sbatch-missing": "Slurm is not installed here: submit from a login node.",
     },
@@ -350,7 +351,9 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
     },
     EXIT_PREEMPTED: {
         "preempted": "The run was told to end: start the same command again.",
-        "rollout-server-lost": "The rollout server went away: start it again, then the same command.",
+        "rollout-server-lost": (
+            "The rollout server or the writer of records went away: start it again, then the same command."
+        ),
     },
     EXIT_CRASH_LOOP: {
         "crash-loop": (

@@ -9,6 +9,7 @@ from mkd.data.prompts import PromptSet, read_prompts
 from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.reward.rewards import Rewards
+from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.kinds.texts import Texts
 from mkd.operations.cleanup import Cleanup
 from mkd.operations.phases import ROLLOUT, Phases
@@ -59,11 +60,16 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
 
 
 def build_prompts(plan: Plan) -> PromptSet | None:
-    """Read the prompts; None for a run without rollouts. Raises DataError for records that are none."""
+    """Read the prompts; None for a run without rollouts, empty for a source that has them itself.
+
+    Raises DataError for records that are none.
+    """
     config = plan.config
     if not config.rollout.is_on:
         return None
     assert plan.tokenizers is not None, "a run reads text"
+    if not KNOWN_SOURCES[config.rollout.rollout_source].reads_prompts:
+        return PromptSet((), 0, "none")
     longest = config.training.seq_length - config.rollout.max_new_tokens
     tokenizer, bad = plan.tokenizers.student, config.data.max_bad_records
     teachers = {
@@ -96,7 +102,7 @@ def build_rewards(
     Raises UsageError if it is none.
     """
     settings = plan.config.grpo
-    if prompts is None or settings.reward is None:
+    if not prompts or settings.reward is None:
         return None
     assert plan.tokenizers is not None, "a run reads text"
     rewards = Rewards(

@@ -88,7 +88,7 @@ def build_run(
         LOG.info(line)
     # After the engine, whose models sample, and from the checkpoint's position on.
     known: Any = run_identity.get("fingerprints", {})
-    rollouts, meter = build_rollouts(plan, engine, state, texts, position, phases, known)
+    rollouts, meter = build_rollouts(plan, engine, state, texts, position, phases, known, signals)
     streams = build_streams(plan, context, texts, tasks, position.consumed_samples, rollouts)
     guards = build_guards(plan, engine, rollouts or texts.train_set, signals)
     phases.follow(guards.stopper)  # it learns from every step how long the next may take

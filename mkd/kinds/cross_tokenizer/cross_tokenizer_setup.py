@@ -85,11 +85,14 @@ class CrossTokenizerSetup(TeacherSetup):
         """Return the teacher with packs that have room for completions.
 
         By default their number of tokens is that of the student's, times the proportion of both in the
-        prompts, times SPARE_ROOM.
+        prompts, times SPARE_ROOM. Without prompts the proportion is 1.
         """
         ours = sum(len(prompt.ids) for prompt in prompts.prompts)
-        theirs = sum(len(prompt.of_teachers[self.name]) for prompt in prompts.prompts)
-        unit, needed = document_multiple * LENGTH_UNIT, seq_length * max(1.0, SPARE_ROOM * theirs / ours)
+        theirs = sum(len(prompt.of_teachers[self.name]) for prompt in prompts.prompts) or 1
+        unit, needed = (
+            document_multiple * LENGTH_UNIT,
+            seq_length * max(1.0, SPARE_ROOM * theirs / max(ours, 1)),
+        )
         return replace(self, own_text=replace(self.text, least_seq_length=math.ceil(needed / unit) * unit))
 
     @property

@@ -12,6 +12,7 @@ from mkd.config.divergence import DivergenceSettings
 from mkd.config.options import settings
 from mkd.config.schema import Config, RewardConfig
 from mkd.errors import UsageError
+from mkd.kinds.judged.reward_settings import RECORDED
 from mkd.kinds.kind import CardTerm, Kind, Row
 from mkd.log.metrics import ROW_MEAN, STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
@@ -61,14 +62,18 @@ class GRPO(Kind):
             yield from _unread(reward)
             return
         given = f"reward is {reward.reward}"
-        if not REWARD.fullmatch(reward.reward or ""):
+        is_recorded, source = reward.reward == RECORDED, rollout.rollout_source
+        if is_recorded and source != RECORDED:
+            what, why = f"{given}, but rollout-source is {source}", "only records of agents hold rewards"
+            yield UsageError(what, why, "use --rollout-source records", code="reward-needs")
+        elif not is_recorded and not REWARD.fullmatch(reward.reward or ""):
             what, why = f"reward {reward.reward!r} is not module:function", "it is imported by this name"
             yield UsageError(what, why, "write it as my_rewards:exact", code="value-not-valid")
         if rollout.on_policy_fraction != 1:
             what = f"{given}, but on-policy-fraction is {rollout.on_policy_fraction}"
             why = "rewards judge what the student samples, and stored text has none"
             yield UsageError(what, why, "use --on-policy-fraction 1", code="reward-needs")
-        if rollout.samples_per_prompt < 2:
+        if rollout.samples_per_prompt < 2 and not is_recorded:
             what = f"{given}, but samples-per-prompt is {rollout.samples_per_prompt}"
             why = "a reward counts relative to those of other completions of the same prompt"
             yield UsageError(what, why, "use --samples-per-prompt 8", code="reward-needs")
@@ -123,10 +128,13 @@ def _card_rows(config: Config) -> Iterator[Row]:
     e = reward.clip_range
     several = f"min(rho A, clip(rho, {1 - e:g}, {1 + e:g}) A), rho = p_s / p when it was sampled"
     yield "policy", f"-{several if reward.has_ratio else 'A ln p_s (its gradient; the value is A)'}"
-    yield "A", f"(R - mean) / (std + 1e-6) of the {group} completions of a prompt; R = {reward.reward}"
+    if reward.reward == RECORDED:
+        yield "A", "(R - mean) / (std + 1e-6) of the records of a group, or as a record says; R of the record"
+    else:
+        yield "A", f"(R - mean) / (std + 1e-6) of the {group} completions of a prompt; R = {reward.reward}"
     if ratio:
         yield "beta", f"{ratio / (1 - ratio):.6g}: KD / policy, as other engines weigh the divergence"
-    if reward.has_ratio:
+    if reward.rollout_updates > 1:
         yield "updates", f"{reward.rollout_updates} of each step's completions"
 
 

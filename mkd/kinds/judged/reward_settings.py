@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mkd.config.field import ABOVE_0, NOT_NEGATIVE, Range, option
 
+RECORDED = "records"
+"""Value of --reward: the records of agents hold their rewards."""
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -15,7 +18,8 @@ class RewardConfig:
         None,
         "function that judges completions, module:function, called as function(prompt, completion, fields); "
         "it turns GRPO on. The loss is then (1 - kd_ratio) x policy loss + kd_ratio x divergence. Needs "
-        "--on-policy-fraction 1 and --samples-per-prompt of 2 or more (default: no rewards)",
+        "--on-policy-fraction 1 and --samples-per-prompt of 2 or more. `records`: the rewards in the records "
+        "of --rollout-source records (default: no rewards)",
     )
     reward_timeout_s: float = option(
         10.0,
@@ -43,10 +47,10 @@ class RewardConfig:
 
     @property
     def is_on(self) -> bool:
-        """True if a function judges the student's completions."""
+        """True if the student's completions have rewards."""
         return self.reward is not None
 
     @property
     def has_ratio(self) -> bool:
         """True if the loss has the ratio to the sampler's probabilities."""
-        return self.rollout_updates > 1
+        return self.rollout_updates > 1 or self.reward == RECORDED

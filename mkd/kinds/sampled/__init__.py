@@ -9,6 +9,7 @@ stop_ids.py           the tokens that end a completion
 sampler/              completions from the training model
 sources/              the sources of completions that --rollout-source chooses from
 server/               completions from a vLLM server that gets the student's weights
+records/              text of agents, written by another process
 reward/               a function that judges completions
 rollout_teachers.py   completions as each teacher reads them, aligned with other tokenizers
 rollout_packs.py      completions as packs for training

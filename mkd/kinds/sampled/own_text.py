@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from mkd.config.options import settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
+from mkd.human import counted
 from mkd.kinds.kind import Kind, Row
 from mkd.kinds.sampled.rollout_batch import describe_rollouts
 from mkd.kinds.sampled.rollout_limits import check_rollout_model, check_rollouts
 from mkd.kinds.sampled.rollout_metrics import ROLLOUT_METRICS
+from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.plan.facts import RunFacts
 from mkd.plan.work import Work
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:  # they load torch
 
 HOW_SAMPLED = frozenset(
     {"prompt_data_path", "rollout_slots", "rollout_server_url", "rollout_server_remote"}
-    | {"rollout_server_timeout_s"}
+    | {"rollout_server_timeout_s", "rollout_records", "rollout_records_timeout_s"}
 )
 """The prompts have a fingerprint; the others decide where and how fast completions are sampled."""
 
@@ -64,7 +66,14 @@ class OwnText(Kind):
 
     def text_rows(self, config: Config) -> Iterator[Row]:
         rollout = config.rollout
-        if rollout.is_on:
+        if rollout.is_on and not KNOWN_SOURCES[rollout.rollout_source].reads_prompts:
+            lag = rollout.max_staleness
+            yield (
+                "rollouts",
+                f"records of agents, sampled from p_s of at most {counted(lag, 'update')} before; loss on "
+                "their sampled tokens, results of tools have none, no gradient through the sampling",
+            )
+        elif rollout.is_on:
             temperature = rollout.rollout_temperature
             sampled = "p_s" if temperature == 1 else f"p_s at T = {temperature:g}"
             dropped = "; truncated ones have no loss" if rollout.rollout_truncated == "drop" else ""

@@ -33,8 +33,10 @@ class RolloutBatch:
 def describe_rollouts(config: Config, global_batch_size: int) -> str:
     """Return the composition of a step as a line of the plan."""
     batch = RolloutBatch.from_config(config, global_batch_size)
-    own = f"{counted(batch.prompts, 'prompt')} x {batch.samples_per_prompt}"
-    own += f" = {counted(batch.num_rollouts, 'completion')}"
-    limit = f"of at most {config.rollout.max_new_tokens} tokens"
+    is_written = config.rollout.rollout_source == "records"
+    own = f"{counted(batch.prompts, 'group' if is_written else 'prompt')} x {batch.samples_per_prompt}"
+    own += f" = {counted(batch.num_rollouts, 'record' if is_written else 'completion')}"
+    longest = config.training.seq_length if is_written else config.rollout.max_new_tokens
+    limit = f"of at most {longest} tokens"
     stored = f"and {counted(batch.stored_packs, 'pack')} of --data-path"
     return f"a step trains on {own} {limit}, {stored}; predicted times leave sampling out"

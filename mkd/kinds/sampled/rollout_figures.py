@@ -23,7 +23,7 @@ def repetition(ids: np.ndarray) -> float:
 
 def figures(rollouts: Sequence[Rollout], time_ms: float) -> dict[str, float]:
     """Return the metrics of all completions of a step, those that are dropped from training included."""
-    tokens = sum(len(one.ids) for one in rollouts)
+    tokens = sum(one.num_sampled for one in rollouts)
     return {
         "rollout/length": tokens / len(rollouts),
         "rollout/truncated": sum(one.is_truncated for one in rollouts) / len(rollouts),

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from mkd.config.schema import Config, RolloutConfig
 from mkd.errors import UsageError
-from mkd.kinds.sampled.sources.known_sources import source_problems
+from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES, source_problems
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
@@ -24,7 +24,8 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
                 setting = one.name.replace("_", "-")
                 yield no_effect(setting, "on-policy-fraction is 0", "add --on-policy-fraction 1")
         return
-    if not rollout.prompt_data_path:
+    reads_prompts = KNOWN_SOURCES[rollout.rollout_source].reads_prompts
+    if reads_prompts and not rollout.prompt_data_path:
         what = f"on-policy-fraction is {rollout.on_policy_fraction}, but there are no prompts"
         do = "give --prompt-data-path FILE"
         yield UsageError(what, "the student completes prompts", do, code="data-path-missing")
@@ -35,7 +36,7 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
             f"use --kd-ratio 1, {OFF}",
             code="rollouts-exclude",
         )
-    if rollout.max_new_tokens >= config.training.seq_length:
+    if reads_prompts and rollout.max_new_tokens >= config.training.seq_length:
         yield UsageError(
             f"max-new-tokens {rollout.max_new_tokens} leaves no room for a prompt in seq-length "
             f"{config.training.seq_length}",
@@ -71,7 +72,8 @@ def sampling_limit(student: ModelShape, length: int) -> str | None:
 def check_rollout_model(facts: RunFacts) -> Iterator[UsageError]:
     """Check that the student's layers can sample with a cache."""
     config, student = facts.config, facts.student
-    if not config.rollout.is_on or student is None:
+    samples = config.rollout.is_on and KNOWN_SOURCES[config.rollout.rollout_source].reads_prompts
+    if not samples or student is None:
         return
     reason = sampling_limit(student, config.training.seq_length)
     if reason is not None:

@@ -49,6 +49,7 @@ class RolloutMeter:
     stream: RolloutStream
     teachers: Sequence[SameTokens | CrossTokenizer]
     vocab_size: int  # ids that can be sampled
+    student_ids: int | None = None  # ids of the student's ln p; None: those that can be sampled
     _rows: list[RolloutRows] = field(default_factory=list)  # of the micro-batches to come
     _sums: Tensor | None = None  # [teachers * OF_TEACHER + 2] fp64; the last: |ln p - sampler's|, tokens
 
@@ -67,7 +68,8 @@ class RolloutMeter:
             torch.from_numpy(one).to(device) for one in (mine, rows.quarter[mine], rows.logp[mine])
         )
         places, sampler = given.batch.loss_rows[of_row], sampler.double()
-        student = self._logp(given, given.output.hidden, given.stage.student, places)
+        ids = self.student_ids or self.vocab_size
+        student = self._logp(given, given.output.hidden, given.stage.student, places, ids)
         sampled = _Sampled(places, quarter, student)
         parts = [
             self._of_chunks(given, one, sampled)
@@ -112,7 +114,7 @@ class RolloutMeter:
         """Return the sums [OF_TEACHER] of a teacher that reads the student's tokens."""
         (index,) = teacher.indices
         model, hidden = given.stage.teachers[index], given.output.teacher_hiddens[index]
-        logp = self._logp(given, hidden, model, sampled.rows)
+        logp = self._logp(given, hidden, model, sampled.rows, self.vocab_size)
         return _sums(sampled.logp, logp, torch.ones_like(logp), sampled.quarter)
 
     def _of_chunks(self, given: LossInput, teacher: CrossTokenizer, sampled: _Sampled) -> Tensor:
@@ -136,7 +138,9 @@ class RolloutMeter:
         tokens, quarter = ours.offsets.diff().double(), sampled.quarter[places[first]]
         return _sums(*(one[is_sampled] for one in (student, logp, tokens, quarter)))
 
-    def _logp(self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor) -> Tensor:
+    def _logp(
+        self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor, vocab_size: int
+    ) -> Tensor:
         """Return ln p of the labels of `rows`, fp64 [n]."""
         scores = token_scores(
             hidden.squeeze(1).detach(),
@@ -145,7 +149,7 @@ class RolloutMeter:
             given.batch.labels[0, rows],
             tp_group=self.context.tp_group,
             logits_cap=model.shape.logits_cap,
-            vocab_size=self.vocab_size,
+            vocab_size=vocab_size,
             sequence_parallel=model.config.sequence_parallel,
         )
         return scores.label.double()

@@ -65,8 +65,26 @@ ROLLOUT_METRICS = (
         "rollout/version_lag",
         "updates",
         STEP_MEAN,
-        "mean number of updates since the weights that sampled a completion, 0 or 1",
+        "mean number of updates since the weights that sampled a completion: 0, 1 of a server that samples "
+        "ahead, up to --max-staleness of records",
     ),
+    Metric(
+        "rollout/stale",
+        "records",
+        STEP_MEAN,
+        "records that were skipped with their group since the step before, because one is older than "
+        "--max-staleness or of another run. Metrics of records are absent without --rollout-source records",
+    ),
+    Metric(
+        "rollout/duplicate", "records", STEP_MEAN, "records that were skipped, with the id of an earlier one"
+    ),
+    Metric(
+        "rollout/left_out",
+        "records",
+        STEP_MEAN,
+        "records that were left out of their group: longer than --seq-length, or with the finish error",
+    ),
+    Metric("rollout/bad_records", "records", STEP_MEAN, "wrong records, which refused_records.jsonl lists"),
     Metric(
         "rollout/time_ms",
         "ms",

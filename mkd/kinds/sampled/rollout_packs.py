@@ -74,13 +74,14 @@ class RolloutPacks:
         advantage, logp = np.zeros((2, self.seq_length), dtype=np.float32)
         for one in self.packs[number]:
             starts.append(start)
-            ids, count = np.concatenate([one.request.ids, one.ids]), len(one.ids)
+            ids, count = np.concatenate([one.request.ids, one.ids]), one.num_sampled
+            sampled = slice(None) if one.loss is None else one.loss
             end, first = start + len(ids), start + len(one.request.ids) - 1
             pack.tokens[start:end] = ids
             pack.labels[start : end - 1] = ids[1:]
-            pack.loss_mask[first : end - 1] = 1
+            pack.loss_mask[first : end - 1] = 1 if one.loss is None else one.loss
             advantage[first : end - 1], logp[first : end - 1] = one.advantage, one.logp
-            parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp))
+            parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp[sampled]))
             start = end
         lengths = np.array([len(one.request.ids) + len(one.ids) for one in self.packs[number]])
         spans = lengths.copy()

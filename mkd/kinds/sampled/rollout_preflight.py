@@ -9,6 +9,7 @@ from mkd.data.files.named_files import require_files
 from mkd.data.first_records import LOOKED_AT
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
 from mkd.resolve.model_source import ModelSource
@@ -25,7 +26,7 @@ def rollout_problems(
     """Return the problems of the prompts' first records, and of the tokens that end a completion."""
     problems: list[MkdError] = []
     config = facts.config
-    if not config.rollout.is_on:
+    if not config.rollout.is_on or not KNOWN_SOURCES[config.rollout.rollout_source].reads_prompts:
         return problems
     looked_at = max(LOOKED_AT, config.data.max_bad_records + 1)
     for path in config.rollout.prompt_data_path:
@@ -42,7 +43,8 @@ def rollout_problems(
 def rollout_notes(plan: Plan) -> Iterator[str]:
     """Yield a note if completions end at other tokens than stored texts."""
     config, tokenizers = plan.config, plan.tokenizers
-    if config.rollout.is_on and tokenizers is not None and config.data.append_eod:
+    samples = config.rollout.is_on and KNOWN_SOURCES[config.rollout.rollout_source].reads_prompts
+    if samples and tokenizers is not None and config.data.append_eod:
         note = unlisted_eos(stop_ids(plan.student.assets, tokenizers.student), tokenizers.student)
         if note is not None:
             yield note

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mkd.config.field import option
+from mkd.config.field import ABOVE_0, option
 
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
         "in-process": "mkd.kinds.sampled.sources.in_process:InProcess",
         "server": "mkd.kinds.sampled.sources.vllm_server:VllmServer",
+        "records": "mkd.kinds.sampled.sources.agent_records:AgentRecords",
     }
 )
 """Value of --rollout-source -> its `TextSource`, loaded by `known_sources`."""
@@ -51,7 +52,8 @@ class RolloutConfig:
     rollout_source: str = option(
         "in-process",
         "sampler of completions. in-process: the training model itself. server: a vLLM server, which gets "
-        "the weights of every step through files",
+        "the weights of every step through files. records: another process, which writes records of agents "
+        "with these weights while the run trains",
         choices=tuple(SOURCES),
     )
     rollout_server_url: str | None = option(
@@ -65,10 +67,20 @@ class RolloutConfig:
     rollout_server_timeout_s: float = option(
         600.0, "seconds until a request to the server counts as failed. mkd then tries it three times more"
     )
+    rollout_records: str | None = option(
+        None,
+        "folder of the records of agents, and of progress.json, which tells their writer how far the run is "
+        "(required with --rollout-source records)",
+    )
+    rollout_records_timeout_s: float = option(
+        1800.0,
+        "seconds without a new record after which a run that waits for some saves and ends",
+        valid=ABOVE_0,
+    )
     max_staleness: int = option(
         0,
-        "updates that completions of a server may lag behind, 0 or 1. With 1 the server samples for the next "
-        "step while this one trains",
+        "updates that completions may lag behind. Of a server 0 or 1: with 1 it samples for the next step "
+        "while this one trains. Records that lag further are skipped",
     )
     rollout_truncated: str = option(
         "keep",

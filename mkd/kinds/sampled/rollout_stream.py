@@ -17,6 +17,7 @@ from mkd.data.dataset import BlendedDataset
 from mkd.data.loader import EMPTY, BatchLayout
 from mkd.data.order import EpochOrder
 from mkd.data.prompts import PromptSet
+from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_figures import TruncationWatch, figures, warn_if_empty
@@ -84,7 +85,7 @@ class RolloutStream:
     consumed_prompts: int
     consumed_samples: int
     announce: Callable[[int], None] = lambda iteration: None  # called for every token that is sampled
-    rewards: Rewards | None = None  # judge the completions; None: only teachers do
+    rewards: Rewards | RecordRewards | None = None  # judge the completions; None: only teachers do
     rows: list[RolloutRows] = field(default_factory=list)  # of the last step's micro-batches
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     step_packs: int = 0  # packs of the last step on all ranks, empty ones included
@@ -113,12 +114,11 @@ class RolloutStream:
         # Of all completions: below, those without a reward and, on request, those cut off are left out.
         self.figures = figures(rollouts, 1000 * (time.perf_counter() - start))
         self.figures["consumed_prompts"] = self.consumed_prompts
-        limit = self.source.sampling.max_new_tokens
-        self._truncation.judge(self.iteration, self.figures["rollout/truncated"], limit)
+        self._judge_truncated(self.figures["rollout/truncated"])
         sampled = len(rollouts)
         if self.rewards is not None:
             # Before any is left out: the completions of a prompt are compared with each other.
-            rollouts, judged = self.rewards(rollouts, self.iteration)
+            rollouts, judged = self.rewards(rollouts, self.iteration)  # type: ignore[arg-type]
             self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
         self._stored = self._next_stored()
@@ -136,6 +136,9 @@ class RolloutStream:
     def following_step(self) -> list[PackedBatch]:
         """Return nothing: the next completions depend on the update of this step."""
         return []
+
+    def _judge_truncated(self, truncated: float) -> None:
+        self._truncation.judge(self.iteration, truncated, self.source.sampling.max_new_tokens)
 
     def _progress(self, start: float) -> Callable[[int], None]:
         """Return what the sampler calls for every token: it announces, and logs a line now and then."""

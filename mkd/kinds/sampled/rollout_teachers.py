@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mkd.data.aligned.aligned_ids import Pair, align_sampled
+from mkd.data.aligned.aligned_ids import Pair, align_ids, align_sampled
 from mkd.data.aligned.chunk_selection import ChunkSelection
 from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
 from mkd.data.aligned.teacher_side import TeacherText
@@ -64,6 +64,8 @@ class AlignedRollouts:
     seq_length: int
 
     def align(self, rollout: Rollout) -> AlignedText:
+        if not self.prompts:
+            return self._without_prompt(rollout)
         prompt = self.prompts.prompts[rollout.request.prompt]
         own, theirs = rollout.request.ids, prompt.of_teachers[self.text.name]
         found = align_sampled(
@@ -75,6 +77,19 @@ class AlignedRollouts:
             teacher_ids=np.concatenate([theirs, found.teacher_ids]),
             chunks=found.chunks + offset,
         )
+
+    def _without_prompt(self, rollout: Rollout) -> AlignedText:
+        """Align text that came as ids, prompt included, as a tokenised document.
+
+        The last chunk of a text that was cut off is left out: more text might change the teacher's tokens.
+        """
+        first = len(rollout.request.ids)
+        found = align_ids(np.concatenate([rollout.request.ids, rollout.ids]), self.pair, completion=first)
+        chunks = found.chunks[:-1] if rollout.is_truncated else found.chunks
+        loss = np.ones(len(rollout.ids), bool) if rollout.loss is None else rollout.loss
+        without = np.append(0, np.cumsum(np.append(np.zeros(first, bool), loss) == 0))
+        is_sampled = without[chunks[:, 1]] == without[chunks[:, 0]]
+        return AlignedText(found.student_ids, found.teacher_ids, chunks[is_sampled])
 
     def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> TeacherPack:
         """Return the teacher's part.

@@ -10,6 +10,9 @@ from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
+from mkd.kinds.sampled.records.record_meter import RecordMeter
+from mkd.kinds.sampled.records.record_rewards import RecordRewards
+from mkd.kinds.sampled.records.record_stream import RecordStream
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_meter import RolloutMeter
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -20,7 +23,9 @@ from mkd.kinds.sampled.sources.text_source import SourceParts
 from mkd.kinds.sampled.stop_ids import stop_ids
 from mkd.kinds.texts import Texts
 from mkd.operations.phases import ROLLOUT, Phases
+from mkd.operations.signals import Signals
 from mkd.resolve.run_plan import Plan
+from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.step import Engine
 from mkd.train.teachers.same_tokens import SameTokens
 
@@ -33,6 +38,7 @@ def build_rollouts(
     position: TrainingPosition,
     phases: Phases,
     fingerprints: Mapping[str, object],  # of the run
+    signals: Signals,
 ) -> tuple[RolloutStream, RolloutMeter] | tuple[None, None]:
     """Return this rank's batches from `position` on, and the meter of its steps; None without prompts."""
     config, training, rollout = plan.config, plan.config.training, plan.config.rollout
@@ -40,20 +46,18 @@ def build_rollouts(
         return None, None
     assert plan.tokenizers is not None, "a run reads text"
     tokenizer = plan.tokenizers.student
-    sampling = Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        stop_ids=stop_ids(plan.student.assets, tokenizer),
-        vocab_size=plan.known_ids,
-        unused_ids=plan.unused_ids,
-        temperature=rollout.rollout_temperature,
-        slots=rollout.rollout_slots,
-        prefill_tokens=training.seq_length * plan.batch.micro_batch_size,
-        seed=training.seed,
-    )
+    sampling = _sampling(plan, tokenizer)
     resumes = bool(config.checkpoint.load)
-    parts = SourceParts(plan, engine, state, sampling, fingerprints, resumes)
-    source = KNOWN_SOURCES[rollout.rollout_source].build(parts)
-    stream = RolloutStream(
+    parts = SourceParts(
+        *(plan, engine, state, sampling, fingerprints, resumes, position.iteration),
+        is_stopped=lambda: bool(signals.received),
+    )
+    chosen = KNOWN_SOURCES[rollout.rollout_source]
+    source = chosen.build(parts)
+    stream_of, rewards = RolloutStream, texts.rewards
+    if not chosen.reads_prompts:
+        stream_of, rewards = RecordStream, RecordRewards() if config.grpo.is_on else None
+    stream = stream_of(
         source=source,
         context=engine.context,
         prompts=texts.prompts,
@@ -71,10 +75,27 @@ def build_rollouts(
         consumed_prompts=position.consumed_prompts,
         consumed_samples=position.consumed_samples,
         announce=lambda iteration: phases.enter(ROLLOUT, iteration),
-        rewards=texts.rewards,
+        rewards=rewards,
     )
     teachers = [one for one in engine.teachers if isinstance(one, SameTokens | CrossTokenizer)]
-    return stream, RolloutMeter(engine.context, stream, teachers, sampling.vocab_size)
+    meter = RolloutMeter(engine.context, stream, teachers, sampling.vocab_size)
+    if not chosen.reads_prompts:
+        meter = RecordMeter.of(meter, plan.scored_ids, next(state.models[0].parameters()).dtype)
+    return stream, meter
+
+
+def _sampling(plan: Plan, tokenizer: Tokenizer) -> Sampling:
+    rollout, training = plan.config.rollout, plan.config.training
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        stop_ids=stop_ids(plan.student.assets, tokenizer),
+        vocab_size=plan.known_ids,
+        unused_ids=plan.unused_ids,
+        temperature=rollout.rollout_temperature,
+        slots=rollout.rollout_slots,
+        prefill_tokens=training.seq_length * plan.batch.micro_batch_size,
+        seed=training.seed,
+    )
 
 
 def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[RolloutTeacher]:

@@ -42,7 +42,7 @@ _GROUPS = (
         "0 or more",
         lambda x: x >= 0,
         "num_workers lr_warmup_iters ckpt_step seed "
-        "eval_num_fewshot max_bad_records "
+        "eval_num_fewshot max_bad_records max_staleness "
         "save_interval_in_mins moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
     ),
     (
@@ -56,7 +56,6 @@ _GROUPS = (
     ),
     # Adam's steps are as long as the rate; torch takes no step length beyond fp32.
     ("from 0 to 1000", lambda x: 0 <= x <= 1000, "lr min_lr weight_decay"),
-    ("0 or 1", lambda x: x in (0, 1), "max_staleness"),
     (f"1 to {PILLOW_PIXELS}, Pillow's own limit", lambda x: 1 <= x <= PILLOW_PIXELS, "max_image_pixels"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )

@@ -101,6 +101,36 @@ def test_settings_of_servers(flags, code):
     assert codes(*ON, *flags) == [code]
 
 
+RECORDS = "--on-policy-fraction", "1", "--rollout-source", "records"
+FOLDER = *RECORDS, "--rollout-records", "in"
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (RECORDS, "add-flag: rollout-source is records, but"),
+        ((*FOLDER, "--prompt-data-path", "p.jsonl"), "remove-flag: no effect"),
+        ((*FOLDER, "--max-new-tokens", "8"), "remove-flag: no effect"),
+        ((*FOLDER, "--rollout-server-remote"), "remove-flag: no effect"),
+        ((*FOLDER, "--max-staleness", "-1"), "out-of-range: must be"),
+        ((*FOLDER, "--rollout-records-timeout-s", "0"), "out-of-range: must be"),
+        ((*FOLDER, "--reward", "m:f", "--samples-per-prompt", "2"), "reward-needs: reward is m:f"),
+        ((*FOLDER, "--context-parallel-size", "2"), "rollouts-exclude: context-parallel-size"),
+        ((*ON, "--rollout-records", "in"), "remove-flag: no effect"),
+        ((*ON, "--reward", "records", "--samples-per-prompt", "2"), "reward-needs: reward is records, but"),
+    ],
+)
+def test_settings_of_records(flags, code):
+    ratio = ("--kd-ratio", "0.5" if "--reward" in flags else "1")
+    assert codes(*flags, *ratio, world_size=2) == [code]
+
+
+def test_records_need_no_prompts_and_no_sampler():
+    assert codes(*FOLDER, "--kd-ratio", "1", "--max-staleness", "5", student=shape(), teacher=shape()) == []
+    judged = ("--kd-ratio", "0.1", "--reward", "records", "--clip-range", "0.1")
+    assert codes(*FOLDER, *judged, "--kd-divergence", "reverse_kl") == []
+
+
 def test_experts_over_processes():
     moe = shape(**{k: v for k, v in config_of("qwen3_moe").items() if k not in ("num_hidden_layers",)})
     found = codes(*ON, "--expert-model-parallel-size", "2", world_size=2, student=moe, teacher=moe)

@@ -23,7 +23,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled completion. The last token is a stop token if `finish` is STOP."""
+    """One sampled completion. The last token is a stop token if `finish` is STOP.
+
+    In one of several turns, results of tools stand between the sampled parts, which alone have `loss`.
+    """
 
     request: Request
     ids: np.ndarray  # [c] int64, sampled tokens, at least one
@@ -31,7 +34,13 @@ class Rollout:
     entropy: np.ndarray  # [c] float32, of the distribution at each token at T = 1, nats; a server's: -logp
     finish: str  # STOP or LENGTH
     lag: int = 0  # updates of the student since the weights that sampled it
-    advantage: float = 0.0  # of its reward over the others of the same prompt; see rewards.py
+    advantage: float | np.ndarray = 0.0  # of its reward over those of the same prompt, or of each token [c]
+    loss: np.ndarray | None = None  # [c] bool, which tokens were sampled; None: all. The others: logp 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the student sampled."""
+        return len(self.ids) if self.loss is None else int(self.loss.sum())
 
     @property
     def is_truncated(self) -> bool:

@@ -103,6 +103,11 @@ def server_scores(client: ServerClient, model: str, documents: Sequence[Rollout]
     return np.array(found)
 
 
+def largest_gap(dtype: torch.dtype) -> float:
+    """Return the mean difference of ln p, in nats, that rounding explains."""
+    return LIMITS.get(dtype, LIMITS[torch.bfloat16])
+
+
 def check_refit(old: Scores | None, new: Scores, dtype: torch.dtype, version: int) -> None:
     """Raise ServerAnswer unless the server's ln p are those of the new weights.
 
@@ -110,7 +115,7 @@ def check_refit(old: Scores | None, new: Scores, dtype: torch.dtype, version: in
     server's must also be nearer to the new ones than to the old ones.
     """
     why = f"its log-probabilities of a probe differ by {new.gap:.3g} nats on average"
-    is_close = new.gap <= LIMITS.get(dtype, LIMITS[torch.bfloat16])
+    is_close = new.gap <= largest_gap(dtype)
     if is_close and old is not None:
         moved = float(np.abs(new.ours - old.ours).mean())
         to_old = float(np.abs(new.server - old.ours).mean())

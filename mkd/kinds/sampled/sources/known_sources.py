@@ -23,11 +23,13 @@ KNOWN_SOURCES: Mapping[str, TextSource] = {name: _load(place) for name, place in
 def source_problems(config: Config) -> Iterator[UsageError]:
     """Yield the problems of the chosen source, and settings that only others read."""
     rollout, default = config.rollout, RolloutConfig()
+    chosen = KNOWN_SOURCES[rollout.rollout_source]
+    yield from chosen.problems(config)
+    readers: dict[str, list[str]] = {}
     for name, source in KNOWN_SOURCES.items():
-        if name == rollout.rollout_source:
-            yield from source.problems(config)
-            continue
         for field in source.settings:
-            if getattr(rollout, field) != getattr(default, field):
-                why, do = f"rollout-source is {rollout.rollout_source}", f"add --rollout-source {name}"
-                yield no_effect(field.replace("_", "-"), why, do)
+            readers.setdefault(field, []).append(name)
+    for field, names in readers.items():
+        if field not in chosen.settings and getattr(rollout, field) != getattr(default, field):
+            why = f"rollout-source is {rollout.rollout_source}"
+            yield no_effect(field.replace("_", "-"), why, f"add --rollout-source {' or '.join(names)}")

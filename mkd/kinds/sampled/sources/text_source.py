@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,15 @@ class SourceParts:
     sampling: Sampling
     fingerprints: Mapping[str, object]  # of the run, which decide the completions
     resumes: bool  # False: files in the run's folders are another run's
+    last_iteration: int = 0  # steps so far
+    is_stopped: Callable[[], bool] = lambda: False  # a signal asks the run to end
 
 
 class TextSource:
     """A source of completions."""
 
-    settings: tuple[str, ...] = ()  # fields of `RolloutConfig` that no other source reads
+    settings: tuple[str, ...] = ()  # fields of `RolloutConfig` that not all sources read
+    reads_prompts: bool = True  # --prompt-data-path has what the student completes
 
     def problems(self, config: Config) -> Iterable[UsageError]:
         """Yield what is wrong with its settings, if the run uses it."""

@@ -46,6 +46,10 @@ def _address(rollout: RolloutConfig) -> Iterator[UsageError]:
 
 
 def _staleness(config: Config) -> Iterator[UsageError]:
+    if config.rollout.max_staleness > 1:
+        what = f"max-staleness must be 0 or 1 for a server, not {config.rollout.max_staleness}"
+        why = "the server samples at most one step ahead"
+        yield UsageError(what, why, "use 0 or 1", code="out-of-range")
     if config.rollout.max_staleness and config.grpo.is_on and not config.grpo.has_ratio:
         what = "max-staleness is 1 with a reward"
         why = "the gradient of one update leaves out the ratio to the older weights that sampled"
