@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mkd.data.batch import PackedBatch
-from mkd.errors import ErrorList
+from mkd.errors import ErrorList, MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.checks.problems import find_problems
@@ -134,7 +135,7 @@ def benchmark(
     """Measure the step in each layout; print both tables. Collective."""
     trial = Trial(machine, platform, settings, lengths, with_profile)
     for arm in arms:
-        trial.measure(arm)
+        trial.attempt(arm)
         gc.collect()
         if machine.is_cuda:
             torch.cuda.empty_cache()
@@ -150,7 +151,7 @@ def benchmark(
     case += f", {trial.world_size} processes"
     others = [one for name, row in trial.rows.items() for one in row.others(case, name)]
     times = {case: {name: row.ms for name, row in trial.rows.items()}}
-    return Report(trial.requirements(), wrong_losses(trial.rows), times, others)
+    return Report(trial.requirements(), [*trial.failed, *wrong_losses(trial.rows)], times, others)
 
 
 @dataclass
@@ -164,6 +165,7 @@ class Trial:
     with_profile: bool
     rows: dict[str, Row] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # layouts that do not fit
+    failed: list[str] = field(default_factory=list)  # layouts with an error, and it
     start: float = field(default_factory=time.perf_counter)
 
     @property
@@ -178,6 +180,18 @@ class Trial:
         """Print a line with the seconds since the start, on rank 0."""
         if self.speaks:
             print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
+
+    def attempt(self, arm: LayoutArm) -> None:
+        """Measure a layout. One that fails, on all processes alike, is left out."""
+        try:
+            self.measure(arm)
+        except MkdError:  # the settings
+            raise
+        except Exception as error:  # of torch, NCCL or Transformer Engine
+            if self.speaks:
+                traceback.print_exc()
+            self.failed.append(f"{arm.name}: {type(error).__name__}: {str(error)[:200]}")
+            self.say(self.failed[-1])
 
     def measure(self, arm: LayoutArm) -> None:
         settings = arm.settings(self.settings, self.world_size)
