@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mkd.config.options import all_options
 from mkd.kinds.known_kinds import METRICS
-from mkd.log.metrics import PER_TEACHER
+from mkd.log.metrics import PER_TAG, PER_TEACHER
 
 ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("mkd", "tools", "launch", "tests", "pretrain_kd.py")
@@ -60,7 +60,7 @@ def _registered_texts() -> Iterator[tuple[str, str]]:
     """Yield (place, help) of the options and metrics, whose texts are positional arguments."""
     for option in all_options():
         yield f"mkd/config/{option.path}", option.help
-    for metric in METRICS.metrics + PER_TEACHER:
+    for metric in METRICS.metrics + PER_TEACHER + PER_TAG:
         yield f"mkd/log/{metric.name}", metric.help
 
 

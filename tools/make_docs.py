@@ -21,7 +21,7 @@ from mkd.config.flags import FIRST_FLAGS  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
 from mkd.kinds.known_kinds import METRICS  # noqa: E402
 from mkd.log.compact import ONLY_HELD_OUT, CompactLines  # noqa: E402
-from mkd.log.metrics import AUXILIARY, PER_TEACHER, Metric  # noqa: E402
+from mkd.log.metrics import AUXILIARY, PER_TAG, PER_TEACHER, Metric  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
 from tools.docs.cards_page import cards  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
@@ -183,6 +183,8 @@ def metrics_page() -> str:
                 "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
                 "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
+                "With `teacher_combination: route`, each tag also has `kd_loss/<tag>`, and:\n",
+                *_table([head, *(row(metric, f"{metric.name}/<tag>") for metric in PER_TAG)]),
                 "Losses that the student's layers add themselves have a value each:\n",
                 *_table([head, row(AUXILIARY, f"{AUXILIARY.name}/<name>")]),
                 'Held-out tasks have their own lines, with `"split": "tasks"`: see '

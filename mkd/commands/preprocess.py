@@ -80,6 +80,11 @@ def _add_record_flags(add: Callable[..., object]) -> None:
         "(default: none)",
     )
     add(
+        "--tag-key",
+        metavar="KEY",
+        help="key of the tag in every record, as that of the run (default: tags are not kept)",
+    )
+    add(
         "--max-bad-records",
         type=int,
         default=0,
@@ -175,7 +180,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             tokenizer,
             args.append_eod,
             workers,
-            wanted=WantedRecords(numbers=tuple(args.numbers)),
+            wanted=WantedRecords(numbers=tuple(args.numbers), tag=args.tag_key),
             max_bad_records=args.max_bad_records,
             images=image_reader(
                 args.tokenizer_model, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side

@@ -9,6 +9,7 @@ In reading order:
     rounding_formats.py  the formats that a student's weights may be rounded to
     run_files.py         data, checkpoints, reports
     data_files.py        paths of the data flags: blends, and suffixes of files of records
+    tag_rules.py         which teachers teach the records of which tag
     split.py             the format of the setting `split`
     options.py           the schema as a flat list of options; reading values from text
     megatron_flags.py    flags of Megatron-LM that mkd does not have

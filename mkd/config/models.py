@@ -14,7 +14,7 @@ from mkd.config.field import option
 from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
-TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
+TEACHER_COMBINATIONS = ("weighted_sum", "average", "select", "route")
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
 _LAYOUT = (
@@ -116,6 +116,12 @@ class TeacherModel(TeacherDivergence):
     )
     weight: float = option(
         1.0, "weight of this teacher among several, above 0. Weights are divided by their sum", flag=False
+    )
+    tags: tuple[str, ...] = option(
+        (),
+        "tags of the records that this teacher teaches, with --teacher-combination route (default: all tags "
+        "that no other teacher names)",
+        flag=False,
     )
     pipeline_layout: str | None = option(
         None, _LAYOUT.replace(" (default", ". Independent of the student's (default")

@@ -26,6 +26,11 @@ class DataConfig:
         (),
         "held-out data, in the same forms. With it all of --data-path is for training (default: see --split)",
     )
+    data_tags: tuple[str, ...] = option(
+        (),
+        "PATH=TAG ..., tags of the records of whole paths of data or prompts, for --teacher-combination "
+        "route. Records with a tag of their own (--tag-key) keep it (default: none)",
+    )
     split: str = option(
         "100,0,0",
         "proportions of documents for training, validation and test, without --valid-data-path. "

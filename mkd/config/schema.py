@@ -23,6 +23,7 @@ from mkd.kinds.judged.pair_losses.simpo import SimPO
 from mkd.kinds.judged.reward_settings import RewardConfig
 from mkd.kinds.lora.lora_settings import LoRAConfig
 from mkd.kinds.rounded.rounding_settings import RoundingConfig
+from mkd.kinds.routed.route_settings import RouteSettings
 from mkd.kinds.sampled.rollout_settings import RolloutConfig
 from mkd.kinds.weighted.weight_settings import WeightConfig
 
@@ -122,7 +123,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class KDConfig(KDDivergence):
+class KDConfig(RouteSettings, KDDivergence):
     """The objective: (1 - kd_ratio) x cross entropy + kd_ratio x divergence from the teacher."""
 
     kd_ratio: float = option(
@@ -144,7 +145,8 @@ class KDConfig(KDDivergence):
         "weighted_sum",
         "way to combine several teachers. weighted_sum: sum of their divergences, weights normalised to 1. "
         "average: one divergence from the weighted mean of their probabilities (student's tokenizer only). "
-        "select: for each pack the teacher with the lowest cross entropy of the same text",
+        "select: for each pack the teacher with the lowest cross entropy of the same text. route: for each "
+        "record the teachers of its tag, and no other teacher runs",
         choices=TEACHER_COMBINATIONS,
     )
     teacher_weighting: str = option(

@@ -35,6 +35,7 @@ FORMER_DEFAULTS: Mapping[str, str] = MappingProxyType(
         "exact_token_match_only": "false",
     }
 )
+_PAIRS = ("data_tags", "tag_weights")  # lists of NAME=VALUE that may also be written as a mapping
 _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as a YAML list
 
 
@@ -171,10 +172,14 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
             return ()
         raise UsageError(f"{label} has no value", "", "give one, or remove the line", code="yaml-not-valid")
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if option.field in _PAIRS and isinstance(node, yaml.MappingNode):
+        items = [item for pair in node.value for item in pair]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
         what = f"{label} is not a plain value"
         raise UsageError(what, f"{option.label}: {option.help}", "write `name: value`", code="yaml-not-valid")
     texts = [item.value for item in items]
+    if isinstance(node, yaml.MappingNode):
+        texts = [f"{name}={value}" for name, value in zip(texts[::2], texts[1::2], strict=True)]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:
             what = f"{label} is a list"

@@ -7,6 +7,7 @@ records/                which keys of a record are read, and the texts, conversa
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 workers.py              the end of worker processes
 progress_lines.py       lines on how much is done while files are tokenised and packed
+tags.py                 tags of documents and packs, and the teachers that a micro-batch needs
 packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)

@@ -52,6 +52,7 @@ class Pack:
     images: PackImages | None = None  # None: the corpus has no images
     row_values: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [s], see `PackedBatch`
     num_pairs: int = 0  # preference pairs
+    tag: int = -1  # number of its documents' tag, -1 without one
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,15 @@ class PackedBatch:
     row_sums: Mapping[str, float] = field(default_factory=dict)
     """Name -> sum of a row value over the loss tokens of the whole row, of numbers of records."""
     num_pairs: int = 0  # preference pairs of the whole row
+    tags: tuple[int, ...] = ()  # number of each pack's tag, -1 without one
+    pack_loss_tokens: tuple[int, ...] = ()  # loss tokens of each pack
+    pack_loss_rows: tuple[int, ...] = ()  # those of `loss_rows` in each pack: of this rank
+    needed_teachers: tuple[bool, ...] = ()  # whether each teacher that runs is needed; (): all are
+
+    def loss_rows_of(self, packs: Sequence[int]) -> Tensor:
+        """Return the `loss_rows` that lie in the packs of these numbers, ascending."""
+        parts = self.loss_rows.split(self.pack_loss_rows)
+        return torch.cat([self.loss_rows[:0], *(parts[number] for number in packs)])
 
     def of_loss_rows(self, name: str) -> Tensor:
         """Return a row value of each loss row, [n]; fp32 zeros in a batch of padding, which has none."""
@@ -118,6 +128,7 @@ class PackedBatch:
             self,
             **sharded,
             loss_rows=loss_rows,
+            pack_loss_rows=_by_pack(sharded["loss_mask"], len(self.sample_ids)),
             row_values={name: values[:, rows] for name, values in self.row_values.items()},
             teacher_inputs=tuple(part.cut(cut) for part in self.teacher_inputs),
         )
@@ -168,6 +179,9 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         row_values=row_values,
         row_sums={name: float(values.sum(dtype=torch.float64)) for name, values in weighed.items()},
         num_pairs=sum(pack.num_pairs for pack in packs),
+        tags=tuple(pack.tag for pack in packs),
+        pack_loss_tokens=_by_pack(loss_mask, len(packs)),
+        pack_loss_rows=_by_pack(loss_mask, len(packs)),
     )
 
 
@@ -183,6 +197,11 @@ def _joined_row_values(packs: Sequence[Pack]) -> dict[str, Tensor]:
             pairs += pack.num_pairs
         found[name] = as_row(np.concatenate(parts))
     return found
+
+
+def _by_pack(loss_mask: Tensor, num_packs: int) -> tuple[int, ...]:
+    """Return the number of loss rows of each pack; `loss_mask` [1, t] is that of whole packs or of shards."""
+    return tuple(loss_mask.view(num_packs, -1).count_nonzero(dim=1).tolist())
 
 
 def _loss_rows(loss_mask: Tensor) -> Tensor:

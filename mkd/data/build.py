@@ -12,6 +12,7 @@ from typing import Any
 from mkd.config.data_files import Blend, is_raw, parse_blend
 from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
+from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
@@ -33,6 +34,7 @@ from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.quarantine import collect, list_left_out
 from mkd.data.records.file_notes import log_notes
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
+from mkd.data.tags import CorpusTags, TaggedDocuments, tags_of_run
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -63,15 +65,16 @@ def open_datasets(
     images: ConversationImages | None = None,  # reads the images of conversations; None: there may be none
     max_patches_per_pack: int | None = None,  # of images; default: no limit
     records: WantedRecords = ANY_RECORDS,  # what the loss reads of them
+    tags: TagRules | None = None,  # the teachers of each tag; None: tags do not matter
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[BlendedDataset, BlendedDataset | None]:
     """Return the (training, validation) data sets; validation is None if it has no document.
 
-    The process with `is_builder` tokenises raw files into `cache_dir`, once for every content, tokenizer and
-    setting. Every process calls `share(value)` once; it waits for the builder and returns the builder's value
-    (picklable), or raises its error. The builder calls `progress` often; it may raise.
+    The process with `is_builder` tokenises raw files into `cache_dir`, unless they are there. Every process
+    calls `share(value)` once; it waits for the builder and returns the builder's value (picklable), or raises
+    its error. The builder calls `progress` often; it may raise.
 
     With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora are
     tokenised and aligned in the same way, and packs get their part. A record that one refuses is a bad one.
@@ -93,13 +96,12 @@ def open_datasets(
         records=records,
         packing=replace(packing, max_patches=max_patches_per_pack),
         known=KnownFiles(cache_dir),
+        tags=tags,
     )
     prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
     if not prepared[0]:
         raise _no_training_documents(split)
-    is_weighted = [blend.weights is not None for blend, *_ in parts]
-    known = dict(vocab_size=vocab_size, pad_id=tokenizer.padding_id(vocab_size), images=images)
-    train_data, valid_data = _open(prepared, is_weighted, teachers, known)
+    train_data, valid_data = _open(prepared, [one[0].weights is not None for one in parts], preparation)
     assert train_data is not None
     return train_data, valid_data
 
@@ -129,23 +131,25 @@ class _Member:
     packing: PackSettings
     packs: ArrayFile | None  # None: a small one, which every process packs
     teachers: Mapping[int, tuple[str, ArrayFile | None]]  # number -> its corpus, and its side of the packs
+    tags: CorpusTags | None = None
 
 
 def _open(
     prepared: Sequence[Sequence[_Member]],  # of each data set
     is_weighted: Sequence[bool],
-    teachers: Sequence[TeacherText | SharedTokens],
-    known: Mapping[str, Any],  # arguments of PackedDataset that do not depend on the corpus
+    preparation: _Preparation,  # of any process
 ) -> list[BlendedDataset | None]:
     """Return the data sets, None for one without a corpus."""
     members = [member for of_data_set in prepared for member in of_data_set]
-    datasets = []
+    datasets, vocab_size = [], preparation.vocab_size
+    pad_id = preparation.tokenizer.padding_id(vocab_size)
+    known = dict(vocab_size=vocab_size, pad_id=pad_id, images=preparation.images)
     for member in members:
         index = PackIndex.in_file(member.packs) if member.packs else None
-        settings = asdict(member.packing) | {"index": index} | known
+        settings = asdict(member.packing) | {"index": index, "tags": member.tags} | known
         datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
     # Training and held-out sets together: the packs of a teacher have one length in all of them.
-    _attach_teachers(datasets, members, teachers)
+    _attach_teachers(datasets, members, preparation.teachers)
     opened, found = iter(datasets), []
     for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
         weights = [member.weight for member in of_data_set] if weighted else None
@@ -171,6 +175,7 @@ class _Preparation:
     records: WantedRecords
     packing: PackSettings
     known: KnownFiles
+    tags: TagRules | None = None
 
     def members(
         self, train: Blend, valid: Blend | None, parts: Sequence[tuple[Blend, float, float]]
@@ -183,19 +188,27 @@ class _Preparation:
         paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
         # Before any is packed: packs leave out the documents that some teacher refuses.
         prefixes = self._all_prefixes({path: flag for flag, named in paths.items() for path in named})
-        found: list[list[_Member]] = []
+        found: list[list[tuple[TaggedDocuments, float]]] = []
         for blend, begin, end in parts:
             found.append([])
             for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
-                store = TokenStore(prefixes[path][0])
+                store, file_tag = TokenStore(prefixes[path][0]), self.tags and self.tags.files.get(path)
                 documents = _documents_between(store, begin, end)
                 if documents[0] < documents[1]:
-                    found[-1].append(self._member(store, prefixes[path][1], documents, weight))
-        return found
+                    found[-1].append((TaggedDocuments(store, documents, path, file_tag), weight))
+        names = None
+        if self.tags is not None:  # before any is packed, too: a tag may have no teacher
+            names = tags_of_run(self.tags, (part for of_blend in found for part, _ in of_blend))
+        return [
+            [self._member(part, prefixes[part.path][1], weight, names) for part, weight in of_blend]
+            for of_blend in found
+        ]
 
     def _member(
-        self, store: TokenStore, teachers: Mapping[int, str], documents: tuple[int, int], weight: float
+        self, part: TaggedDocuments, teachers: Mapping[int, str], weight: float, tags: Sequence[str] | None
     ) -> _Member:
+        store, documents = part.store, part.documents
+        own_tags = None if tags is None else part.numbered(tags)
         refused = {document for prefix in teachers.values() for document in refused_documents(prefix)}
         here = sorted(document for document in refused if documents[0] <= document < documents[1])
         tables = image_tables(teachers.values())
@@ -205,13 +218,13 @@ class _Preparation:
                 store, packing.seq_length, packing.document_multiple, packing.overlong, documents
             )
         packing = replace(self.packing, documents=documents, left_out=tuple(here), teacher_images=tables)
+        packing = replace(packing, by_tag=tags is not None)
         if not store.has_loss_mask:  # no conversation, so the rule for them changes nothing
             packing = replace(packing, overlong_conversations=None)
         if is_small(store, packing):
             self._list_left_out(store, packing)
-            return _Member(
-                store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
-            )
+            nothing = {n: (one, None) for n, one in teachers.items()}
+            return _Member(store.prefix, weight, packing, None, nothing, own_tags)
         packs = pack_into_file(store, packing, self.cache_dir, self.known, self.workers, self.progress)
         index = PackIndex.in_file(packs)
         if index.dropped is None or index.dropped.has_whole_ones:  # to find them takes as long as to pack
@@ -219,7 +232,7 @@ class _Preparation:
         sides = {
             number: (prefix, self._side(store, prefix, index, packing)) for number, prefix in teachers.items()
         }
-        return _Member(store.prefix, weight, packing, packs, sides)
+        return _Member(store.prefix, weight, packing, packs, sides, own_tags)
 
     def _side(self, store: TokenStore, prefix: str, index: PackIndex, packing: PackSettings) -> ArrayFile:
         """Return the packs in the tokens of the teacher whose corpus is at `prefix`."""

@@ -19,6 +19,7 @@ from mkd.data.packing.kept_documents import Dropped
 from mkd.data.packing.pack_index import PackIndex, pack_in_memory
 from mkd.data.packing.pack_settings import WINDOW_PIECES, PackSettings
 from mkd.data.quarantine import skipped
+from mkd.data.tags import UNTAGGED, CorpusTags
 from mkd.human import counted
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds
@@ -38,6 +39,7 @@ class PackedDataset:
         pad_id: int,
         index: PackIndex | None = None,  # default: the documents are packed now
         images: ConversationImages | None = None,  # reads the images; None: the models read none
+        tags: CorpusTags | None = None,  # None: records have no tags, or none that matter
         **settings: Any,  # of PackSettings
     ):
         """Pack the documents, unless `index` has their packs. Raises DataError if none of them has loss."""
@@ -45,6 +47,9 @@ class PackedDataset:
         assert packing.seq_length % packing.document_multiple == 0
         self.store, self.index = store, index or pack_in_memory(store, packing)
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
+        self.tag_names = () if tags is None else tags.names  # of all tags of the run
+        # Number of each pack's tag, int64 [packs]; None: packs have none
+        self._tags = tags and tags.of_documents(store, self.index.first_documents())
         self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images
         self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
         self.overlong_conversations = packing.overlong_conversations
@@ -86,9 +91,16 @@ class PackedDataset:
             lengths=pieces.length,
             spans=spans,
             sample_id=index,
+            tag=UNTAGGED if self._tags is None else int(self._tags[index]),
             teacher_inputs=tuple(side.pack(student) for side in self.teachers),
             images=None if images is None else PackImages.of_parts(images, parts),
         )
+
+    def tags_of(self, packs: np.ndarray) -> np.ndarray:
+        """Return the numbers of the tags of packs, int64; UNTAGGED for a number below 0."""
+        if self._tags is None:
+            return np.full(packs.shape, UNTAGGED)
+        return np.where(packs < 0, UNTAGGED, self._tags[packs])
 
     @property
     def rule_of_conversations(self) -> str | None:
@@ -255,6 +267,20 @@ class BlendedDataset:
 
     def empty_pack(self) -> Pack:
         return self.members[0].empty_pack()
+
+    @property
+    def tag_names(self) -> tuple[str, ...]:
+        """All tags of the run; () without tags."""
+        return self.members[0].tag_names
+
+    def tags_of(self, packs: np.ndarray) -> np.ndarray:
+        """Return the numbers of the tags of packs, int64; UNTAGGED for a number below 0."""
+        places = np.searchsorted(self._offsets, packs, side="right") - 1
+        found = np.full(packs.shape, UNTAGGED)
+        for number, member in enumerate(self.members):
+            inside = (places == number) & (packs >= 0)
+            found[inside] = member.tags_of(packs[inside] - self._offsets[number])
+        return found
 
     @property
     def images(self) -> ConversationImages | None:

@@ -33,7 +33,7 @@ def kinds_of_records(
     looked_at = min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize)
     for file in named_files(path, flag).at_hand()[:MOST_FILES]:
         bad = list[BadRecord]()
-        for number, row in islice(read_rows(file, numbers=wanted.numbers), looked_at):
+        for number, row in islice(read_rows(file, numbers=wanted.keys), looked_at):
             try:
                 record = parse_row(row, wanted)
                 is_conversation = record.kind == PAIR and not isinstance(record.values[0], str)

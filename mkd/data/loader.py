@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.images.row_images import ImageLayout, images_of_row
 from mkd.data.order import SampleOrder
+from mkd.data.tags import TeacherRoutes
 from mkd.data.workers import iterating, outlive_signals, worker_deaths_explained, worker_ended
 from mkd.errors import MkdError
 from mkd.parallel.zigzag import RowShard
@@ -40,6 +41,7 @@ class BatchLayout:
     data_parallel_size: int = 1
     shard: RowShard = RowShard()
     images: ImageLayout = ImageLayout()
+    routes: TeacherRoutes | None = None  # which teachers a micro-batch needs; None: all
 
     def __post_init__(self):
         assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0
@@ -54,8 +56,31 @@ class BatchLayout:
 
         `samples` [global] are the samples of the whole batch.
         """
-        shape = (self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
-        return samples.reshape(shape)[:, self.data_parallel_rank]
+        return self.dealt(samples)[:, self.data_parallel_rank]
+
+    def dealt(self, samples: np.ndarray) -> np.ndarray:
+        """Return the parts of all ranks, [num_microbatches, data_parallel_size, micro_batch_size]."""
+        return samples.reshape(self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
+
+    def deal(self, samples: np.ndarray, dataset: PackedDataset | BlendedDataset) -> Iterator[Dealt]:
+        """Yield this rank's micro-batches of one global batch.
+
+        If packs have tags, those of one tag are neighbours, so that few teachers run at a time.
+        """
+        if self.routes is None:
+            yield from (Dealt(own, ()) for own in self.microbatches(samples).tolist())
+            return
+        samples = samples[np.argsort(dataset.tags_of(samples), kind="stable")]
+        for of_ranks in self.dealt(samples):
+            own = of_ranks[self.data_parallel_rank].tolist()
+            yield Dealt(own, self.routes.needed(dataset.tags_of(of_ranks)))
+
+
+class Dealt(NamedTuple):
+    """One micro-batch of a rank, before it is read."""
+
+    samples: list[int]
+    needed_teachers: tuple[bool, ...] = ()  # see PackedBatch
 
 
 class TrainStream:
@@ -82,7 +107,7 @@ class TrainStream:
         self._layout = BatchLayout(**layout)
         self.consumed_samples = consumed_samples
         self._order = dataset.sample_order(seed, shuffle)
-        samples = _TrainSamples(self._order, self._layout, consumed_samples)
+        samples = _TrainSamples(self._order, dataset, self._layout, consumed_samples)
         self._batches = read_ahead(MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
         self._following: list[PackedBatch] = []
 
@@ -146,7 +171,7 @@ class EvalStream:
         samples = np.full(self.num_steps * self._layout.global_batch_size, EMPTY)
         samples[: self.num_samples] = self._dataset.evenly_spaced(self.num_samples)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
-        microbatches = [row for step in steps for row in self._layout.microbatches(step).tolist()]
+        microbatches = [dealt for step in steps for dealt in self._layout.deal(step, self._dataset)]
         make = MicroBatches(self._dataset, self._layout)
         batches = read_ahead(make, microbatches, self._num_workers, self._pin_memory)
         for _ in range(self.num_steps):
@@ -158,14 +183,15 @@ class _TrainSamples:
     """The packs of each micro-batch of a rank, without end."""
 
     order: SampleOrder
+    dataset: PackedDataset | BlendedDataset
     layout: BatchLayout
     consumed_samples: int
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Dealt]:
         first = self.consumed_samples
         while True:
             samples = self.order(first, self.layout.global_batch_size)
-            yield from self.layout.microbatches(samples).tolist()
+            yield from self.layout.deal(samples, self.dataset)
             first += self.layout.global_batch_size
 
 
@@ -176,12 +202,13 @@ class MicroBatches:
     dataset: PackedDataset | BlendedDataset
     layout: BatchLayout
 
-    def __call__(self, samples: list[int]) -> PackedBatch:
+    def __call__(self, dealt: Dealt) -> PackedBatch:
         """Return the micro-batch. Raises DataError for data that cannot be read."""
         dataset, layout, shard = self.dataset, self.layout, self.layout.shard
+        samples, needed = dealt
         packs = [dataset.empty_pack() if i == EMPTY else dataset[i] for i in samples]
         whole = collate(packs)
-        part = whole.shard(shard)
+        part = replace(whole.shard(shard), needed_teachers=needed)
         if dataset.images is not None:
             part = replace(part, images=images_of_row(packs, whole, dataset.images, layout.images, shard))
         for number, own in enumerate(dataset.teacher_images):
@@ -194,8 +221,8 @@ class MicroBatches:
 
 
 def read_ahead(
-    make: Callable[[list[int]], Batch],
-    samples: Iterable[list[int]],
+    make: Callable[[Any], Batch],
+    samples: Iterable[Any],  # what `make` takes, for each micro-batch
     num_workers: int,
     pin_memory: bool,
     ahead: int = 0,  # micro-batches that are ready or being made; at least two for each worker
@@ -228,9 +255,9 @@ def read_ahead(
 class _Made(Dataset):
     """Micro-batches by their samples. An error is returned, because the loader would rewrite a raised one."""
 
-    make: Callable[[list[int]], Any]
+    make: Callable[[Any], Any]
 
-    def __getitem__(self, samples: list[int]) -> Any:
+    def __getitem__(self, samples: Any) -> Any:
         try:
             return self.make(samples)
         except MkdError as error:

@@ -55,6 +55,6 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 def evaluation_objective(engine: Engine) -> Objective:
     """Return the objective that also measures cross entropy. Counts are 1: there is no gradient."""
     data_term = engine.data_term if engine.data_term and engine.data_term.has_held_out_loss else None
-    terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True, data_term=data_term)
+    terms = loss_terms(engine.kd, engine.teachers, True, data_term, engine.tags)
     ones = torch.ones(len(terms), device=engine.context.device)
     return Objective(engine.kd, engine.context, terms, ones)

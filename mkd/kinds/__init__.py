@@ -5,6 +5,7 @@ known_kinds.py   all kinds, and their additions together
 loss_card.py     the objective of a run as text
 sampled/         the student's own text: completions of prompts, sampled here or by a server
 lora/            students that learn by adapters
+routed/          records whose tags choose their teachers
 weighted/        records that count more or less than others
 stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer

@@ -19,6 +19,7 @@ from mkd.kinds.kind import CardTerm, Kind, TeacherCard
 from mkd.kinds.lora.lora_students import LoRAStudents
 from mkd.kinds.placed.known_places import Places, Precisions
 from mkd.kinds.rounded.rounded_student import RoundedStudent
+from mkd.kinds.routed.tagged_records import Routed
 from mkd.kinds.sampled.own_text import OwnText
 from mkd.kinds.weighted.weighted import Weighted
 from mkd.log.metrics import CORE_METRICS, Registry
@@ -41,6 +42,7 @@ KINDS: tuple[Kind, ...] = (
     Pairs(),
     GRPO(),
     Weighted(),
+    Routed(),
     OwnText(),
     LoRAStudents(),
     Precisions(),

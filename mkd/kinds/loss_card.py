@@ -25,6 +25,7 @@ _COMBINATIONS = {
     "weighted_sum": "sum of weight x KD of each teacher, {weights}",
     "average": "one divergence to the weighted mean of the teachers' probabilities",
     "select": "in each pack, KD of the teacher with the lowest cross entropy there",
+    "route": "in each record, sum of weight x KD of the teachers of its tag, {weights} divided by their sum",
 }
 
 

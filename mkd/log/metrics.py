@@ -143,6 +143,11 @@ PER_TEACHER = (  # keys end in a slash and the teacher's name
     ),
 )
 
+PER_TAG = (  # keys end in a slash and the tag
+    Metric("tokens", "tokens", SUM, "loss tokens of the records of this tag", int),
+    Metric("ce", "nats/token", ROW_MEAN, "ce_loss on the records of this tag"),
+)
+
 AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "auxiliary_loss",
     "nats/token",
@@ -159,7 +164,7 @@ class Registry:
 
     def __init__(self, metrics: Sequence[Metric]):
         self.metrics = tuple(metrics)  # those with a key of their own
-        self._by_name = {metric.name: metric for metric in (*metrics, *PER_TEACHER, AUXILIARY)}
+        self._by_name = {metric.name: metric for metric in (*metrics, *PER_TEACHER, *PER_TAG, AUXILIARY)}
         self._order = {name: place for place, name in enumerate(self._by_name)}
 
     def find(self, key: str) -> Metric:

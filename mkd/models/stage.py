@@ -27,6 +27,7 @@ class StageInput:
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
     images: ImageRow | None = None  # None: a row of text alone
+    is_needed: bool = True  # False: no loss reads this teacher's state, so it does not run
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class DistillationStage(MegatronModule):
         timed = self.teacher_time.running(rows[0].tokens.device) if is_timed else nullcontext()
         with torch.no_grad(), timed:
             for teacher, row in zip(self.teachers, rows, strict=True):
-                teacher_hiddens.append(_run(teacher, row))
+                teacher_hiddens.append(_run(teacher, row) if row.is_needed else unread_state(teacher, row))
                 teacher.set_input_tensor(None)
         return tuple(teacher_hiddens)
 
@@ -117,6 +118,16 @@ def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
     """
     own = [get_attr_wrapped_model(stage, "teachers", return_model_obj=True) for stage in stages]
     return sum(stage.teacher_time.take_ms() for stage in own) if own[0].teachers else None
+
+
+def unread_state(teacher: LanguageModel, row: StageInput) -> Tensor:
+    """Return what stands for the state of a teacher that does not run: memory without values.
+
+    Pipeline messages keep their shapes, and nothing reads it.
+    """
+    shards = teacher.pg_collection.tp.size() if teacher.config.sequence_parallel else 1
+    shape = row.tokens.shape[1] // shards, 1, teacher.config.hidden_size
+    return torch.empty(shape, dtype=teacher.config.params_dtype, device=row.tokens.device)
 
 
 def _run(model: LanguageModel, row: StageInput) -> Tensor:

@@ -62,7 +62,7 @@ def _read(
     lines = ProgressLines(f"reading {path}", total_megabytes(files), "MB", "records")
     for file in files:
         bad: list[BadRecord] = []
-        for place, (number, row) in enumerate(position.follow(read_rows(file, numbers=wanted.numbers), file)):
+        for place, (number, row) in enumerate(position.follow(read_rows(file, numbers=wanted.keys), file)):
             try:
                 record = parse_row(row, wanted)
                 kinds[record.kind] += 1

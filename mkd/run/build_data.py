@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.config.schema import Config
+from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.data.images.conversation import ConversationImages
@@ -115,6 +116,7 @@ def open_data(
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,
         records=wanted_records(config),
+        tags=TagRules.of(config),
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -25,6 +25,7 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
 from mkd.kinds.placed.known_places import PLACES, PRECISIONS
+from mkd.kinds.routed.route_setup import run_tags
 from mkd.models.builder import (
     build_base_parts,
     build_model_parts,
@@ -66,6 +67,7 @@ def build_engine(
     context: ParallelContext,
     setups: Sequence[TeacherSetup] | None = None,  # of the teachers; None: those of the plan
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
+    tags: Sequence[str] = (),  # of the packs, in the order of their numbers
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
@@ -113,7 +115,8 @@ def build_engine(
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
     inputs = rounded_inputs(config, students, optimizer.rounded, context)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts, instead_of_ce, inputs)
+    others = experts, instead_of_ce, inputs, run_tags(plan, tags)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, *others)
     holds = everything if lora is None else is_factor
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
 

@@ -40,7 +40,13 @@ MOST_FILES, MOST_NAMED = 2000, 5  # files of the data in a checkpoint, and in an
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 # Options that older runs lack: at their defaults they do not change the fingerprint.
 LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
-    {"skew_alpha": SKEW_ALPHA.default, **{field.name: field.default for field in fields(PrecisionSettings)}}
+    {
+        "skew_alpha": SKEW_ALPHA.default,
+        "tags": [],
+        "tag_key": None,
+        "tag_weights": [],
+        **{field.name: field.default for field in fields(PrecisionSettings)},
+    }
 )
 # Options of how the loss is computed, or whether it may be.
 NOT_LOSS = frozenset({"kd_fp32_logits"})
@@ -281,7 +287,7 @@ def _option_path(name: str) -> str:
 def _corpus(store: TokenStore) -> dict[str, object]:
     """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
-    paths = (files.bin, files.idx, files.loss_mask, files.images, files.image_sources)
+    paths = (files.bin, files.idx, files.loss_mask, files.images, files.image_sources, files.tags)
     sizes = [path.stat().st_size for path in paths if path.exists()]
     meta = {name: value for name, value in store.meta.items() if name not in NOT_CONTENT}
     return {"sizes": sizes, "meta": meta}

@@ -19,6 +19,7 @@ from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.kinds.known_kinds import METRICS
+from mkd.kinds.routed.route_setup import teacher_routes
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.kinds.sampled.rollouts_setup import build_rollouts
 from mkd.kinds.texts import Texts
@@ -74,7 +75,7 @@ def build_run(
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    engine, state = build_engine(plan, context, texts.teachers, texts.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, texts.teachers, texts.teacher_seq_lengths, texts.tag_names)
     position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}
     # `gap_closed` compares with the evaluation before the first step, if it was of the same thing.
@@ -168,6 +169,7 @@ def build_streams(
         data_parallel_size=context.dp_size,
         shard=context.row_shard,
         images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
+        routes=teacher_routes(plan, texts.tag_names, context),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )

@@ -13,14 +13,19 @@ from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
-from mkd.train.sums import DATA, OF_NO_TEACHER, LossSums, ReportLayout
+from mkd.train.sums import DATA, LossSums, ReportLayout, is_of_teacher
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
+from mkd.train.teachers.routed_terms import Routed, RunTags, routed_terms
 from mkd.train.teachers.same_tokens import CrossEntropy, SameTokens
 from mkd.train.teachers.weights import pack_weights
 
 
 def loss_terms(
-    kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False, data_term: DataTerm | None = None
+    kd: KDConfig,
+    teachers: Sequence[Teacher],
+    with_ce_metric: bool = False,
+    data_term: DataTerm | None = None,
+    tags: RunTags | None = None,  # None: all records have all teachers
 ) -> tuple[Term, ...]:
     """Return the terms of the loss: every teacher's, and the cross entropy or `data_term` in its place.
 
@@ -28,6 +33,9 @@ def loss_terms(
     teacher, it computes the cross entropy in its pass, if it can. `with_ce_metric` measures the cross entropy
     even if kd_ratio is 1, where the loss does not need it.
     """
+    if tags is not None and teachers:
+        routed = routed_terms(kd, tags, teachers, with_ce_metric, data_term is not None)
+        return routed if data_term is None else (replace(data_term, factor=1 - kd.kd_ratio), *routed)
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
     if data_term is not None:
@@ -100,5 +108,7 @@ class Objective:
         given = LossInput(
             stage, output, batch, self.context, fp32_logits, has_autograd_head=has_autograd_head
         )
-        teachers = [term for term in self.terms if term.name not in OF_NO_TEACHER]
+        if any(isinstance(term, Routed) for term in self.terms):  # each has the weights of its tag
+            return given
+        teachers = [term for term in self.terms if is_of_teacher(term.name)]
         return replace(given, pack_weights=pack_weights(self.kd, teachers, given))

@@ -102,7 +102,8 @@ class Reporter:
             return
         if self._losses:
             sums = self._losses
-            self.interval.add(self._computed(sums, with_ce=self.kd_ratio < 1), self._per_teacher(sums))
+            with_ce = self.kd_ratio < 1
+            self.interval.add(self._computed(sums, with_ce), self._per_teacher(sums, with_ce))
         record = self.interval.flush() | self._peak_memory()
         teacher_ms = self.take_teacher_ms()
         if teacher_ms is not None:
@@ -135,7 +136,7 @@ class Reporter:
         averager = IntervalAverager(self.metrics)
         averager.add(
             self._computed(sums, with_ce=True),
-            self._per_teacher(sums),
+            self._per_teacher(sums, with_ce=True),
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             consumed_tokens=position.consumed_tokens,
@@ -170,9 +171,12 @@ class Reporter:
             return {}
         return {"gap_closed": 1 - record["kd_loss"] / self.initial_kd}
 
-    def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
-        """Return the metrics of each teacher, if there are several or if one is compared on chunks."""
-        return sums.per_teacher() if len(sums.teachers) > 1 or self.is_cross_tokenizer else {}
+    def _per_teacher(self, sums: LossSums, with_ce: bool) -> dict[str, tuple[float, float]]:
+        """Return the metrics of teachers, if there are several or one is compared on chunks, and of tags."""
+        if not (len(sums.teachers) > 1 or self.is_cross_tokenizer):
+            return {}
+        has_ce = with_ce and (sums.feedback is None or sums.has_cross_entropy)
+        return sums.per_teacher() | sums.per_tag(has_ce)
 
     def _peak_memory(self) -> dict[str, float]:
         """Return the peak memory of the fullest GPU, by one all-reduce MAX of one number.
@@ -196,6 +200,13 @@ class Reporter:
         of_teachers = [
             [row for part in batch.teacher_inputs for row in part.token_rows(batch)] for batch in microbatches
         ]
-        teacher_lengths = [lengths(rows) for rows in zip(*of_teachers, strict=True)]
+        needed = [
+            batch.needed_teachers or [True] * len(rows)
+            for batch, rows in zip(microbatches, of_teachers, strict=True)
+        ]
+        teacher_lengths = [
+            lengths(row for row, is_needed in zip(rows, needed_by, strict=True) if is_needed)
+            for rows, needed_by in zip(zip(*of_teachers, strict=True), zip(*needed, strict=True), strict=True)
+        ]
         models = self.student, self.teachers
         return distillation_flops(*models, lengths(microbatches), teacher_lengths, self.is_frozen)

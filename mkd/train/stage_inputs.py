@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mkd.data.batch import PackedBatch
 from mkd.data.teacher_input import TokenRow
 from mkd.models.packed import packed_documents
@@ -14,9 +16,11 @@ def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInpu
 
 
 def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[StageInput]:
-    """Return the input of each teacher that runs."""
+    """Return the input of each teacher that runs in this run, also of one that this batch does not need."""
     rows = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    return [_stage_input(row, padding_joins_document) for row in rows]
+    needed = batch.needed_teachers or [True] * len(rows)
+    inputs = [_stage_input(row, padding_joins_document) for row in rows]
+    return [replace(one, is_needed=is_one) for one, is_one in zip(inputs, needed, strict=True)]
 
 
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:

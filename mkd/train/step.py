@@ -32,6 +32,7 @@ from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
+from mkd.train.teachers.routed_terms import RunTags
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Engine:
     experts: ExpertMonitor | None = None  # None: the student is dense
     data_term: DataTerm | None = None  # takes the place of the cross entropy; None: the run has that
     rounded_inputs: RoundedInputs | None = None  # None: inputs of the student's matrices are exact
+    tags: RunTags | None = None  # None: all records have all teachers
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -135,7 +137,7 @@ def training_objective(
     """Return the objective of one step, with the row counts of its global batch. Collective."""
     if engine.experts is not None:
         engine.experts.start_step(microbatches)
-    terms = loss_terms(engine.kd, engine.teachers, data_term=engine.data_term)
+    terms = loss_terms(engine.kd, engine.teachers, data_term=engine.data_term, tags=engine.tags)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.masked_fill(counts == 0, 1.0).float()  # nothing to divide: the sum is 0
     return Objective(engine.kd, engine.context, terms, inverse_counts, observe)

@@ -17,6 +17,19 @@ DATA = "data term"
 OF_NO_TEACHER = (CROSS_ENTROPY, DATA)
 """Names of the terms that belong to no teacher; the blank keeps them apart from the names of teachers."""
 
+TAG_TOKENS = "tag_tokens"  # measure of a term of one tag: the tag's loss tokens
+
+
+def term_name(name: str, tag: str) -> str:
+    """Return the name of a term on the records of one tag."""
+    return f"{name}/{tag}"
+
+
+def is_of_teacher(name: str) -> bool:
+    """Return True if a term of this name belongs to a teacher."""
+    return name.partition("/")[0] not in OF_NO_TEACHER
+
+
 FEEDBACK_LOSS = "feedback_loss"  # metric of the loss of judged answers
 
 
@@ -83,11 +96,24 @@ class ReportLayout:
             kd_ratio,
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
-            teachers={name: one for name, one in terms.items() if name not in OF_NO_TEACHER},
+            teachers={name: one for name, one in terms.items() if is_of_teacher(name)},
             feedback=terms.get(DATA),
             loss_key=self.loss_key,
             has_cross_entropy=self.has_cross_entropy or DATA not in terms,
+            tags=_by_tag(terms),
         )
+
+
+def _by_tag(terms: Mapping[str, TermSums]) -> dict[str, tuple[float, float]]:
+    """Return tag -> (the student's cross entropy, loss tokens), of terms with a tag."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, one in terms.items():
+        _, slash, tag = name.partition("/")
+        if slash:
+            ce, tokens = found.get(tag, (0.0, 0.0))
+            assert isinstance(one.student_ce, float), "sums are numbers here"
+            found[tag] = ce + one.student_ce, max(tokens, one.measures[TAG_TOKENS])
+    return found
 
 
 def _as_double(value: Number, zero: Tensor) -> Tensor:
@@ -109,6 +135,8 @@ class LossSums:
     feedback: TermSums | None = None  # of the data term, which takes the place of the cross entropy
     loss_key: str = FEEDBACK_LOSS  # metric of the data term's loss
     has_cross_entropy: bool = False  # `ce` is known beside a data term
+    # Tag -> (the student's cross entropy, loss tokens). Its teachers have names TEACHER/TAG in `teachers`.
+    tags: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums of both together. Both must have the same teachers and auxiliary losses."""
@@ -122,6 +150,7 @@ class LossSums:
             self.feedback + other.feedback if self.feedback and other.feedback else None,
             self.loss_key,
             self.has_cross_entropy,
+            {tag: (ce + other.tags[tag][0], n + other.tags[tag][1]) for tag, (ce, n) in self.tags.items()},
         )
 
     def named_as(self, other: LossSums) -> LossSums | None:
@@ -131,7 +160,7 @@ class LossSums:
         """
         is_same = self.kd_ratio == other.kd_ratio and self.auxiliary.keys() == other.auxiliary.keys()
         measures = [one.feedback and one.feedback.measures.keys() for one in (self, other)]
-        is_same = is_same and self.loss_key == other.loss_key
+        is_same = is_same and self.loss_key == other.loss_key and self.tags.keys() == other.tags.keys()
         if not is_same or len(self.teachers) != len(other.teachers) or measures[0] != measures[1]:
             return None
         return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
@@ -179,13 +208,31 @@ class LossSums:
     def per_teacher(self) -> dict[str, tuple[float, float]]:
         """Return metric key -> (sum, divisor). `kd_mean` is the sum of `teacher_weight` * `kd_loss`."""
         metrics = {}
-        for name, one in self.teachers.items():
+        for name, one in self._routed("teacher").items() if self.tags else self.teachers.items():
             metrics[f"kd_loss/{name}"] = (one.kd, one.weight)
             metrics[f"teacher_weight/{name}"] = (one.weight, one.rows)
             metrics[f"teacher_ce/{name}"] = (one.ce, one.tokens)
             metrics[f"teacher_entropy/{name}"] = (one.entropy, one.tokens)
             metrics[f"top1_agreement/{name}"] = (one.top1_agreement, one.compared)
-            metrics[f"num_aligned/{name}"] = (one.rows, self.num_steps)
+            metrics[f"num_aligned/{name}"] = (one.measures.get(TAG_TOKENS, one.rows), self.num_steps)
+        return metrics
+
+    def _routed(self, by: str) -> dict[str, TermSums]:
+        """Return the sums of all terms of each teacher, or of each tag; `rows` is 1."""
+        found: dict[str, TermSums] = {}
+        for term, one in self.teachers.items():
+            teacher, _, tag = term.partition("/")
+            name = teacher if by == "teacher" else tag
+            part = replace(one, kd=mean(one.kd, one.rows), weight=mean(one.weight, one.rows), rows=1.0)
+            found[name] = replace(found[name] + part, rows=1.0) if name in found else part
+        return found
+
+    def per_tag(self, with_ce: bool) -> dict[str, tuple[float, float]]:
+        """Return metric key -> (sum, divisor)."""
+        metrics = {f"kd_loss/{tag}": (one.kd, one.weight) for tag, one in self._routed("tag").items()}
+        metrics |= {f"tokens/{tag}": (tokens, 1) for tag, (_, tokens) in self.tags.items()}
+        if with_ce:
+            metrics |= {f"ce/{tag}": (ce, tokens) for tag, (ce, tokens) in self.tags.items()}
         return metrics
 
 

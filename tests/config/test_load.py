@@ -28,6 +28,7 @@ WORLD_SIZES = {
     "qwen3_8b_lora_80gib.yaml": 1,
     "qwen3_8b_lora_8gpus.yaml": 8,
     "qwen3_8b_nvfp4.yaml": 8,
+    "two_experts.yaml": 4,
     "two_teachers.yaml": 8,
 }
 

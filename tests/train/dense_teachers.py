@@ -99,7 +99,7 @@ class _Recorder:
         loss, tokens, sums = self.objective(stage, batch, own)
         loss.backward()
         weights = self.objective._loss_input(stage, batch, own).pack_weights
-        self.weights.append(torch.stack(list(weights.values())))
+        self.weights.append(torch.stack(list(weights.values())) if weights else None)
         states, count = [one.squeeze(1) for one in output.teacher_hiddens], len(batch.sample_ids)
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
         # a plain tuple: this module has another name on ranks

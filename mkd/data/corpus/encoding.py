@@ -47,6 +47,7 @@ class EncodedBatch:
     image_sources: bytes
     lines: np.ndarray  # [documents] int64, line or row of each document's record
     numbers: np.ndarray  # [documents, keys] fp32, see `WantedRecords.numbers`
+    tags: tuple[str, ...] = ()  # of each document, "" without one; (): tags are not read
     path: str = ""  # the file; "" if it cannot be read
     ignored: IgnoredKeys = field(default_factory=IgnoredKeys)
     num_rows: int = 0
@@ -73,7 +74,7 @@ class FileRows:
         position = Position()
         for path in self.paths:
             left_out = Counter[str]()
-            read = read_rows(path, numbers=self.wanted.numbers)
+            read = read_rows(path, numbers=self.wanted.keys)
             rows = cut_texts(position.follow(read, path), left_out, self.wanted)
             try:
                 while batch := list(islice(rows, RECORDS_PER_BATCH)):
@@ -88,7 +89,7 @@ def cut_texts(
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows, with each text of more than MAX_CHARACTERS cut into several rows.
 
-    Each of them has the `wanted` numbers of the record. Its other keys are counted in `left_out`.
+    Each of them has the `wanted` numbers and tag of the record. Its other keys are counted in `left_out`.
 
     A cut is made after the last line end in the second half of what fits, else before the last blank there,
     else anywhere.
@@ -98,7 +99,9 @@ def cut_texts(
         if record is None:
             yield number, row
             continue
-        (text,), others = record.values, dict(zip(wanted.numbers, record.numbers, strict=True))
+        (text,), others = record.values, dict[str, Any](zip(wanted.numbers, record.numbers, strict=True))
+        if wanted.tag is not None and record.tag:
+            others[wanted.tag] = record.tag
         start = 0
         while start < len(text):
             end = _cut(text, start)
@@ -223,6 +226,7 @@ class _Encoder:
         documents = [document for _, (_, of_record) in encoded for document in of_record]
         lines = [line for line, (_, of_record) in encoded for _ in of_record]
         numbers = [record.numbers for _, (record, of_record) in encoded for _ in of_record]
+        tags = [record.tag for _, (record, of_record) in encoded for _ in of_record]
         images, image_sources = image_records(document.images for document in documents)
         return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
@@ -234,6 +238,7 @@ class _Encoder:
             image_sources=image_sources,
             lines=np.array(lines, dtype=np.int64),
             numbers=np.array(numbers, dtype=np.float32).reshape(len(lines), len(self.wanted.numbers)),
+            tags=() if self.wanted.tag is None else tuple(tags),
             path=batch.path if isinstance(batch, FileBatch) else "",
             ignored=ignored,
             num_rows=len(batch.rows) if isinstance(batch, FileBatch) else 0,

@@ -20,6 +20,7 @@ FORMAT_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
 SCAN_TOKENS = 1 << 22  # tokens, or documents, read at a time when a whole corpus is scanned
 FORGETFUL = KnownFiles(None)
+TAG = np.dtype(np.uint16)
 PLACE = np.dtype(
     [("source", np.uint32), ("line", np.uint32)]
 )  # of a document's record, see StoreFiles.places
@@ -60,6 +61,10 @@ class StoreFiles:
         return Path(self.prefix + ".numbers.bin")
 
     @property
+    def tags(self) -> Path:  # uint16 [documents], see TokenStore.tags; absent if tags were not read
+        return Path(self.prefix + ".tags.bin")
+
+    @property
     def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs wrote
         return Path(self.prefix + ".meta.json")
 
@@ -72,7 +77,7 @@ class StoreFiles:
         """Files in the order of renaming: the one that readers look for comes last."""
         return (
             *(self.quarantine, self.loss_mask, self.places, self.images, self.image_sources),
-            *(self.numbers, self.bin, self.idx, self.meta),
+            *(self.numbers, self.tags, self.bin, self.idx, self.meta),
         )
 
 
@@ -111,6 +116,8 @@ class TokenStore:
             _check_size(files.loss_mask, self.num_tokens)
             self._loss_mask = _mapped(files.loss_mask)
         self.numbers = self._read_numbers(files.numbers)  # key -> fp32 [documents], one for each record
+        self.tag_names: tuple[str, ...] = tuple(self.meta.get("tags", ("",)))  # "" is that of no tag
+        self.tags = self._read_tags(files.tags)  # uint16 [documents], number in `tag_names`; None: all are 0
         has_images = self.meta.get("images") or files.images.is_file()
         self.images = ImageTable(files.images, files.image_sources) if has_images else None
 
@@ -129,6 +136,20 @@ class TokenStore:
         _check_size(path, 4 * len(self) * len(keys))
         values = _mapped(path).view(np.float32).reshape(len(self), len(keys))
         return dict(zip(keys, values.T, strict=True))
+
+    def _read_tags(self, path: Path) -> np.ndarray | None:
+        if "tags" not in self.meta:
+            return None
+        if not path.is_file():
+            raise _damaged(path, "it does not exist, though the corpus was written with tags")
+        _check_size(path, TAG.itemsize * len(self))
+        return _mapped(path).view(TAG)
+
+    def tags_of(self, documents: np.ndarray) -> np.ndarray:
+        """Return the numbers in `tag_names` of documents, int64."""
+        if self.tags is None:
+            return np.zeros(len(documents), dtype=np.int64)
+        return self.tags[documents].astype(np.int64)
 
     @property
     def documents_per_record(self) -> int:
@@ -293,7 +314,10 @@ def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: Non
     """Return suffix -> SHA-256 of the content, for the files of a corpus."""
     paths = {
         path.name.removeprefix(Path(files.prefix).name): path
-        for path in (files.bin, files.idx, files.loss_mask, files.images, files.image_sources, files.numbers)
+        for path in (
+            *(files.bin, files.idx, files.loss_mask, files.images, files.image_sources),
+            *(files.numbers, files.tags),
+        )
     }
     return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 

@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from mkd.data.corpus.drafts import draft_name, remove_left_behind
 from mkd.data.corpus.encoding import EncodedBatch, encode_files
 from mkd.data.corpus.known_files import KnownFiles
-from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, PLACE, StoreFiles, content_hashes
+from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, PLACE, TAG, StoreFiles, content_hashes
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import ImageTableWriter
 from mkd.data.progress_lines import ProgressLines, total_megabytes
@@ -30,7 +30,8 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 F = TypeVar("F", bound=StoreFiles)
 ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
-LATER = ("notes", "numbers")
+LATER = ("notes", "numbers", "tags")
+MOST_TAGS = 1000
 RECORDS_VERSION = 4  # raise it when the same records become other tokens
 
 
@@ -49,6 +50,7 @@ class StoreSummary:
     image_patches: int = 0
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # file -> what every start says of it
     numbers: tuple[str, ...] = ()  # keys of the records' numbers
+    tags: tuple[str, ...] = ()  # of records, the first is "", that of no tag; (): tags were not read
 
     def described(self) -> dict[str, Any]:
         """Return the entries of the corpus's description; those of later versions only if there are some."""
@@ -84,14 +86,14 @@ def build_store(
     The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
     last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
     DataError for one more, or ErrorList with the first ten. `progress` is called for every batch of records,
-    and may raise. The corpus keeps the `wanted` numbers of the records.
+    and may raise. The corpus keeps the `wanted` numbers and tags of the records.
     """
     inputs = [str(path) for path in inputs]
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         encoded = encode_files(inputs, tokenizer, append_eod, workers, progress, images, wanted)
         with closing(encoded) as batches:
-            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records, wanted.numbers)
+            summary = _write_tokens(batches, inputs, partial, tokenizer, max_bad_records, wanted)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             skipped = f"{summary.bad_records} bad records were skipped, from these on"
@@ -148,9 +150,9 @@ def _write_tokens(
     files: StoreFiles,
     tokenizer: Tokenizer,
     max_bad_records: int,
-    numbers: tuple[str, ...],
+    wanted: WantedRecords,
 ) -> StoreSummary:
-    """Write .bin, .idx, the numbers and, unless it is all ones, the loss mask with the places of records."""
+    """Write .bin, .idx, numbers, tags and, unless it is all ones, the loss mask with places of records."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
@@ -158,7 +160,8 @@ def _write_tokens(
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     lines = ProgressLines(f"tokenising {named_shortly(inputs)}", total_megabytes(inputs), "MB", "records")
-    with builder.data_file, _opened(files) as (mask_file, place_file, number_file):
+    numbers, tags = wanted.numbers, TagNumbers()
+    with builder.data_file, _opened(files) as (mask_file, place_file, number_file, tag_file):
         for batch in batches:
             quarantine.add(batch.errors)
             if quarantine.is_full:
@@ -170,6 +173,7 @@ def _write_tokens(
             mask_file.write(batch.loss.tobytes())
             place_file.write(places_of(batch, inputs).tobytes())
             number_file.write(batch.numbers.tobytes())
+            tag_file.write(tags.of(batch.tags).tobytes())
             images.append(batch.images, batch.image_sources, documents)
             ignored[batch.path].add(batch.ignored)
             documents += len(stops)
@@ -184,8 +188,8 @@ def _write_tokens(
     quarantine.close()
     images.close()
     builder.finalize(str(files.idx))
-    _remove_needless(files, has_mask=bool(unpredicted), has_numbers=bool(numbers))
-    notes = ((path, file_notes(path, keys, tokenizer, numbers)) for path, keys in ignored.items() if path)
+    _remove_needless(files, bool(unpredicted), bool(numbers), wanted.tag is not None)
+    notes = ((path, file_notes(path, keys, tokenizer, wanted.keys)) for path, keys in ignored.items() if path)
     return StoreSummary(
         documents,
         tokens,
@@ -198,27 +202,44 @@ def _write_tokens(
         image_patches=images.patches,
         notes={path: said for path, said in notes if said},
         numbers=numbers,
+        tags=() if wanted.tag is None else tuple(tags),
     )
 
 
 @contextmanager
-def _opened(files: StoreFiles) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
-    """Open the files of the loss mask, of the records' places and of their numbers for writing."""
+def _opened(files: StoreFiles) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes], IO[bytes]]]:
+    """Open the files of the loss mask, and of the records' places, numbers and tags for writing."""
+    paths = (files.loss_mask, files.places, files.numbers, files.tags)
     with ExitStack() as stack:
-        mask, places, numbers = (
-            stack.enter_context(path.open("wb")) for path in (files.loss_mask, files.places, files.numbers)
-        )
-        yield mask, places, numbers
+        mask, places, numbers, tags = (stack.enter_context(path.open("wb")) for path in paths)
+        yield mask, places, numbers, tags
 
 
-def _remove_needless(files: StoreFiles, has_mask: bool, has_numbers: bool) -> None:
-    """Remove the files of a loss mask of ones and of no numbers; errors about either name places."""
+def _remove_needless(files: StoreFiles, has_mask: bool, has_numbers: bool, has_tags: bool) -> None:
+    """Remove the files that hold nothing. Errors about masks, numbers and tags name places."""
     if not has_mask:
         files.loss_mask.unlink()
     if not has_numbers:
         files.numbers.unlink()
-    if not (has_mask or has_numbers):
+    if not has_tags:
+        files.tags.unlink()
+    if not (has_mask or has_numbers or has_tags):
         files.places.unlink()
+
+
+class TagNumbers(dict[str, int]):
+    """Tags of a corpus with their numbers. Number 0 is that of records without a tag."""
+
+    def __init__(self) -> None:
+        super().__init__({"": 0})
+
+    def of(self, tags: Iterable[str]) -> np.ndarray:
+        """Return the numbers of these tags, [n] of TAG. Raises DataError if there are too many."""
+        numbers = [self.setdefault(tag, len(self)) for tag in tags]
+        if len(self) > MOST_TAGS:
+            what, why = f"the records have more than {MOST_TAGS} tags", "each has its own packs and metrics"
+            raise DataError(what, why, "name a key with few values", code="record-value-not-valid")
+        return np.array(numbers, dtype=TAG)
 
 
 def ends_with_loss(ids: np.ndarray, loss: np.ndarray, tokenizer: Tokenizer) -> set[int]:

@@ -29,20 +29,28 @@ class Packs:
         return self.piece_ids[self.offsets[pack] : self.offsets[pack + 1]]
 
 
-def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str, together: int = 1) -> Packs:
+def pack_pieces(
+    lengths: np.ndarray, seq_length: int, pack: str, together: int = 1, tags: np.ndarray | None = None
+) -> Packs:
     """Put pieces of `lengths` tokens (padded), int64 [pieces], into packs of at most `seq_length` tokens.
 
     Deterministic. Packs are ordered by their first piece, and pieces inside a pack by number, so that
-    unshuffled packs follow the corpus. `together` consecutive pieces always share a pack.
+    unshuffled packs follow the corpus. `together` consecutive pieces always share a pack, and pieces with
+    different `tags` [pieces] never do.
     """
     assert pack in PACKINGS
     if together > 1:
-        packs = pack_pieces(lengths.reshape(-1, together).sum(axis=1), seq_length, pack)
+        tags = None if tags is None else tags[::together]
+        packs = pack_pieces(lengths.reshape(-1, together).sum(axis=1), seq_length, pack, tags=tags)
         pieces = packs.piece_ids[:, None] * together + np.arange(together)
         return Packs(packs.offsets * together, pieces.reshape(-1))
     if pack == "none" or len(lengths) == 0:
         return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
-    pack_of_piece = _best_fit_decreasing(lengths, seq_length)
+    pack_of_piece, num_packs = np.empty(len(lengths), dtype=np.int64), 0
+    for tag in (None,) if tags is None else np.unique(tags):
+        which = slice(None) if tag is None else np.flatnonzero(tags == tag)
+        pack_of_piece[which] = num_packs + _best_fit_decreasing(lengths[which], seq_length)
+        num_packs = pack_of_piece[which].max() + 1
     first_piece = np.empty(pack_of_piece.max() + 1, dtype=np.int64)
     first_piece[pack_of_piece[::-1]] = np.arange(len(lengths))[::-1]  # the last one written stays
     rank = np.empty_like(first_piece)

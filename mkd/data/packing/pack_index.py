@@ -83,6 +83,11 @@ class PackIndex:
         """Return the pieces of a pack, in the order of the corpus."""
         return self.pieces(*self.piece_range(pack))
 
+    def first_documents(self) -> np.ndarray:
+        """Return the document of each pack's first piece, int64 [packs]."""
+        firsts = np.concatenate([np.zeros(1, np.int64), self._packs["stop"][:-1]])
+        return self._pieces["document"][firsts].astype(np.int64)
+
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first piece, stops of the packs, int64 [n]) for consecutive packs of some million pieces."""
         first = piece = 0
@@ -136,7 +141,8 @@ class WindowPacker:
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         spans = padded_lengths(pieces.length, settings.document_multiple)
         taken = room.taken_by(pieces, spans)
-        packs = pack_pieces(taken, settings.seq_length, settings.pack, together)
+        tags = store.tags_of(pieces.document) if settings.by_tag else None
+        packs = pack_pieces(taken, settings.seq_length, settings.pack, together, tags)
         kinds = self.kinds()
         found = PackedWindow(
             pieces=np.empty(len(pieces), kinds["pieces"]),
@@ -197,6 +203,7 @@ def pack_into_file(
     """
     files = StoreFiles(store.prefix)
     contents = [path for path in (files.idx, files.loss_mask, files.images) if path.exists()]
+    contents += [files.tags] if settings.by_tag and files.tags.exists() else []
     identity = settings.identity | ({"together": 2} if store.documents_per_record > 1 else {})
     key = known.content_hash([VERSION, identity], contents, progress)
     path = Path(cache_dir) / f"{Path(store.prefix).name}-packs-{key[:16]}.bin"

@@ -24,6 +24,7 @@ class PackSettings:
     overlong_conversations: str | None = None  # of OVERLONG_CONVERSATIONS; None: as `overlong` says
     window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
     max_patches: int | None = None  # of images in a pack, for each model; None: no limit
+    by_tag: bool = False  # a pack holds documents of one tag
     teacher_images: tuple[str, ...] = ()  # files of the images of teachers with image processors of their own
 
     @property
@@ -31,6 +32,8 @@ class PackSettings:
         """Settings for the key of a file of packs; without later settings it is that of earlier versions."""
         values = asdict(self)
         teachers = [sha256_of_file(path) for path in values.pop("teacher_images")]
+        if not self.by_tag:
+            del values["by_tag"]
         if self.overlong_conversations is None:
             del values["overlong_conversations"]
         if self.max_patches is None:

@@ -70,6 +70,7 @@ class Record:
     images: tuple[Any, ...] = ()  # of messages, in the order of their places; see messages.py
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys with a value that nothing reads
     numbers: tuple[float, ...] = ()  # see `WantedRecords.numbers`
+    tag: str = ""  # see `WantedRecords.tag`; "": it has none
 
 
 def unknown_keys(keys: str, found: Iterable[str], where: str = "") -> DataError:

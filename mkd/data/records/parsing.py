@@ -20,7 +20,7 @@ MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes o
 
 
 def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
-    """Return the record in a raw row, with the `wanted` numbers.
+    """Return the record in a raw row, with the `wanted` numbers and tag.
 
     A text may have any length; see `encoding.cut_texts`. Raises DataError for anything else; the caller adds
     file and line to it.
@@ -32,7 +32,7 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
     kind = KINDS[named[0]]
     given = [from_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
     is_chat = kind.form == MESSAGES or any(isinstance(value, list) for value in given) and kind.optional
-    keys = (*kind.keys, *(kind.optional if is_chat else ()), *wanted.numbers)
+    keys = (*kind.keys, *(kind.optional if is_chat else ()), *wanted.keys)
     _check_images(fields, kind.keys, keys)
     refuse_unsupported(fields, keys, kind.keys, is_text=kind.form == TEXT)
     reader = ConversationReader(fields, is_table=not isinstance(row, bytes))
@@ -54,7 +54,7 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         check_size(form, values)
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in keys)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
-    return Record(form, values, images, ignored, wanted.read_numbers(fields))
+    return Record(form, values, images, ignored, wanted.read_numbers(fields), wanted.read_tag(fields))
 
 
 def _named(fields: Mapping[str, Any]) -> list[str]:

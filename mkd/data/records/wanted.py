@@ -11,6 +11,8 @@ from mkd.data.records.values import json_name
 from mkd.errors import DataError
 
 LARGEST, SMALLEST = 3e38, 1e-37  # sizes of a number, which becomes fp32
+LONGEST_TAG = 100  # characters
+SHOWN = 60  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -21,17 +23,24 @@ class WantedRecords:
     numbers: tuple[str, ...] = ()
     """Keys of a number in each record, true or false included. Each is a row value of the packs."""
     weights: tuple[str, ...] = ()  # those of them that must be above 0
+    tag: str | None = None  # key of a record's tag; None: tags are not read
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that are read besides those of the texts."""
+        return self.numbers if self.tag is None else (*self.numbers, self.tag)
 
     @property
     def settings(self) -> list[list[str]]:
         """Keys that decide what is in a tokenised corpus, as JSON values."""
-        return [list(keys) for keys in (self.numbers, self.weights) if keys]
+        found = [list(keys) for keys in (self.numbers, self.weights) if keys]
+        return found if self.tag is None else [*found, ["tag", self.tag]]
 
     def __or__(self, other: WantedRecords) -> WantedRecords:
         """Return what either of them wants."""
         pairs = other.pairs if self.pairs is None else self.pairs
         numbers = dict.fromkeys((*self.numbers, *other.numbers))
-        return WantedRecords(pairs, tuple(numbers), (*self.weights, *other.weights))
+        return WantedRecords(pairs, tuple(numbers), (*self.weights, *other.weights), self.tag or other.tag)
 
     def read_numbers(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the numbers of a raw record. Raises DataError for one that is missing or not valid.
@@ -39,6 +48,26 @@ class WantedRecords:
         true is 1 and false is 0, but neither is a weight.
         """
         return tuple(_number(fields, key, key in self.weights) for key in self.numbers)
+
+    def read_tag(self, fields: Mapping[str, Any]) -> str:
+        """Return the tag of a raw record; "" without one. Raises DataError for a value that is none."""
+        value = None if self.tag is None else fields.get(self.tag)
+        if value is None:
+            return ""
+        tag = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        if not is_tag(tag):
+            raise DataError(
+                f"{self.tag} is {repr(value)[:SHOWN] if isinstance(value, str) else f'a {json_name(value)}'}",
+                "it is the tag of the record, which becomes part of the names of metrics",
+                f"give a tag of 1 to {LONGEST_TAG} letters without blanks, or remove the key",
+                code="record-value-not-valid",
+            )
+        return tag
+
+
+def is_tag(text: str) -> bool:
+    """Return True if a text can be a tag: part of the name of a metric."""
+    return 0 < len(text) <= LONGEST_TAG and text.isprintable() and " " not in text and "=" not in text
 
 
 def _number(fields: Mapping[str, Any], key: str, is_weight: bool) -> float:

@@ -28,7 +28,7 @@ from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.row_images import ImageLayout
-from mkd.data.loader import EMPTY, BatchLayout, MicroBatches, read_ahead
+from mkd.data.loader import EMPTY, BatchLayout, Dealt, MicroBatches, read_ahead
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.human import counted
@@ -210,7 +210,7 @@ class _Exporter:
         packs = counted(len(dataset), "pack")
         LOG.info(f"{part}: {len(missing)} of {counted(num_shards, 'shard')} to make, {packs} in all")
         rounds = [missing[first : first + at_once] for first in range(0, len(missing), at_once)]
-        samples = [one for shards in rounds for one in self._samples(part, shards)]
+        samples = [Dealt(one) for shards in rounds for one in self._samples(part, shards)]
         make, pin_memory = MicroBatches(dataset, self.layout), self.context.platform.is_cuda
         batches = read_ahead(make, samples, self.num_workers, pin_memory, ahead=MICROBATCHES_PER_STAGE)
         for number, shards in enumerate(rounds, 1):

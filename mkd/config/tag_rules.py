@@ -1,0 +1,75 @@
+"""Which teachers teach the records of which tag, as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from mkd.config.models import teacher_names
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.kinds.routed.route_settings import ROUTE
+
+
+@dataclass(frozen=True)
+class TagRules:
+    """The tags of teachers and of files."""
+
+    teachers: Mapping[str, tuple[str, ...]]  # name -> tags; (): all that no other teacher names
+    files: Mapping[str, str]  # path of data -> tag of its records that have none
+    weights: Mapping[str, float]  # tag -> weight; {}: one mean over all tokens
+
+    @classmethod
+    def of(cls, config: Config) -> TagRules | None:
+        """Return the rules; None if the run has one loss for all records."""
+        if not (config.kd.teacher_combination == ROUTE and config.kd.kd_ratio):
+            return None
+        names = teacher_names(config.teachers)
+        teachers = {name: one.tags for name, one in zip(names, config.teachers, strict=True)}
+        weights = {name: _weight(value) for name, value in pairs(config.kd.tag_weights)}
+        return cls(teachers, dict(pairs(config.data.data_tags)), weights)
+
+    @property
+    def named(self) -> list[str]:
+        """Tags that teachers or weights name, in order."""
+        return sorted({*(tag for tags in self.teachers.values() for tag in tags), *self.weights})
+
+    def taught_by(self, tag: str) -> list[str]:
+        """Return the teachers of a tag; [] if nobody teaches it."""
+        naming = [name for name, tags in self.teachers.items() if tag in tags]
+        return naming or [name for name, tags in self.teachers.items() if not tags]
+
+    def without_teacher(self, tags: Collection[str]) -> list[str]:
+        """Return which of the tags have no teacher, or no weight where tags have weights."""
+        return [one for one in tags if not self.taught_by(one) or (self.weights and one not in self.weights)]
+
+
+def pairs(values: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each NAME=VALUE; a text without a value gives ""."""
+    for text in values:
+        name, _, value = text.rpartition("=")
+        yield (name, value) if name else (value, "")
+
+
+def _weight(text: str) -> float:
+    """Return a number, NaN for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def wrong_pairs(config: Config) -> Iterator[UsageError]:
+    """Yield a problem for each text that is no NAME=VALUE, and each weight of a tag that is not above 0."""
+    for flag, values in (("data-tags", config.data.data_tags), ("tag-weights", config.kd.tag_weights)):
+        for name, value in pairs(values):
+            if not value:
+                what, why = f"{flag}: {name} has no value", "every entry is NAME=VALUE"
+                yield UsageError(what, why, f"write {name}=VALUE", code="value-not-valid")
+            elif flag == "tag-weights" and not 0 < _weight(value) < inf:
+                what, why = (
+                    f"tag-weights: {name}={value} is no weight above 0",
+                    "they are divided by their sum",
+                )
+                yield UsageError(what, why, f"write {name}=1 or another number", code="value-not-valid")

@@ -1,0 +1,54 @@
+"""The teachers that each micro-batch of a run needs: those of its tags, and of replicas in step with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mkd.config.tag_rules import TagRules
+from mkd.data.tags import TeacherRoutes
+from mkd.parallel.context import ParallelContext
+from mkd.plan.models.planned_teachers import Teacher
+from mkd.resolve.run_plan import Plan
+from mkd.train.teachers.routed_terms import RunTags
+
+
+def run_tags(plan: Plan, names: Sequence[str]) -> RunTags | None:
+    """Return the tags of a run, whose packs have these `names`; None: all records have all teachers."""
+    rules = TagRules.of(plan.config)
+    return None if rules is None else RunTags(tuple(names), rules)
+
+
+def teacher_routes(plan: Plan, names: Sequence[str], context: ParallelContext) -> TeacherRoutes | None:
+    """Return which teachers a micro-batch needs, with these `names` of tags; None: all teachers."""
+    rules = TagRules.of(plan.config)
+    if rules is None:
+        return None
+    row, data = context.sizes.row, context.dp_size
+    running = zip((one for one in plan.setups if one.runs), plan.facts.planned_teachers, strict=True)
+    replicas = {
+        setup.name: replicas_in_step(row, data, in_step(teacher), context.dp_rank)
+        for setup, teacher in running
+    }
+    return TeacherRoutes.of(rules, names, replicas)
+
+
+def in_step(teacher: Teacher) -> int:
+    """Return how many neighbouring processes of a stage exchange a teacher's weights or tokens."""
+    return teacher.sizes.weight_shards * teacher.place.processes
+
+
+def replicas_in_step(row: int, replicas: int, block: int, replica: int) -> tuple[int, ...]:
+    """Return the replicas that run a teacher together with `replica`, ascending.
+
+    `row` neighbouring processes have a replica's micro-batch, `block` neighbouring processes exchange weights
+    or tokens of the teacher. Both count from the first process of a pipeline stage.
+    """
+    found = {replica}
+    while True:
+        processes = {one * row + place for one in found for place in range(row)}
+        blocks = {process // block for process in processes}
+        more = {(one * block + place) // row for one in blocks for place in range(block)}
+        more = {one for one in more if one < replicas}
+        if more <= found:
+            return tuple(sorted(found))
+        found |= more

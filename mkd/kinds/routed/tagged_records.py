@@ -1,0 +1,106 @@
+"""Teachers by the tag of a record: each record has the loss of the teachers of its tag, and no other runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mkd.config.data_files import data_paths
+from mkd.config.schema import Config
+from mkd.config.tag_rules import TagRules, wrong_pairs
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
+from mkd.errors import UsageError
+from mkd.kinds.kind import NOTHING, Kind, Row
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.facts import RunFacts
+
+
+class Routed(Kind):
+    """Runs whose records have tags."""
+
+    of_teachers = True
+
+    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+        config, rules = facts.config, TagRules.of(facts.config)
+        if rules is None:
+            yield from _unread(config)
+            return
+        yield from wrong_pairs(config)
+        if not (config.kd.tag_key or config.data.data_tags):
+            what, why = "teacher-combination is route, but records have no tags", "a tag chooses the teachers"
+            do = "give --tag-key KEY, or --data-tags PATH=TAG"
+            yield UsageError(what, why, do, code="add-flag")
+        known = {*data_paths([], config.data), *config.rollout.prompt_data_path}
+        for path in rules.files.keys() - known:
+            what, why = f"data-tags has the path {path}", "it is none of the paths of the data"
+            yield UsageError(what, why, f"write it as {' or '.join(sorted(known))}", code="value-unknown")
+        for tag in rules.weights:
+            if not rules.taught_by(tag):
+                what, why = f"tag-weights has the tag {tag}, which no teacher has", "nobody would teach it"
+                do = "add the tag to a teacher, or give one teacher no tags: it takes what no other names"
+                yield UsageError(what, why, do, code="add-flag")
+        yield from _equal_names(rules)
+        yield from _refused(facts)
+
+    def records(self, config: Config) -> WantedRecords:
+        key = config.kd.tag_key
+        return ANY_RECORDS if key is None or TagRules.of(config) is None else WantedRecords(tag=key)
+
+    def text_rows(self, config: Config) -> Iterator[Row]:
+        rules = TagRules.of(config)
+        if rules is None:
+            return
+        tags = "; ".join(f"{name} {_shown(own)}" for name, own in rules.teachers.items())
+        where = f"key {config.kd.tag_key}" if config.kd.tag_key else "tag of the file"
+        yield "tags", f"{where}; {tags}"
+        if rules.weights:
+            total = sum(rules.weights.values())
+            shares = ", ".join(f"{tag} {weight / total:.4g}" for tag, weight in rules.weights.items())
+            yield "tag weights", f"{shares}: KD of each tag is a mean over its own loss tokens"
+
+    def identity(self, config: Config) -> Mapping[str, object]:
+        rules = TagRules.of(config)
+        return NOTHING if rules is None else {"data.tags": dict(sorted(rules.files.items()))}
+
+
+def _shown(tags: tuple[str, ...]) -> str:
+    return f"teaches {', '.join(tags)}" if tags else "teaches what no other names"
+
+
+def _unread(config: Config) -> Iterator[UsageError]:
+    """Yield settings that nothing reads without routes."""
+    why = "only --teacher-combination route reads it" if config.kd.kd_ratio else "--kd-ratio is 0"
+    do = "add --teacher-combination route" if config.kd.kd_ratio else "remove it"
+    if config.kd.tag_key is not None:
+        yield no_effect(f"tag-key {config.kd.tag_key}", why, do)
+    for name, values in (("tag-weights", config.kd.tag_weights), ("data-tags", config.data.data_tags)):
+        if values:
+            yield no_effect(f"{name} {' '.join(values)}", why, do)
+    for index, teacher in enumerate(config.teachers):
+        if teacher.tags:
+            yield no_effect(f"teachers[{index}].tags {' '.join(teacher.tags)}", why, do)
+
+
+def _equal_names(rules: TagRules) -> Iterator[UsageError]:
+    """Yield teachers with the name of a tag that is not all that they teach, and they alone."""
+    for name, tags in rules.teachers.items():
+        is_alone = tags == (name,) and rules.taught_by(name) == [name]
+        if name in rules.named and not is_alone:
+            what, why = f"a teacher and a tag have the name {name}", "both have a metric kd_loss/NAME"
+            yield UsageError(what, why, "give the teacher another name", code="names-equal")
+
+
+def _refused(facts: RunFacts) -> Iterator[UsageError]:
+    """Yield what does not go together with tags."""
+    config, given = facts.config, "teacher-combination is route"
+    do = "remove one of them"
+    if config.pair_loss is not None:
+        what = f"{given}, but {config.pair_loss.flag[2:]} is {config.pair_loss.beta}"
+        yield UsageError(what, "a reference has no tags", do, code="exclude-each-other")
+    if config.rollout.is_on:
+        what = f"{given}, but on-policy-fraction is {config.rollout.on_policy_fraction}"
+        yield UsageError(what, "prompts have no tags in this version", do, code="exclude-each-other")
+    for index, teacher in enumerate(config.teachers):
+        if teacher.xtoken is not None:
+            what = f"{given}, but teachers[{index}] has another tokenizer (xtoken)"
+            why = "tags choose among teachers with the student's tokens in this version"
+            yield UsageError(what, why, do, code="exclude-each-other")
