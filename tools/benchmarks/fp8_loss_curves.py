@@ -1,11 +1,12 @@
 """Does a student in FP8 learn as one in bf16? Held-out losses of both recipes beside bf16, for several seeds.
 
-    python -m tools.benchmarks.fp8_loss_curves --out FOLDER --gpus 0 1 2
+    python -m tools.benchmarks.fp8_loss_curves --out FOLDER --gpus 0 1 2 3
 
 A teacher of 30 layers with random weights learns Python sources of this machine. Students of 15 layers then
 learn from it and from the text, in bf16 and in FP8. Students of one seed have the same first weights and the
-same data. Runs are commands of mkd, one a GPU at a time. Lines appear as runs end, and what does not fit into
---seconds is left out and named. `--dry` runs the same on a CPU, tiny and without FP8.
+same data. A second run in bf16 shows what another order of sums does. Runs are commands of mkd, one a GPU
+at a time. Lines appear as runs end, and what does not fit into --seconds is left out and named. `--dry`
+runs the same on a CPU, tiny and without FP8.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 ARMS = {
     "bf16": (),
+    "bf16 again": (),  # kernels add in another order: differences that mean nothing
     "tensorwise": ("--student-precision", "fp8"),
     "blockwise": ("--student-precision", "fp8", "--student-fp8-recipe", "blockwise"),
 }
@@ -82,7 +84,7 @@ def sources() -> Iterator[str]:
     seen = set()
     for root in dict.fromkeys(Path(one) for one in roots if one and Path(one).is_dir()):
         for path in sorted(root.rglob("*.py")):
-            if path.resolve() not in seen and path.stat().st_size > 2000:
+            if path.is_file() and path.resolve() not in seen and path.stat().st_size > 2000:
                 seen.add(path.resolve())
                 yield path.read_text(encoding="utf-8", errors="replace")[:60_000]
 
@@ -154,7 +156,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-{self.seed}"
+        return f"{self.arm.replace(' ', '-')}-{self.seed}"
 
 
 @dataclass
