@@ -15,6 +15,11 @@ from mkd.errors import CheckpointError, UsageError
 PROGRAMS = {"vllm": "vllm_program.py", "transformers": "transformers_program.py"}
 MOST_LINES = 8  # of a failed server's output in the error
 LOG_FILE = "server.log"
+BESIDE_TORCH = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # PyPI's builds do not load with a CPU build of torch
 
 
 @dataclass(frozen=True)
@@ -73,20 +78,25 @@ def ask(server: str, python: str | None, asked: Asked, timeout_s: float) -> Answ
         try:
             content: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise _no_answer(server, ended, folder / LOG_FILE) from error
+            raise _no_answer(server, command[0], ended, folder / LOG_FILE) from error
     found = [(one["ids"], one["logprobs"]) for one in content["continuations"]]
     return Answer(content["version"], found, content["tokenised"])
 
 
-def _no_answer(server: str, ended: str, log: Path) -> CheckpointError:
+def _no_answer(server: str, python: str, ended: str, log: Path) -> CheckpointError:
     """Return the error with the lines of the log that name a cause, else its last ones."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     lines = [line for line in lines if line]
     causes = [line for line in lines if "Error" in line]
     shown = "\n       ".join((causes or lines)[:MOST_LINES])
+    do = "repair the cause in that environment, or choose another server with --server"
+    if any(name in shown for name in BESIDE_TORCH):
+        do = f"their builds fit another torch, and text needs none: {python} -m pip uninstall " + " ".join(
+            BESIDE_TORCH
+        )
     return CheckpointError(
         f"{server} could not run the export: {ended}",
         shown or "it printed nothing",
-        "repair the cause in that environment, or choose another server with --server",
+        do,
         code="after-export-failed",
     )

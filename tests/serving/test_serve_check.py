@@ -84,6 +84,16 @@ def test_a_server_that_cannot_run(tmp_path):
         ask("transformers", None, asked, 0.01)
 
 
+def test_packages_that_fit_another_torch(tmp_path):
+    """vLLM imports torchvision, of which PyPI has builds for CUDA alone."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho RuntimeError: operator torchvision::nms does not exist; exit 1\n")
+    python.chmod(0o755)
+    with refused("after-export-failed: ended with 1") as caught:
+        ask("vllm", str(python), Asked(str(tmp_path), "fp32", [[1]], [], 1, 2), 120)
+    assert caught.value.do.endswith(f"{python} -m pip uninstall torchvision torchaudio torchcodec")
+
+
 def test_prompts_without_a_tokenizer_are_random_ids(tmp_path):
     prompts = prompts_of(tmp_path, 300)
     assert torch.tensor(prompts.ids).shape == (4, 12) and not prompts.texts

@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,10 +99,29 @@ def _local_folder(name: str) -> Path | None:
     """Return the folder of this name; None if there is none, and the name may be that of a hub model."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        require_readable(folder)
         return folder
     if folder.exists() or not HUB_ID.fullmatch(name):
         raise _no_folder(name)
     return None
+
+
+def require_readable(folder: Path) -> None:
+    """Raise CheckpointError if this user may not read a folder, or a file of the model in it."""
+    locked = [] if os.access(folder, os.R_OK | os.X_OK) else [folder]
+    locked = locked or [one for one in _files_of_model(folder) if not os.access(one, os.R_OK)]
+    if locked:
+        more = f" and {len(locked) - 1} more" if len(locked) > 1 else ""
+        raise CheckpointError(
+            f"{locked[0]}{more}: permission denied",
+            "this user may not read it",
+            "change its permissions or its owner, or copy the model",
+            code="inputs-unreadable",
+        )
+
+
+def _files_of_model(folder: Path) -> list[Path]:
+    return sorted(path for pattern in HUB_WEIGHTS for path in folder.glob(pattern) if path.is_file())
 
 
 def _no_folder(name: str) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint
 from mkd.checkpoint.hf.hf_folder import PLANNED
-from mkd.checkpoint.hf.hf_hub import resolve_hf
+from mkd.checkpoint.hf.hf_hub import config_folder, resolve_hf
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, TRUSTED_FOLDERS, HFCheckpoint
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
 from mkd.errors import CheckpointError, ErrorList, MkdError
@@ -297,6 +298,19 @@ def test_stored_rotary_frequencies_are_ignored(folder):
     index = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     edit_index(folder, **{extra: index["model.norm.weight"]})
     check_hf_checkpoint(ModelShape.from_hf_dir(folder), HFCheckpoint(folder))
+
+
+def test_what_this_user_may_not_read_is_named(tmp_path, monkeypatch):
+    """Permissions of real files would not bind the root user, as whom tests may run."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "notes.json").symlink_to(tmp_path / "notes.json")  # a circle is no file of a model
+    for locked in (tmp_path, tmp_path / "config.json", tmp_path / "model.safetensors"):
+        monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)
+        for resolve in (resolve_hf, config_folder):
+            with refused("inputs-unreadable", CheckpointError) as caught:
+                resolve(tmp_path)
+            assert caught.value.what == f"{locked}: permission denied"
 
 
 def test_a_local_folder_resolves_to_itself(folder):
