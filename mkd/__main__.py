@@ -26,6 +26,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "evaluate": "score a model on held-out tasks",
     "chat": "chat with a student, and with its teacher beside it",
     "sample": "let a student and its teacher complete prompts",
+    "generate": "let a teacher write the data: completions of prompts, to train from",
     "report": "write one HTML file of curves, tables and events of runs, or draw their curves",
     "compare": "compare the metrics of two runs, or two models on a text",
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",

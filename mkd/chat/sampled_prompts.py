@@ -65,7 +65,7 @@ def read_asked(
     if not asked:
         what = f"--prompts {' '.join(files)} has no prompt"
         raise DataError(what, "there is nothing to complete", "check how it was made", code="data-file-empty")
-    read = [AskedPrompt(_in_chat(one.prompt, as_chat, system), one.fields) for one in asked]
+    read = [AskedPrompt(in_chat(one.prompt, as_chat, system), one.fields) for one in asked]
     if system and not any(isinstance(one.prompt, Conversation) for one in read):
         raise UsageError(
             "--system has no effect",
@@ -76,7 +76,8 @@ def read_asked(
     return read
 
 
-def _in_chat(prompt: str | Conversation, as_chat: bool, system: str | None) -> str | Conversation:
+def in_chat(prompt: str | Conversation, as_chat: bool, system: str | None) -> str | Conversation:
+    """Return the prompt with the system message; `as_chat` makes a user's message of a text."""
     if isinstance(prompt, Conversation):
         return with_system(prompt, system)
     return as_conversation(prompt, system) if as_chat else prompt

@@ -71,7 +71,7 @@ class Reader:
                 f"the prompt has {len(ids)} tokens, and the context of the {self.role} is "
                 f"{self.context_length}",
                 "prompt and completion must fit the context (max_position_embeddings of config.json)",
-                "shorten the prompt; in a chat start a new conversation with /new",
+                "shorten or remove the prompt; in a chat start a new conversation with /new",
                 code="longer-than-seq-length",
             )
         beyond = int(ids.max())
@@ -121,13 +121,14 @@ def open_readers(request: ModelsRequest, is_cuda: bool, num_ranks: int) -> list[
         raise ErrorList(problems)
     named = (request.tokenizer_model, None)
     return [
-        _reader(role, plan, open_tokenizer(name or plan.source.assets, request.chat))
+        reader_of(role, plan, open_tokenizer(name or plan.source.assets, request.chat))
         for role, plan, name in zip((STUDENT, TEACHER), plans, named, strict=False)
         if plan is not None
     ]
 
 
-def _reader(role: str, plan: ModelPlan, tokenizer: Tokenizer) -> Reader:
+def reader_of(role: str, plan: ModelPlan, tokenizer: Tokenizer) -> Reader:
+    """Return the planned model, which ends texts where its files or its chat template say."""
     stops = stop_ids(plan.source.assets, tokenizer)
     if tokenizer.has_chat_template:  # base models list only the end of a document
         stops |= {one for name, one in tokenizer.roles.items() if name == "end_of_turn"}
@@ -137,13 +138,15 @@ def _reader(role: str, plan: ModelPlan, tokenizer: Tokenizer) -> Reader:
 def load_writers(readers: Sequence[Reader], platform: Platform) -> list[Writer]:
     """Join the process group and load the models. Collective."""
     context = readers[0].plan.join(platform)
-    writers = []
-    for one in readers:
-        parts = one.plan.build(context)
-        for part in parts:
-            part.requires_grad_(False)
-        writers.append(Writer(one.role, one.plan, one.tokenizer, one.stops, context, parts))
-    return writers
+    return [writer_of(one, context) for one in readers]
+
+
+def writer_of(reader: Reader, context: ParallelContext) -> Writer:
+    """Load the model's weights. Collective."""
+    parts = reader.plan.build(context)
+    for part in parts:
+        part.requires_grad_(False)
+    return Writer(reader.role, reader.plan, reader.tokenizer, reader.stops, context, parts)
 
 
 def require_chat(readers: Sequence[Reader]) -> None:

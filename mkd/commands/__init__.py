@@ -16,6 +16,7 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     evaluate.py      held-out tasks
     chat.py          a conversation with a student and its teacher
     sample.py        completions of prompts by both
+    generate.py      a teacher's completions as data
     report.py        one HTML file of runs, or a picture of their curves
     compare.py       the metrics of two runs
     convert.py       Hugging Face to Megatron

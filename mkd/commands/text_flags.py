@@ -1,4 +1,4 @@
-"""Flags and checks that `mkd chat` and `mkd sample` share."""
+"""Flags and checks that `mkd chat`, `mkd sample` and `mkd generate` share."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def text_parser(
         metavar="DIR_OR_ID",
         help="tokenizer of the student (default: that in its folder)",
     )
+    add_completion_flags(parser, max_new_tokens, temperature, top_p)
+    return parser
+
+
+def add_completion_flags(
+    parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    """Add the settings of completions, with these defaults."""
     settings = parser.add_argument_group("completions")
     settings.add_argument(
         "--max-new-tokens",
@@ -73,7 +81,6 @@ def text_parser(
     )
     settings.add_argument("--system", metavar="TEXT", help="system prompt (default: none)")
     add_template_flags(settings.add_argument)
-    return parser
 
 
 def run_here_or_in_ranks(
@@ -109,16 +116,20 @@ def require_models(request: ModelsRequest, generation: Generation) -> None:
     if request.teacher:
         problems += early_model_problems(config, size, teacher=0)
     if problems:
-        problems = [_with_names_of_here(one) for one in problems]
+        problems = [with_names_of_here(one) for one in problems]
         error = problems[0] if len(problems) == 1 else ErrorList(problems)
         error.on_all_ranks = True
         raise error
 
 
-def _with_names_of_here(problem: MkdError) -> MkdError:
+def with_names_of_here(problem: MkdError) -> MkdError:
     """Return the problem of a run's flag with the name that the model has on this command line."""
     renamed = copy.copy(problem)
-    for flag, name in (("--student-hf:", "STUDENT:"), ("--teacher-hf:", "--teacher:")):
+    for flag, name in (
+        ("--student-hf:", "STUDENT:"),
+        ("--teacher-hf:", "--teacher:"),
+        ("--teacher-hf ", "--teacher "),
+    ):
         renamed.what = renamed.what.replace(flag, name)
     return renamed
 

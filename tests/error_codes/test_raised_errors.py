@@ -100,7 +100,8 @@ def test_texts_elsewhere_are_found(found):
         assert (file, what) in places
     pickles = {error.do for error in found if error.file == "mkd/checkpoint/pickles.py"}
     assert "choose another checkpoint with --ckpt-step N" in pickles  # a constant of the file
-    (memory,) = [error for error in found if error.code == "out-of-gpu-memory"]
+    of_runs = [error for error in found if error.file == "mkd/operations/out_of_memory.py"]
+    (memory,) = [error for error in of_runs if error.code == "out-of-gpu-memory"]
     assert memory.why.startswith("planned for") and memory.do.startswith("one of")
     for error in found:
         lines = [error.first_line, *error.other_lines]

@@ -14,6 +14,7 @@ from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
 from mkd.data.records.values import check_string
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
+from mkd.data.records.written_keys import GENERATED
 from mkd.errors import DataError
 
 MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
@@ -52,7 +53,8 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         values = kind.convert(*given)
     if form != TEXT:
         check_size(form, values)
-    ignored = tuple(key for key, value in fields.items() if value is not None and key not in keys)
+    read = {*keys, GENERATED}
+    ignored = tuple(key for key, value in fields.items() if value is not None and key not in read)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
     return Record(form, values, images, ignored, wanted.read_numbers(fields), wanted.read_tag(fields))
 

@@ -73,7 +73,7 @@ class SampledRow:
     """New tokens of the sequences of a group, and all completions that have ended so far."""
 
     tokens: Sequence[tuple[int, int]]  # (place of the request, id)
-    done: Mapping[int, Rollout]  # by place of the request
+    done: dict[int, Rollout]  # by place of the request; the reader may take completions out
 
 
 def sample_completions(
