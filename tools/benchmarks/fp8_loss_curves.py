@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+AGAIN = "bf16 again"
 ARMS = {
     "bf16": (),
-    "bf16 again": (),  # kernels add in another order: differences that mean nothing
+    AGAIN: (),  # kernels add in another order: differences that mean nothing
     "tensorwise": ("--student-precision", "fp8"),
     "blockwise": ("--student-precision", "fp8", "--student-fp8-recipe", "blockwise"),
 }
@@ -232,11 +233,11 @@ class Bench:
         return code == 0
 
     def run_all(self) -> None:
-        """Run all arms, seed by seed, on the GPUs that are free."""
+        """Run all arms, seed by seed, on the GPUs that are free; runs that are made again come last."""
         waiting: queue.Queue[Run] = queue.Queue()
-        for seed in self.args.seeds:
-            for arm in self.args.arms:
-                waiting.put(Run(arm, seed))
+        runs = [Run(arm, seed) for seed in self.args.seeds for arm in self.args.arms]
+        for run in sorted(runs, key=lambda one: one.arm == AGAIN):
+            waiting.put(run)
 
         def lane(gpu: str) -> None:
             while True:
