@@ -21,7 +21,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "explain": "explain an error by its code",
     "make-student": "cut a smaller student out of a model",
     "preprocess": "tokenise text once instead of at the start of every run",
-    "data": "show training data as models see it (preview), or read all of it (check)",
+    "data": "show training data as models see it, read all of it, or convert records of agents",
     "inspect": "the same as `mkd data preview`",
     "evaluate": "score a model on held-out tasks",
     "chat": "chat with a student, and with its teacher beside it",

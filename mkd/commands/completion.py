@@ -57,8 +57,9 @@ def flags_of(command: str) -> list[str]:
     if command == "completion":
         return ["--help"]
     text = io.StringIO()
-    words = ["preview", "--help"] if command == "data" else ["--help"]
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        import_module(f"mkd.commands.{command.replace('-', '_')}").main(words)
+    parts = [["preview"], ["convert-records"]] if command == "data" else [[]]
+    for part in parts:
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            import_module(f"mkd.commands.{command.replace('-', '_')}").main([*part, "--help"])
     found = FLAG.findall(text.getvalue())
     return sorted({*found, *(known_flags() if command in TAKE_RUN_FLAGS else ())})

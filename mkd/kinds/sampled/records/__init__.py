@@ -10,4 +10,5 @@ record_rewards.py   advantages from the rewards in the records
 record_stream.py    the batches of a run with records
 record_meter.py     scores of the teachers, and the check of ln p
 record_setup.py     these in a run
+other_programs.py   records from dumps of prime-rl, verl and slime
 """
