@@ -35,6 +35,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "serve-check": "compare an export in vLLM with mkd, token by token",
     "projection": "relate the vocabularies of a student and a cross-tokenizer teacher",
     "topk": "store a teacher's predictions, to train from them later",
+    "hidden": "store a teacher's hidden states, to train from them with any divergence",
     "completion": "print a script that completes commands and flags in bash or zsh",
     "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
 }

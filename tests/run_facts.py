@@ -26,10 +26,14 @@ def facts_of(
 
 
 def forecast_of(
-    config: Config, world_size: int, student: ModelShape, teachers: Sequence[ModelShape] = ()
+    config: Config,
+    world_size: int,
+    student: ModelShape,
+    teachers: Sequence[ModelShape] = (),
+    heads: Sequence[ModelShape] = (),  # of teachers whose hidden states are stored
 ) -> Forecast:
     """Predict a run. Raises ErrorList with every problem."""
-    return Forecast.from_facts(facts_of(config, world_size, student, teachers))
+    return Forecast.from_facts(facts_of(config, world_size, student, teachers, heads=tuple(heads)))
 
 
 def problems_of(

@@ -25,6 +25,8 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for most o
     serve_check.py   an export in vLLM against mkd
     projection.py    vocabularies of two tokenizers
     topk.py          a teacher's stored predictions
+    hidden.py        a teacher's stored hidden states
+    cache_flags.py   what these two share
     completion.py    commands and flags for the Tab key of a shell
     launch_scripts.py    the scripts of launch/, copied out of an installed mkd
     one_process.py   the error of a command that torchrun must not start

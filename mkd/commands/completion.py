@@ -19,7 +19,7 @@ from mkd.config.flags import FlagParser, known_flags
 from mkd.errors import returns_exit_code
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-TAKE_RUN_FLAGS = ("train", "plan", "evaluate", "topk", "init", "distill")
+TAKE_RUN_FLAGS = ("train", "plan", "evaluate", "topk", "hidden", "init", "distill")
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 

@@ -27,7 +27,7 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.times.cost import DOCUMENT_LENGTH
-from mkd.run.early_checks import model_of, model_shape
+from mkd.run.early_checks import head_shapes, model_of, model_shape
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
 
@@ -85,7 +85,7 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     facts = RunFacts(config, world_size, document_length=document_length, kinds=KINDS)
     student = find_shape(problems, config, None)
     teachers = tuple(find_shape(problems, config, teacher) for teacher in facts.read_teachers)
-    facts = replace(facts, student=student, teachers=teachers)
+    facts = replace(facts, student=student, teachers=teachers, heads=head_shapes(problems, facts))
     if problems or not facts.is_known:
         raise ErrorList([*problems, *find_problems(facts)])
     return Forecast.from_facts(facts)

@@ -114,6 +114,12 @@ class TeacherModel(TeacherDivergence):
         "log-probabilities; no teacher runs. With --teacher-hf or --teacher-load it must be an export of "
         "that same teacher (default: run the teacher)",
     )
+    hidden: str | None = option(
+        None,
+        "folder written by `mkd hidden`. Trains from the teacher's stored hidden states: no teacher runs, "
+        "and every divergence and temperature is exact. With --teacher-hf or --teacher-load it must be an "
+        "export of that same teacher (default: run the teacher)",
+    )
     weight: float = option(
         1.0, "weight of this teacher among several, above 0. Weights are divided by their sum", flag=False
     )
@@ -148,6 +154,11 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
         return next((name for name in STAND_INS if getattr(self, name)), None)
 
     @property
+    def has_head(self) -> bool:
+        """True if the loss reads logits of its head: it runs, or its hidden states are stored."""
+        return self.stand_in in (None, "hidden")
+
+    @property
     def is_given(self) -> bool:
         """True if the settings name a model, or what takes its place."""
         return bool(self.hf or self.load or self.stand_in)
@@ -161,17 +172,18 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
 TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
     {
         "topk": "mkd.kinds.stored.stored_teachers:StoredTeachers",
+        "hidden": "mkd.kinds.stored.hidden_teachers:HiddenTeachers",
         "xtoken": "mkd.kinds.cross_tokenizer.cross_tokenizers:CrossTokenizers",
     }
 )
 """Setting of a teacher -> the kind that it turns on (`mkd.kinds.kind.Kind`), loaded by `known_kinds`."""
 
-STAND_INS = ("topk",)
+STAND_INS = ("topk", "hidden")
 """Settings of a teacher that take the place of a model."""
 
 
 EXPORTED = 0
-"""Number of the teacher that `mkd topk` exports."""
+"""Number of the teacher that `mkd topk` and `mkd hidden` export."""
 
 
 INITIAL = "student-initial"
@@ -194,7 +206,7 @@ def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
     names: list[str] = []
     given = [teacher.name for teacher in teachers if teacher.name]
     for index, teacher in enumerate(teachers):
-        source = PurePath(teacher.hf or teacher.load or teacher.topk or "").name
+        source = PurePath(teacher.hf or teacher.load or teacher.topk or teacher.hidden or "").name
         name = teacher.name or re.sub(r"[^\w.-]+", "-", source) or f"teacher{index}"
         is_taken = not teacher.name and name in names + given
         names.append(f"{name}-{index}" if is_taken else name)

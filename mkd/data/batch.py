@@ -103,8 +103,14 @@ class PackedBatch:
         return self.row_values[name][0, self.loss_rows]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the batch on `device`; from pinned memory the copies do not block."""
-        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch on `device`, except what `stays_on_host`; from pinned memory no copy blocks."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        parts = self.teacher_inputs
+        inputs = tuple(part if part.stays_on_host else map_tensors(part, move) for part in parts)
+        return replace(map_tensors(replace(self, teacher_inputs=()), move), teacher_inputs=inputs)
 
     def pin_memory(self) -> PackedBatch:
         """Return the batch in page-locked memory."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class RowCut:
 class TeacherInput(Protocol):
     """One teacher's part of a micro-batch: a dataclass, whose tensors move to the device with the batch."""
 
+    stays_on_host: ClassVar[bool]  # True: its tensors move later
+
     def cut(self, cut: RowCut) -> TeacherInput:
         """Return the part in the shard of `cut`."""
 
@@ -59,6 +61,8 @@ class PackPart(Protocol):
 @dataclass(frozen=True)
 class SharedTokens:
     """The part of a teacher that reads the student's tokens: nothing is added to a pack or a micro-batch."""
+
+    stays_on_host: ClassVar[bool] = False
 
     def cut(self, cut: RowCut) -> SharedTokens:
         return self

@@ -270,7 +270,9 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
         "teacher-cache-incomplete": (
             "A stored teacher is incomplete or damaged: start its export again, which completes it."
         ),
-        "teacher-cache-not-found": "The folder holds no stored teacher: name the --out folder of `mkd topk`.",
+        "teacher-cache-not-found": (
+            "The folder holds no stored teacher: name the --out folder of `mkd topk` or `mkd hidden`."
+        ),
         "token-beyond-vocabulary": (
             "Tokens do not fit the model, or not the text: use the model's own tokenizer."
         ),

@@ -151,6 +151,8 @@ def evaluate_teachers(
         if not isinstance(teacher, SameTokens):
             continue
         (index,) = teacher.indices
+        if index >= len(models[0]):  # its hidden states are stored, not its layers
+            continue
         of_teacher = evaluator.evaluate([stage[index] for stage in models], f"{teacher.name}/", stopper)
         if of_teacher is None:
             return None

@@ -19,6 +19,7 @@ graphs/                          the layers of a part as CUDA graphs
 language_model.py                one model part: embedding, layers, LM head
 vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
+stored_head.py                   the head of a teacher whose hidden states are stored
 stage.py                         student and teachers on one pipeline stage; the teachers' time
 placed/                          frozen models whose layers are elsewhere, or in FP8
 """

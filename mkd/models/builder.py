@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
+from mkd.models.stored_head import StoredHead
 from mkd.models.transformer_config import ModelOptions
 from mkd.models.vision.vision_model import VisionLanguageModel
 from mkd.parallel.context import ParallelContext
@@ -59,11 +60,15 @@ def train_parts(parts: Sequence[LanguageModel], names: Collection[str]) -> None:
 
 
 def join_stages(
-    students: Sequence[LanguageModel], teachers: Sequence[Sequence[LanguageModel]] = ()
+    students: Sequence[LanguageModel],
+    teachers: Sequence[Sequence[LanguageModel]] = (),
+    heads: Sequence[StoredHead] = (),  # of teachers whose hidden states are stored
 ) -> list[DistillationStage]:
     """Join the parts of the student and of each teacher, virtual stage by virtual stage."""
     return [
-        DistillationStage(student, [parts[stage] for parts in teachers])
+        DistillationStage(
+            student, [parts[stage] for parts in teachers], heads if student.post_process else ()
+        )
         for stage, student in enumerate(students)
     ]
 

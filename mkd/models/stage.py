@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
+from mkd.models.stored_head import StoredHead
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
 
@@ -35,7 +36,8 @@ class StageOutput:
     """The results of one stage for one micro-batch. The last stage hands them to the objective."""
 
     hidden: Tensor  # [t(/tp), 1, h_s] of the student; on the last stage after the last norm
-    teacher_hiddens: tuple[Tensor, ...] = ()  # each [t_i(/tp), 1, h_i], final on the last stage; no graph
+    # Each [t_i(/tp), 1, h_i], final on the last stage, where stored ones follow; no graph.
+    teacher_hiddens: tuple[Tensor, ...] = ()
 
     def message(self) -> Tensor:
         """Return the tensor for the next stage: the student's hidden state with the teachers' attached."""
@@ -49,10 +51,16 @@ class DistillationStage(MegatronModule):
     `model_type`, `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
     """
 
-    def __init__(self, student: LanguageModel, teachers: Sequence[LanguageModel] = ()):
+    def __init__(
+        self,
+        student: LanguageModel,
+        teachers: Sequence[LanguageModel] = (),
+        heads: Sequence[StoredHead] = (),  # of teachers whose hidden states are stored; on the last stage
+    ):
         super().__init__(config=student.config)
         self.student = student
         self.teachers = tuple(teachers)  # a tuple keeps them out of the module tree
+        self.heads = tuple(heads)
         self.teacher_time = Stopwatch()  # time of the teachers' layers in training
         for teacher in teachers:
             teacher.eval().requires_grad_(False)
@@ -61,6 +69,11 @@ class DistillationStage(MegatronModule):
         self.pre_process = student.pre_process
         self.post_process = student.post_process
         self.share_embeddings_and_output_weights = student.share_embeddings_and_output_weights
+
+    @property
+    def compared(self) -> tuple[LanguageModel | StoredHead, ...]:
+        """All teachers whose heads the loss reads, in the order of their hidden states."""
+        return (*self.teachers, *self.heads)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         return self.student.shared_embedding_or_output_weight()

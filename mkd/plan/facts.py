@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -57,6 +57,7 @@ class RunFacts:
     world_size: int  # processes
     student: ModelShape | None = None  # None: not known, which is reported elsewhere
     teachers: tuple[ModelShape | None, ...] = ()  # the ones that run, in the order of the configuration
+    heads: tuple[ModelShape | None, ...] = ()  # teachers whose hidden states are stored, in this order
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
     kinds: tuple[RunKind, ...] = ()  # what else a run can be: see mkd/kinds
 
@@ -78,21 +79,28 @@ class RunFacts:
 
     @property
     def read_teachers(self) -> range:
-        """Numbers of the teachers whose shapes belong in `teachers`: none if the first one does not run.
+        """Numbers of the teachers whose shapes belong in `teachers`: the first ones, as far as they run.
 
-        A teacher without a model is the only one: `check_models` reports others.
+        `check_models` reports one that runs behind others.
         """
-        return range(len(self.config.teachers) if 0 in self.running else 0)
+        count = len(self.config.teachers) if self.config.needs_models else 0
+        return range(next((index for index in range(count) if index not in self.running), count))
 
     @property
-    def has_stand_in(self) -> bool:
-        """True if something takes the place of a teacher's model, such as stored predictions."""
-        return any(teacher.stand_in for teacher in self.config.teachers)
+    def head_numbers(self) -> tuple[int, ...]:
+        """Numbers of the teachers whose shapes belong in `heads`: their hidden states are stored."""
+        teachers = enumerate(self.config.teachers if self.config.needs_models else ())
+        return tuple(index for index, one in teachers if one.stand_in and one.has_head)
+
+    @property
+    def has_only_heads(self) -> bool:
+        """True if the logits of all teachers are made of hidden states, in blocks of rows."""
+        return all(teacher.has_head for teacher in self.config.teachers)
 
     @property
     def is_known(self) -> bool:
         """True if the shapes of all models are known."""
-        return None not in (self.student, *self.teachers)
+        return None not in (self.student, *self.teachers, *self.heads)
 
     @cached_property
     def models(self) -> tuple[PlannedModel, ...]:
@@ -132,6 +140,18 @@ class RunFacts:
         assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
         return plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
 
+    @cached_property
+    def planned_heads(self) -> tuple[Teacher, ...]:
+        """Teachers whose hidden states are stored. All of their shapes must be known."""
+        shapes = [shape for shape in self.heads if shape is not None]
+        assert len(shapes) == len(self.heads), "the shapes of all teachers are known"
+        if not shapes:
+            return ()
+        roles = [self.roles[number] for number in self.head_numbers]
+        teachers = tuple(self.config.teachers[number] for number in self.head_numbers)
+        config = replace(self.config, teachers=teachers)
+        return plan_teachers(config, roles, shapes, self._place, self._precision)
+
     def _place(self, teacher: TeacherConfig) -> TeacherPlace:
         return next(place for kind in self.kinds if (place := kind.place(teacher)) is not None)
 
@@ -146,7 +166,8 @@ class RunFacts:
     def pair(self) -> Pair:
         """All models, whose shapes must be known, with what decides the cost of a micro-batch."""
         assert self.student is not None, "the student's shape is known"
-        return Pair(self.config, self.student, self.planned_teachers, self.document_length, self.work)
+        models = self.student, self.planned_teachers, self.planned_heads
+        return Pair(self.config, *models, self.document_length, self.work)
 
     def layout_of(self, model: PlannedModel) -> PipelineLayout:
         """Return the layout of one model, as given or even. Raises UsageError, which names the model."""

@@ -10,7 +10,7 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
 from mkd.human import counted, milliseconds
 from mkd.kinds.known_kinds import KINDS
-from mkd.plan.advice.teacher_place import STORED, choose, plan_places
+from mkd.plan.advice.teacher_place import WITHOUT_LAYERS, choose, plan_places
 from mkd.plan.advice.verdict import Remedy, fullest_rank, remedies
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
@@ -85,7 +85,7 @@ def choose_layout(request: Request, settings: Settings) -> Forecast:
 
 def _placed(forecast: Forecast, usable: float) -> Layout | None:
     """Return the plan with the teacher where it is fastest, in the precision of the run."""
-    planned = [one for one in plan_places(forecast) if one.place is not STORED and one.place.is_exact]
+    planned = [one for one in plan_places(forecast) if one.place not in WITHOUT_LAYERS and one.place.is_exact]
     chosen = choose(planned, usable)
     if chosen is None:
         return None
@@ -170,6 +170,6 @@ def _nothing_fits(request: Request, forecast: Forecast, usable: float) -> UsageE
         f"the pair does not fit {counted(request.gpus, 'GPU')} of {request.gpu_gib:g} GiB",
         f"with both models whole on each GPU it needs {need:.1f} GiB, {usable:.1f} are usable, and no "
         "layout, batch, recomputation or place of the teacher that mkd tries makes it fit",
-        "use more GPUs or a smaller student, or store the teacher's predictions first (mkd topk)",
+        "use more GPUs or a smaller student, or store the teacher's states first (mkd hidden, or mkd topk)",
         code="numbers-contradict",
     )

@@ -12,7 +12,7 @@ from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import CheckpointConfig, DataConfig
 from mkd.config.schema import Config
 from mkd.data.prompts import PromptSet
-from mkd.data.stored.teacher_topk import TopKMeta
+from mkd.data.stored.cache_meta import read_description
 from mkd.errors import CheckpointError, DataError, UsageError
 from mkd.plan.checks.no_effect import no_effect
 from mkd.tokenizers.chat_input import ChatSettings
@@ -32,7 +32,7 @@ def chat_settings(
     """
     data = config.data
     settings = ChatSettings.from_flags(data.chat_loss, data.chat_template_kwargs, data.chat_date)
-    caches = [out, *(Path(one.topk) for one in config.teachers if one.topk)]
+    caches = [out, *(Path(one.topk or one.hidden or "") for one in config.teachers if one.stand_in)]
     exported = (_exported_date(one) for one in caches if one is not None)
     known = settings.date or _saved_date(config.checkpoint) or next(filter(None, exported), None)
     return settings.dated(known)
@@ -109,6 +109,6 @@ def _candidates(checkpoint: CheckpointConfig) -> Iterator[Path]:
 def _exported_date(folder: Path) -> str | None:
     """Return the date in the teacher cache, if there is one."""
     try:
-        return TopKMeta.read(folder).chat_date
+        return read_description(folder).chat_date
     except DataError:  # reported where the cache is read, or there is none yet
         return None

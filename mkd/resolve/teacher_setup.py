@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkd.config.schema import Config, TeacherConfig
 
 if TYPE_CHECKING:  # they load torch
+    import torch
+
     from mkd.data.aligned.teacher_side import TeacherText
     from mkd.data.dataset import BlendedDataset
     from mkd.data.prompts import PromptSet
     from mkd.data.teacher_input import SharedTokens
     from mkd.models.language_model import LanguageModel
+    from mkd.models.stored_head import StoredHead
     from mkd.parallel.context import ParallelContext
+    from mkd.plan.models.model_shape import ModelShape
     from mkd.resolve.model_source import ModelSource
     from mkd.resolve.preflight import Tokenizers
     from mkd.train.teachers.base import Teacher
@@ -40,6 +44,11 @@ class TeacherSetup:
 
     runs: ClassVar[bool] = True  # its layers run in every step
     has_own_tokens: ClassVar[bool] = False  # its tokenizer differs from the student's
+
+    @property
+    def head_shape(self) -> ModelShape | None:
+        """Shape of the model whose head is in a folder with its hidden states; None: they are not stored."""
+        return None
 
     @property
     def card_note(self) -> str:
@@ -88,6 +97,13 @@ class TeacherSetup:
         `student_rows`: rows of the student's padded head.
         """
         return self
+
+    def head(self, padded_rows: int, dtype: torch.dtype, context: ParallelContext) -> StoredHead:
+        """Return this rank's rows of the head, if it has a `head_shape`.
+
+        `padded_rows`: rows of the student's padded head on all ranks together.
+        """
+        raise NotImplementedError
 
     def term(self, share: float, divergence: Mapping[str, Any]) -> Teacher:
         """Return the term of the loss. `share`: its fraction of all teachers' weights."""

@@ -38,6 +38,7 @@ from mkd.models.lora import freeze_base, rounded_loading
 from mkd.models.placed.fp8_weights import LayerMemory
 from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
+from mkd.models.stored_head import StoredHead
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
@@ -101,7 +102,11 @@ def build_engine(
         if parts[-1].post_process:
             setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
-    joined = join_stages(students, models)
+    heads: list[StoredHead] = []
+    if students[-1].post_process:
+        stored = (one for one in setups if one.head_shape is not None)
+        heads = [one.head(vocab, options.dtype, context) for one in stored]
+    joined = join_stages(students, models, heads)
     # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None

@@ -19,6 +19,7 @@ from mkd.config.data_files import data_paths, is_raw
 from mkd.config.models import hf_flag
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.data.files.named_files import require_files
+from mkd.data.stored.cache_meta import HiddenMeta
 from mkd.errors import CheckpointError, MkdError, UsageError, collect_error
 from mkd.kinds.known_kinds import KINDS
 from mkd.operations.disk import disk_problems, writes_of
@@ -36,7 +37,8 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     facts = RunFacts(config, world_size, kinds=KINDS)
     numbers = (None, *facts.read_teachers)
     student, *teachers = _models(problems, config, facts.roles, numbers)
-    problems += find_problems(replace(facts, student=student, teachers=tuple(teachers)))
+    facts = replace(facts, student=student, teachers=tuple(teachers), heads=head_shapes(problems, facts))
+    problems += find_problems(facts)
     paths = data_paths([], config.data)  # the later checks report what is not a list of paths
     prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
     problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
@@ -75,6 +77,19 @@ def early_model_problems(
     if teacher is not None:  # mkd topk reads the corpora but no prompts; mkd evaluate reads its tasks alone
         problems += missing_files(data_paths([], config.data))
     return problems
+
+
+def head_shapes(problems: list[MkdError], facts: RunFacts) -> tuple[ModelShape | None, ...]:
+    """Return the shapes of teachers whose hidden states are stored.
+
+    None in place of one after adding an error to `problems`.
+    """
+    folders = [Path(facts.config.teachers[number].hidden or "") for number in facts.head_numbers]
+    return tuple(collect_error(problems, partial(_head_shape, folder)) for folder in folders)
+
+
+def _head_shape(folder: Path) -> ModelShape:
+    return HiddenMeta.read(folder).shape
 
 
 def _models(

@@ -27,7 +27,7 @@ from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError, UsageError
 from mkd.kinds.known_kinds import identity
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
-from mkd.kinds.stored.stored_setup import STORED_K
+from mkd.kinds.stored.topk_setup import STORED_K
 from mkd.operations.run_folders import cache_folder
 from mkd.plan.models.lora_shape import LoRAShape
 from mkd.resolve.chat_setup import CHAT_DATE, date_of
@@ -52,7 +52,7 @@ LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
 NOT_LOSS = frozenset({"kd_fp32_logits"})
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
-    {"hf", "load", "topk", "pipeline_layout", "expert_model_parallel_size"}
+    {"hf", "load", "topk", "hidden", "pipeline_layout", "expert_model_parallel_size"}
     | {field.name for field in fields(PlaceSettings)}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.

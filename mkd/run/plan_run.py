@@ -41,6 +41,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
     setups = [teacher_setup(problems, facts, index, source) for index, source in enumerate(sources)]
     sources = [sources[index] for index in facts.read_teachers]
     facts = replace(facts, teachers=tuple(source.shape if source else None for source in sources))
+    stored = [setups[index] for index in facts.head_numbers]
+    facts = replace(facts, heads=tuple(one.head_shape if one else None for one in stored))
     problems += find_problems(facts)
     problems += facts.machine_problems(processes_of_machine(world_size))
     problems += device_problems(facts)

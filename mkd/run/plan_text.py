@@ -49,5 +49,8 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def objective(plan: Plan) -> str:
     """Return the loss card: the objective with its numbers."""
-    shapes, notes_of_files = [one.shape for one in plan.teachers], [one.card_note for one in plan.setups]
+    shapes, notes_of_files = (
+        [one.shape for one in plan.facts.pair.compared],
+        [one.card_note for one in plan.setups],
+    )
     return loss_card(plan.config, plan.student.shape, shapes, notes_of_files)

@@ -17,7 +17,7 @@ from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
-from mkd.train.stage_inputs import stage_inputs, student_input
+from mkd.train.stage_inputs import stage_inputs, stored_hiddens, student_input
 from mkd.train.teacher_prefetch import TeacherPrefetch
 
 MICROBATCHES_PER_STAGE = 16  # in one forward-only call: enough to make filling the pipeline cheap
@@ -107,6 +107,9 @@ def _forward_step(
         output = model(student_input(batch, joins), None)
         if stage.post_process:
             output = replace(output, teacher_hiddens=prefetch.take(batch.sample_ids))
+    if stage.heads:
+        hiddens = (*output.teacher_hiddens, *stored_hiddens(stage, batch))
+        output = replace(output, teacher_hiddens=hiddens)
     if not stage.post_process:
         return output.message(), _no_loss
     return output.hidden, lambda _: objective(stage, batch, output)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from mkd.data.batch import PackedBatch
+from mkd.data.stored.teacher_rows import StoredStates
 from mkd.data.teacher_input import TokenRow
 from mkd.models.packed import packed_documents
-from mkd.models.stage import StageInput
+from mkd.models.stage import DistillationStage, StageInput
 
 
 def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInput:
@@ -18,7 +21,7 @@ def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInpu
 def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[StageInput]:
     """Return the input of each teacher that runs in this run, also of one that this batch does not need."""
     rows = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    needed = batch.needed_teachers or [True] * len(rows)
+    needed = batch.needed_teachers[: len(rows)] or [True] * len(rows)  # stored teachers follow
     inputs = [_stage_input(row, padding_joins_document) for row in rows]
     return [replace(one, is_needed=is_one) for one, is_one in zip(inputs, needed, strict=True)]
 
@@ -26,6 +29,23 @@ def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[Sta
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
     """Return the input of the student and that of each teacher that runs."""
     return student_input(batch, padding_joins_document), teacher_inputs(batch, padding_joins_document)
+
+
+def stored_hiddens(stage: DistillationStage, batch: PackedBatch) -> tuple[Tensor, ...]:
+    """Return the stored hidden states of teachers that do not run, each [t(/tp), 1, h], on the last stage.
+
+    Positions without loss have zeros. With sequence parallelism it is this rank's part of the row.
+    """
+    config, length = stage.student.config, batch.tokens.shape[1]
+    found = []
+    for part in batch.teacher_inputs[len(stage.teachers) :][: len(stage.heads)]:
+        assert isinstance(part, StoredStates), "stored teachers follow those that run"
+        states = part.whole(batch.loss_rows, length, config.params_dtype)
+        if config.sequence_parallel:
+            tp_group = stage.student.pg_collection.tp
+            states = states.chunk(tp_group.size())[tp_group.rank()]
+        found.append(states[:, None])
+    return tuple(found)
 
 
 def _stage_input(row: TokenRow, padding_joins_document: bool) -> StageInput:

@@ -8,7 +8,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.evaluation.tasks import read_tasks
-from mkd.kinds.stored.stored_setup import temperature_of
+from mkd.kinds.stored.topk_setup import temperature_of
 from tests.evaluation.eval_reference import reference_scores, write_tasks
 from tests.run_facts import problems_of_one
 from tests.tiny_models import add_tokenizer, make_model

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from mkd.config.load import load_config
-from mkd.data.stored.teacher_topk import META_FILE, TopKMeta
-from mkd.run.stored.topk_description import ExportSettings, require_room, write_description
-from mkd.run.stored.topk_export import plan_export
+from mkd.data.stored.cache_meta import META_FILE, TopKMeta
+from mkd.run.stored.cache_description import ExportSettings, require_room, write_description
+from mkd.run.stored.cache_export import plan_export
+from mkd.run.stored.topk_export import TopKExport
 from tests.reported import refused
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, poison
@@ -224,9 +226,13 @@ def test_only_a_cache_is_replaced(files):
     )
     data.write_text("data")
     plan = plan_export(load_config(flags(files, "described", *DATA)).config, 1)
-    settings = ExportSettings(out, 4, "float32", 10)
-    allowed, what = replace(settings, overwrite=True), (307, {"train": 20})
-    meta = write_description(plan, settings, *what)
+    settings = ExportSettings(out, 10)
+    allowed, describe = (
+        replace(settings, overwrite=True),
+        partial(TopKExport(settings, 4, "float32").describe, plan),
+    )
+    what = describe({"train": 20})
+    meta = write_description(plan, settings, what)
     shard.write_text("a shard")
     for text, code in (
         (None, "teacher-cache-in-the-way: tells that they are a cache"),
@@ -236,17 +242,17 @@ def test_only_a_cache_is_replaced(files):
         described.unlink() if text is None else described.write_text(text)
         for given in (settings, allowed):
             with refused(code) as caught:
-                require_room(plan, given, 307)
+                require_room(given, describe)
             assert "--overwrite" not in caught.value.do
             with refused(code):
-                write_description(plan, given, *what)
+                write_description(plan, given, what)
         assert shard.exists() and (text is None or described.read_text() == text)
     described.write_text(json.dumps(asdict(meta) | {"format_version": 1}))
     with refused("teacher-cache-in-the-way: description of a teacher cache") as caught:
-        require_room(plan, settings, 307)
-    assert "--overwrite" in caught.value.do and require_room(plan, allowed, 307)
-    assert write_description(plan, allowed, *what) == meta == TopKMeta.read(out)
-    assert not shard.exists() and data.read_text() == "data" and not require_room(plan, allowed, 307)
+        require_room(settings, describe)
+    assert "--overwrite" in caught.value.do and require_room(allowed, describe)
+    assert write_description(plan, allowed, what) == meta == TopKMeta.read(out)
+    assert not shard.exists() and data.read_text() == "data" and not require_room(allowed, describe)
 
 
 def test_a_teacher_that_is_not_finite(files, ranks):

@@ -64,7 +64,7 @@ def test_which_teachers_run():
     assert list(RunFacts(mixed, 1).running) == [1] and not RunFacts(mixed, 1).read_teachers
     plain = replace(both, kd=replace(both.kd, kd_ratio=0.0))
     assert not RunFacts(plain, 1).running and not RunFacts(plain, 1).read_teachers
-    assert [RunFacts(one, 1).has_stand_in for one in (both, mixed)] == [False, True]
+    assert [RunFacts(one, 1).has_only_heads for one in (both, mixed)] == [True, False]
 
 
 def test_a_teacher_of_unknown_shape_keeps_its_place():

@@ -22,8 +22,9 @@ from mkd.resolve.chat_setup import chat_settings, describe_chat
 from mkd.run.fingerprints import _chat as fingerprints_of_chats
 from mkd.run.fingerprints import fingerprints
 from mkd.run.plan_run import plan_run
-from mkd.run.stored.topk_description import ExportSettings, write_description
-from mkd.run.stored.topk_export import plan_export
+from mkd.run.stored.cache_description import ExportSettings, write_description
+from mkd.run.stored.cache_export import plan_export
+from mkd.run.stored.topk_export import TopKExport
 from mkd.tokenizers import chat_input
 from tests.reported import refused, reports
 from tests.train.command import Result, call_main, flags, make_files, read_metrics, run_main, write_records
@@ -158,7 +159,8 @@ def test_a_teacher_cache_has_one_date(files):
         today = mock.Mock(wraps=datetime.date, **{"today.return_value": datetime.date.fromisoformat(day)})
         with mock.patch.object(chat_input, "Date", today):
             plan = plan_export(config(*more), 1, out)
-        return write_description(plan, ExportSettings(out, 4, "float32", 8), 300, {"train": 20})
+        kind = TopKExport(ExportSettings(out, 8), 4, "float32")
+        return write_description(plan, kind.settings, kind.describe(plan, {"train": 20}))
 
     assert described("2026-11-26").data["chat_date"] == "2026-11-26"
     assert described("2026-11-27").data["chat_date"] == "2026-11-26"
@@ -177,7 +179,8 @@ def test_a_teacher_cache_of_tokenised_corpora_asks_for_no_flag_of_conversations(
     paths = dict(student_hf="student", teacher_hf="student", data_path="chat.jsonl")
     argv = flags(files, "export", "--chat-loss", "last", **paths)
     plan = plan_export(load_config(list(map(str, argv))).config, 1, out)
-    write_description(plan, ExportSettings(out, 4, "float32", 8), 300, {"train": 20})
+    kind = TopKExport(ExportSettings(out, 8), 4, "float32")
+    write_description(plan, kind.settings, kind.describe(plan, {"train": 20}))
     given = ["--input", files / "chat.jsonl", "--output-prefix", files / "plain ids"]
     given += ["--tokenizer-model", files / "student"]
     assert preprocess([str(word) for word in given]) == 0

@@ -9,13 +9,14 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.data.images.processors import PREPROCESSOR_FILE
-from mkd.kinds.stored.stored_setup import StoredSetup
+from mkd.kinds.stored.topk_setup import TopKSetup
 from mkd.plan.facts import RunFacts
 from mkd.resolve.preflight import Tokenizers
 from mkd.run.fingerprints import fingerprints
 from mkd.run.plan_run import plan_run
-from mkd.run.stored.topk_description import ExportSettings
-from mkd.run.stored.topk_export import _describe, plan_export
+from mkd.run.stored.cache_description import ExportSettings
+from mkd.run.stored.cache_export import _describe, plan_export
+from mkd.run.stored.topk_export import TopKExport
 from tests.data.images.tiny_processors import make_qwen
 from tests.reported import refused, reports
 from tests.train.command import flags
@@ -59,8 +60,8 @@ FIELDS = dict(teacher_hf="student", data_path="student/chats.jsonl", image_root=
 def describe(files, *more):
     """Return (plan, description) of an export of the student's own predictions."""
     config = load_config([str(word) for word in flags(files, "export", *more, **FIELDS)]).config
-    plan, settings = plan_export(config, 1), ExportSettings(files / "cache", 4, "float32", 8)
-    return plan, _describe(plan, settings, 400, {"train": 8}, ALONE)
+    plan, kind = plan_export(config, 1), TopKExport(ExportSettings(files / "cache", 8), 4, "float32")
+    return plan, _describe(plan, kind, {"train": 8}, ALONE)
 
 
 def test_an_export_knows_the_processor_and_the_patches(files):
@@ -72,7 +73,7 @@ def test_an_export_knows_the_processor_and_the_patches(files):
     problems = []
     argv = flags(files, "run", "--teacher-topk", files / "cache", **FIELDS | {"teacher_hf": None})
     facts = RunFacts(load_config([str(word) for word in argv]).config, 1)
-    stored = StoredSetup.find(problems, facts, 0, None)
+    stored = TopKSetup.find(problems, facts, 0, None)
     assert reports(problems) == ["teacher-cache-differs: was made with"]
     assert "--max-patches-per-pack" in str(problems[0])
     change_mean(files / "student")

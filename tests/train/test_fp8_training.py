@@ -67,13 +67,14 @@ def export(argv: list[str], out, in_fp8: bool):
     import torch.distributed as dist
 
     from mkd.platform import detect
-    from mkd.run.stored.topk_description import ExportSettings
-    from mkd.run.stored.topk_export import export_teacher
+    from mkd.run.stored.cache_description import ExportSettings
+    from mkd.run.stored.cache_export import export_teacher
+    from mkd.run.stored.topk_export import TopKExport
 
     config = load_config([*argv, *(FP8 if in_fp8 else ("--bf16",))]).config
     with stand_in_recipes():
         try:
-            found = export_teacher(config, ExportSettings(out, 4, "float16", 100), detect(), 1)
+            found = export_teacher(config, TopKExport(ExportSettings(out, 100), 4, "float16"), detect(), 1)
         except MkdError as error:
             return str(error)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool leaves one

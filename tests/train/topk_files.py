@@ -9,11 +9,14 @@ from tests.train.command import Result, flags, run_main
 DATA = ("--split", "80,20,0")
 
 
-def export(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) -> list[Result]:
+def export(
+    ranks, files: Path, out: str, *more, world_size: int = 1, command: str = "topk", **paths
+) -> list[Result]:
     """Export the teacher of `files` into `out`, on every rank; `more` overrides the flags of a run."""
-    argv = ["--out", str(files / out), "--logprob-dtype", "float32", "--samples-per-shard", "10"]
+    argv = ["--out", str(files / out), "--samples-per-shard", "10"]
+    argv += ["--logprob-dtype", "float32"] if command == "topk" else []
     argv += flags(files, f"{out} log", *DATA, *more, **paths)
-    return run_main(ranks, argv, world_size, command="mkd.commands.topk")
+    return run_main(ranks, argv, world_size, command=f"mkd.commands.{command}")
 
 
 def exported(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) -> Path:

@@ -24,6 +24,7 @@ megatron_sft           Megatron's own training step
 kernel_times           the time of kernels by kind
 host_times             what the CPU does while they run
 expert_benchmark       a step with experts, beside Megatron's
+stored_states          the reader of stored hidden states
 corpus_benchmark       the start of a run on a large corpus
 pipeline_benchmark     the pipeline against the bubble formula
 decode_benchmark       sampling beside transformers, and its share of a step

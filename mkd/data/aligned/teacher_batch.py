@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -84,6 +85,8 @@ class TeacherBatch:
     max_seqlen: int  # largest span of a document, tokens
     chunks: ChunkBatch  # the chunks that this context-parallel rank owns
     images: ImageRow | None = None  # of the teacher, as in PackedBatch
+
+    stays_on_host: ClassVar[bool] = False
 
     def cut(self, cut: RowCut) -> TeacherBatch:
         """Return the part of a whole row in the shard of `cut`, with the chunks that its process owns.

@@ -1,9 +1,10 @@
-"""The stored predictions of a teacher for the loss positions of a pack or of a micro-batch."""
+"""The stored outputs of a teacher for the loss positions of a pack or of a micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class TeacherRows:
     logprobs: Tensor  # [n, k] float32, at the temperature of the export; all other ids share 1 - their mass
     metrics: Tensor  # [n, 2] float32, the teacher's cross entropy and entropy at T = 1, nats
     vocab_size: int  # number of ids that the log-probabilities are normalised over
+
+    stays_on_host: ClassVar[bool] = False
 
     @classmethod
     def empty(cls, k: int, vocab_size: int) -> TeacherRows:
@@ -42,3 +45,37 @@ class TeacherRows:
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
         """Return nothing: a stored teacher has no layers to run."""
         return ()
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """Final hidden states of n loss positions, in ascending order of the positions."""
+
+    states: Tensor  # [n, h] in the dtype of the export; [0, h] unless they are read
+    is_read: bool = True  # False: this process does not compute the loss
+
+    # They are as large as a stage's activations: they come to the device for the loss of their micro-batch.
+    stays_on_host: ClassVar[bool] = True
+
+    def collate(self, others: Sequence[StoredStates], student_labels) -> StoredStates:
+        """Return these rows and those of `others`, the following packs, one after the other."""
+        return replace(self, states=torch.cat([part.states for part in (self, *others)]))
+
+    def cut(self, cut: RowCut) -> StoredStates:
+        """Return the rows of the loss positions in the shard of `cut`."""
+        return replace(self, states=self.states[cut.loss_places]) if self.is_read else self
+
+    def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
+        """Return nothing: a stored teacher has no layers to run."""
+        return ()
+
+    def whole(
+        self,
+        loss_rows: Tensor,  # [n] int64, on the device
+        length: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the states of a row of `length` tokens, [length, h]; zeros where it has no loss."""
+        states = self.states.to(loss_rows.device, dtype, non_blocking=True)
+        whole = states.new_zeros(length, states.shape[1])
+        return whole.index_copy_(0, loss_rows, states)

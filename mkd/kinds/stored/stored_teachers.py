@@ -13,7 +13,7 @@ from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 
 if TYPE_CHECKING:  # they load torch
-    from mkd.kinds.stored.stored_setup import StoredSetup
+    from mkd.kinds.stored.topk_setup import TopKSetup
     from mkd.resolve.model_source import ModelSource
 
 
@@ -48,10 +48,10 @@ class StoredTeachers(Kind):
 
     def teacher_setup(
         self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
-    ) -> StoredSetup | None:
-        from mkd.kinds.stored.stored_setup import StoredSetup
+    ) -> TopKSetup | None:
+        from mkd.kinds.stored.topk_setup import TopKSetup
 
-        return StoredSetup.find(problems, facts, index, source)
+        return TopKSetup.find(problems, facts, index, source)
 
 
 def _related(stored: Mapping[str, TeacherConfig]) -> Iterator[UsageError]:

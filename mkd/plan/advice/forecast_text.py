@@ -77,6 +77,21 @@ def parameters(forecast: Forecast) -> Iterator[str]:
                 f"spread over {counted(expert_parallel, 'process')}"
             )
         yield line
+    yield from _heads(forecast)
+
+
+def _heads(forecast: Forecast) -> Iterator[str]:
+    """Yield a line for each teacher whose hidden states are stored: disk, memory, and the rate of reading."""
+    element, pair = 2 if forecast.config.training.bf16 else 4, forecast.facts.pair
+    seconds = forecast.planned_step_ms() / 1000
+    tokens = forecast.batch.global_batch_size * forecast.batch.seq_length / forecast.facts.sizes.copies
+    for teacher in pair.heads:
+        row, rows = teacher.shape.hidden_size * element, teacher.shape.padded_vocab_size(pair.sizes.tensor)
+        yield (
+            f"{teacher.role}: hidden states are stored, {row:,} bytes a loss token; on the last stage the "
+            f"head takes {size(rows // pair.sizes.tensor * row)}, and a process reads up to "
+            f"{size(round(tokens * row / seconds))} a second"
+        )
 
 
 def _padded_attention(forecast: Forecast) -> list[str]:

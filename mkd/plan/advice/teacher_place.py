@@ -13,7 +13,7 @@ from itertools import product
 from operator import add
 
 from mkd.errors import MkdError
-from mkd.human import milliseconds
+from mkd.human import milliseconds, size
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.placement import Variant
@@ -22,12 +22,24 @@ from mkd.plan.times.hardware import MACHINE
 QUICKLY_PLANNED = 512
 """Most pipeline ranks x micro-batches at which places are compared with teachers ahead: seconds in all."""
 
+TOPK_BYTES = 128 * (4 + 2) + 12
+"""Bytes of a loss token in an export of `mkd topk` with its defaults, before compression."""
+
+MILLION = 10**6
+
 SAME_TIME = 1.001
 """Step times of which the longer is at most so many times the shorter count as equal."""
 
 
-STORED = Variant("stored", {"topk": "FOLDER"})
+HIDDEN = Variant("stored hidden states", {"hidden": "FOLDER"})
+"""No teacher runs, but its head. An export has to come first: `choose` takes it if no place fits."""
+
+
+STORED = Variant("stored top-k", {"topk": "FOLDER"})
 """No teacher runs. An export has to come first, and the loss is another: `choose` takes it last."""
+
+
+WITHOUT_LAYERS = (HIDDEN, STORED)
 
 
 @dataclass(frozen=True)
@@ -49,12 +61,13 @@ def running_variants(facts: RunFacts) -> list[Variant]:
 def plan_places(forecast: Forecast) -> list[PlannedPlace]:
     """Return the places that are possible on these GPUs, the simplest first."""
     running, planned = running_variants(forecast.facts), []
-    for place in (*running, STORED):
+    for place in (*running, *WITHOUT_LAYERS):
         facts = replace(forecast.facts, config=place.apply(forecast.config))
-        if place is STORED:  # it excludes the settings that only a running teacher has
+        if place in WITHOUT_LAYERS:  # they exclude the settings that only a running teacher has
             alone = running[0].apply(facts.config)
             alone = replace(alone, parallel=replace(alone.parallel, teacher_prefetch="0"))
-            facts = replace(facts, config=alone, teachers=())
+            heads = (*facts.teachers, *facts.heads) if place is HIDDEN else ()
+            facts = replace(facts, config=alone, teachers=(), heads=heads)
         try:
             changed = Forecast.from_facts(facts, forecast.gpu_gib)
         except MkdError:
@@ -74,10 +87,10 @@ def _is_quickly_planned(forecast: Forecast) -> bool:
 def choose(planned: Sequence[PlannedPlace], usable_gib: float) -> PlannedPlace | None:
     """Return the place with the shortest step among those that fit, the simplest of equal ones.
 
-    A stored teacher is chosen if nothing else fits. None: nothing fits.
+    A stored teacher is chosen if nothing else fits, with the same loss if possible. None: nothing fits.
     """
     fitting = [one for one in planned if one.need_gib <= usable_gib]
-    running = [one for one in fitting if one.place is not STORED]
+    running = [one for one in fitting if one.place not in WITHOUT_LAYERS]
     if not running:
         return fitting[0] if fitting else None
     shortest_ms = min(one.step_ms for one in running)
@@ -96,7 +109,7 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
     else:
         line = f"cheapest place of the teacher that fits: {chosen.place.text(is_only)}; "
         if title := chosen.place.title:
-            running = (one for one in planned if one.place is not STORED)
+            running = (one for one in planned if one.place not in WITHOUT_LAYERS)
             exact = choose([one for one in running if one.place.is_exact], usable_gib)
             line += f"without {title}"
             line += f": {exact.place.text(is_only)}; " if exact else " nothing fits; "
@@ -104,8 +117,25 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
     for one in planned:
         line = f"  {one.place.name}: {milliseconds(one.step_ms)}, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"
-        lines.append(line + (", after an export, and with another loss" if one.place is STORED else ""))
+        lines.append(line + _export_text(forecast, one.place))
     return lines
+
+
+def _export_text(forecast: Forecast, place: Variant) -> str:
+    """Return what a stored teacher needs before the run; empty for one that runs."""
+    if place not in WITHOUT_LAYERS:
+        return ""
+    states, topk = stored_bytes(forecast)
+    if place is HIDDEN:
+        return f", after an export of {size(states * MILLION)} for a million loss tokens"
+    return f", after an export of up to {size(topk * MILLION)}, and with another loss"
+
+
+def stored_bytes(forecast: Forecast) -> tuple[int, int]:
+    """Return the bytes of a loss token in exports of all teachers: of hidden states, and at most of top-k."""
+    element = 2 if forecast.config.training.bf16 else 4
+    teachers = forecast.facts.pair.compared
+    return sum(one.shape.hidden_size for one in teachers) * element, len(teachers) * TOPK_BYTES
 
 
 def separates_peers(forecast: Forecast) -> bool:

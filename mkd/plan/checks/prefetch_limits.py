@@ -58,7 +58,7 @@ def _obstacles(config: Config) -> Iterator[UsageError]:
         why = "teacher forwards ahead are planned for the gaps of the schedule without interleaving"
         do = f"{DO_WITHOUT}, or the virtual stages, which then gain little"
         yield UsageError(what, why, do, code="teacher-prefetch-not-possible")
-    if not config.needs_models or not config.teachers or any(one.stand_in for one in config.teachers):
+    if not config.needs_models or all(one.stand_in for one in config.teachers):
         what = f"{given}, but no teacher runs"
         why = "a stored teacher needs no teacher forward"
         yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")

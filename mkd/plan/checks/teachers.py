@@ -40,11 +40,11 @@ def check_models(facts: RunFacts) -> Iterator[UsageError]:
 
 
 def _without_models(teachers: Sequence[TeacherConfig]) -> Iterator[UsageError]:
-    """Yield a problem if a teacher without a model is not the only one."""
+    """Yield a problem if a teacher without hidden states is not the only one."""
     places = [
         f"teachers[{index}].{teacher.stand_in}" if index else f"--teacher-{teacher.stand_in}"
         for index, teacher in enumerate(teachers)
-        if teacher.stand_in
+        if not teacher.has_head
     ]
     if places and len(teachers) > 1:
         given = f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"

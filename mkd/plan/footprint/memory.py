@@ -18,7 +18,7 @@ from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.activations import Activations
 from mkd.plan.footprint.device_memory import Groups, device_gib
-from mkd.plan.footprint.head import SCORED_LOGIT_BYTES, head_block_rows
+from mkd.plan.footprint.head_memory import HeadMemory
 from mkd.plan.footprint.sampling_memory import cache_bytes, sampling_bytes
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.lora_shape import NF4_BYTES, LoRAShape
@@ -153,20 +153,18 @@ class _Models:
         """Bytes of a weight or an activation."""
         return 2 if self.config.training.bf16 else 4
 
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
-        tensor = self.sizes.tensor
-        return max(shape.padded_vocab_size(tensor) for shape in self.facts.pair.same_tokens) // tensor
+    @cached_property
+    def head(self) -> HeadMemory:
+        """LM heads and the loss of the last stage."""
+        return HeadMemory(self.facts, self.element, self._student_activations)
 
-    def _head_rows(self, teacher: Teacher) -> int:
-        """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
-        tensor = self.sizes.tensor
-        own = -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
-        return max(self.vocab_rows, own)
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of each embedding and head on one process."""
+        return self.head.vocab_rows
 
     def _activations(self, teacher: Teacher) -> Activations:
-        return Activations(self.config, teacher.shape, self.element, teacher.seq_length, teacher.sizes)
+        return self.head.activations(teacher)
 
     @property
     def _student_activations(self) -> Activations:
@@ -180,6 +178,7 @@ class _Models:
         learned = stage_parameters(self.student, layers, self.sizes, self.vocab_rows, *ends)
         teachers = zip(self.teachers, self.facts.layouts.teachers, strict=True)
         frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
+        frozen += self.head.stored_bytes() if ends[1] else 0
         own_frozen = 0
         if rank == 0:  # the vision towers
             tower, parts = tower_parameters(self.student), self.config.student.train_parts
@@ -253,7 +252,7 @@ class _Models:
             rows = shape.padded_vocab_size(tensor) // tensor
             shape = replace(shape, tie_word_embeddings=False)  # its embedding has its own padding
             has_head = rank == layout.pipeline_parallel - 1
-            beside = has_head * (self._head_rows(teacher) - rows) * shape.hidden_size
+            beside = has_head * (self.head.rows_of(teacher) - rows) * shape.hidden_size
         ends = stage_parameters(shape, (), teacher.sizes, rows, *_ends(layout, rank)).total + beside
         layers = _rank_layers(shape, layout, rank)
         sizes = [teacher.layer_bytes(layer, self.element) for layer in layers]
@@ -263,11 +262,11 @@ class _Models:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
         layout, last = self.facts.layouts.student, len(self.facts.layouts.student.layers) - 1
         tower_kept, tower_peak = tower_activation_bytes(self.config, self.student, self.element)
-        student, head = self._student_activations, self._head_bytes()
+        student, head = self._student_activations, self.head.peak_bytes()
         # The gradient of embedding or head that autograd returns, unless they are frozen.
         table = self.vocab_rows * self.student.hidden_size * self.element * (self.lora is None)
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
-            yield 0, self._head_bytes(with_gradient=False)
+            yield 0, self.head.peak_bytes(with_gradient=False)
         slots = self.facts.work.slots
         if slots:  # the cache exists while the student samples
             logits = sampling_bytes(slots, self.vocab_rows)
@@ -334,57 +333,6 @@ class _Models:
                 peak = max(peak, kept + forward)
             kept += self._activations(teacher).hidden_bytes
         return peak
-
-    def _head_bytes(self, with_gradient: bool = True) -> int:
-        """Return the bytes of the heads: the largest block (`_head_block_bytes`), and what all rows keep.
-
-        All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
-        sequence parallelism hidden states are gathered.
-        """
-        student = self._student_activations
-        compared = self.teachers if self.config.kd.kd_ratio > 0 else ()
-        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in compared] or [()]
-        if self.config.kd.averages_teachers:
-            groups = [self.teachers]
-        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
-        for teacher in map(self._activations, self.teachers):
-            whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        blocks = [self._head_block_bytes(group, with_gradient) for group in groups]
-        return whole + max([*blocks, self._scored_block_bytes()])
-
-    def _scored_block_bytes(self) -> int:
-        """Return the bytes of a pass that scores tokens, for judged answers or metrics of rollouts; or 0."""
-        work = self.facts.work
-        if not (work.scores_tokens or work.scores_for_metrics):
-            return 0
-        rows = head_block_rows(self._student_activations.tokens, self.vocab_rows, SCORED_LOGIT_BYTES)
-        return rows * (self.vocab_rows * SCORED_LOGIT_BYTES + self.student.hidden_size * self.element)
-
-    def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """Return the bytes of one divergence, for a block of rows (all rows, if the teacher has no model).
-
-        They hold the logits of all models, their hidden states and the student's gradient. The weight's
-        gradient goes into DDP's buffer. Without a gradient logits are fp32.
-        """
-        kd = self.config.kd
-        is_fp32 = kd.kd_fp32_logits or not with_gradient
-        bytes_per_logit = 4 if is_fp32 else self.element
-        tokens = self._student_activations.tokens
-        rows = tokens
-        if not self.facts.has_stand_in:
-            columns = max([self.vocab_rows, *map(self._head_rows, teachers)])
-            rows = head_block_rows(rows, columns, bytes_per_logit)
-        hidden_bytes = self.student.hidden_size * self.element
-        of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * hidden_bytes
-        if is_fp32 and with_gradient and self.element < 4:
-            of_row += self.vocab_rows * self.element  # gradient; bf16 logits are overwritten by theirs
-        if self.student.logits_cap and with_gradient:
-            of_row += self.vocab_rows * bytes_per_logit  # tanh, which the gradient passes
-        total = rows * of_row
-        for teacher in teachers:
-            of_row = self._head_rows(teacher) * bytes_per_logit + teacher.shape.hidden_size * self.element
-            total += -(-rows * self._activations(teacher).tokens // tokens) * of_row
-        return total
 
     def _message_bytes(self) -> int:
         """Return the bytes of pipeline messages: activations of all models in and out, or gradients."""

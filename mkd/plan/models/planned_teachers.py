@@ -16,7 +16,7 @@ from mkd.plan.work import Work
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that runs, with its settings."""
+    """A teacher that runs, or one whose head makes logits of stored hidden states, with its settings."""
 
     shape: ModelShape
     role: str
@@ -38,6 +38,7 @@ class Pair:
     config: Config
     student: ModelShape
     teachers: tuple[Teacher, ...]  # the ones that run
+    heads: tuple[Teacher, ...]  # those whose hidden states are stored: only their heads are here
     document_length: int  # student tokens of a typical document
     work: Work  # what features add
 
@@ -49,7 +50,12 @@ class Pair:
     @cached_property
     def same_tokens(self) -> tuple[ModelShape, ...]:
         """The student and the teachers that read its tokens. Their heads are padded alike."""
-        return (self.student, *(one.shape for one in self.teachers if not one.is_cross_tokenizer))
+        return (self.student, *(one.shape for one in self.compared if not one.is_cross_tokenizer))
+
+    @property
+    def compared(self) -> tuple[Teacher, ...]:
+        """All teachers whose heads make logits, in the order of the configuration."""
+        return (*self.teachers, *self.heads)
 
     @property
     def known_ids(self) -> int:

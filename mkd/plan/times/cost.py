@@ -132,7 +132,7 @@ class HeadPasses(NamedTuple):
     @classmethod
     def from_pair(cls, pair: Pair) -> HeadPasses:
         """Return the passes of a run."""
-        kd, teachers = pair.config.kd, pair.teachers
+        kd, teachers = pair.config.kd, pair.compared
         has_own = any(teacher.is_cross_tokenizer for teacher in teachers)
         divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
         is_shared = divergences < 2 and not has_own and not pair.work.own_head_pass
@@ -151,7 +151,7 @@ def _head_flops(pair: Pair) -> int:
     student_head = pair.config.training.seq_length * student.vocab_size * student.hidden_size
     of_pass = 4 if pair.config.lora.is_on else 6
     total = (of_pass * passes.student + 2 * passes.scored) * student_head
-    for teacher in pair.teachers:
+    for teacher in pair.compared:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * passes.teacher * teacher.seq_length * vocab_size * teacher.shape.hidden_size
     return total

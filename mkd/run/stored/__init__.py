@@ -1,5 +1,7 @@
-"""Stored teachers: predictions exported once, and read by later runs.
+"""Stored teachers: outputs exported once, and read by later runs.
 
-topk_description.py     what a stored teacher is made of
-topk_export.py          a teacher's predictions, exported for later runs
+cache_description.py    what a cache is made of
+cache_export.py         a teacher's outputs, exported for later runs
+topk_export.py          predictions of its most probable ids
+hidden_export.py        its hidden states and head
 """

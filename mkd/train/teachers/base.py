@@ -19,6 +19,7 @@ from mkd.losses.scores import TokenScores
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
+from mkd.models.stored_head import StoredHead
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import TermSums
 
@@ -141,7 +142,7 @@ class PackScores:
     covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
 
 
-def head_input(model: LanguageModel, hidden: Tensor) -> HeadInput:
+def head_input(model: LanguageModel | StoredHead, hidden: Tensor) -> HeadInput:
     """Return what losses need to make the logits of a final hidden state, [t(/tp), 1, h]."""
     return HeadInput(hidden.squeeze(1), model.head_weight(), model.shape.logits_cap)
 

@@ -80,7 +80,7 @@ class SameTokens:
 
     def pack_scores(self, given: LossInput) -> PackScores:
         (index,) = self.indices
-        model, rows = given.stage.teachers[index], given.batch.loss_rows
+        model, rows = given.stage.compared[index], given.batch.loss_rows
         packs = rows // (given.batch.tokens.shape[1] // given.num_packs)
         scores = token_scores(
             given.output.teacher_hiddens[index].squeeze(1),
@@ -90,7 +90,7 @@ class SameTokens:
             tp_group=given.context.tp_group,
             logits_cap=model.shape.logits_cap,
             vocab_size=model.shape.vocab_size,
-            sequence_parallel=model.config.sequence_parallel,
+            sequence_parallel=given.stage.student.config.sequence_parallel,
         )
         covered = sum_by(packs, torch.ones(len(rows), device=rows.device), given.num_packs)
         return PackScores(scores, packs, covered)
@@ -107,7 +107,7 @@ def head_pass(
 ) -> KDOutput:
     """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
     student, batch, output = given.stage.student, given.batch, given.output
-    teachers = [given.stage.teachers[index] for index in models]
+    teachers = [given.stage.compared[index] for index in models]
     hidden_states = [output.teacher_hiddens[index] for index in models]
     objective = build_objective(
         vocab_size or student.shape.vocab_size,

@@ -13,7 +13,9 @@ import torch
 
 from mkd.data.batch import collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
-from mkd.data.stored.teacher_topk import ShardWriter, TaughtDataset, TopKMeta, TopKPart, pack_digest
+from mkd.data.stored.cache_files import TaughtDataset, pack_digest
+from mkd.data.stored.cache_meta import TopKMeta
+from mkd.data.stored.teacher_topk import TopKPart, TopKWriter
 from mkd.errors import DataError
 from mkd.parallel.zigzag import RowShard
 
@@ -58,7 +60,7 @@ def teacher(pack, k):
 def write(folder, dataset, meta, shards=None):
     meta.write(folder)
     for shard in range(meta.num_shards("train")) if shards is None else shards:
-        with ShardWriter(meta.shard_path(folder, "train", shard), meta) as writer:
+        with TopKWriter(meta.shard_path(folder, "train", shard), meta) as writer:
             for sample in meta.shard_samples("train", shard):
                 pack = dataset[sample]
                 writer.add(sample, pack_digest(pack), *teacher(pack, meta.k))
@@ -129,7 +131,7 @@ def test_groups_are_small_and_found(dataset, cache, monkeypatch):
     """A group holds at least one pack; several groups in a shard."""
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr("mkd.data.stored.teacher_topk.GROUP_BYTES", 2 * SEQ_LENGTH * (5 * 8 + 12))
+    monkeypatch.setattr("mkd.data.stored.cache_meta.GROUP_BYTES", 2 * SEQ_LENGTH * (5 * 8 + 12))
     part = write(cache, dataset, describe(len(dataset)))
     assert pq.ParquetFile(part.meta.shard_path(cache, "train", 0)).num_row_groups == 4
     for sample in reversed(range(len(dataset))):
@@ -140,7 +142,7 @@ def test_groups_are_small_and_found(dataset, cache, monkeypatch):
 
 def test_a_failed_shard_leaves_nothing(dataset, cache):
     meta = describe(len(dataset))
-    with pytest.raises(RuntimeError), ShardWriter(meta.shard_path(cache, "train", 0), meta) as writer:
+    with pytest.raises(RuntimeError), TopKWriter(meta.shard_path(cache, "train", 0), meta) as writer:
         writer.add(0, pack_digest(dataset[0]), *teacher(dataset[0], 5))
         raise RuntimeError
     assert list(cache.iterdir()) == []
@@ -150,12 +152,12 @@ def test_a_failed_shard_leaves_nothing(dataset, cache):
 def test_what_a_killed_export_has_left_goes(dataset, cache):
     meta = describe(len(dataset))
     if (child := os.fork()) == 0:
-        with ShardWriter(meta.shard_path(cache, "train", 0), meta):
+        with TopKWriter(meta.shard_path(cache, "train", 0), meta):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (left,) = cache.iterdir()
     assert left.name.startswith("train-00000.parquet.partial-")
-    with ShardWriter(meta.shard_path(cache, "train", 0), meta):
+    with TopKWriter(meta.shard_path(cache, "train", 0), meta):
         assert not left.exists()
     assert [path.name for path in cache.iterdir()] == ["train-00000.parquet"]
 

@@ -15,11 +15,12 @@ from tests.run_facts import forecast_of
 
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1)
 PEERS = ("--teacher-residency", "peers", "--teacher-peers")
+STORED = "stored hidden states", "stored top-k"
 PLACES = "device", "2 peers", "4 peers", "8 peers", "host"
 
 
-def forecast(world_size: int, *argv: str | int, teachers=(TEACHER,)) -> Forecast:
-    return forecast_of(config(*BASE, *argv), world_size, STUDENT, teachers)
+def forecast(world_size: int, *argv: str | int, teachers=(TEACHER,), heads=()) -> Forecast:
+    return forecast_of(config(*BASE, *argv), world_size, STUDENT, teachers, heads)
 
 
 def by_name(pair: Forecast) -> dict[str, PlannedPlace]:
@@ -32,10 +33,11 @@ def in_bf16(planned: dict[str, PlannedPlace]) -> list[PlannedPlace]:
 
 def test_a_place_costs_what_its_flags_cost():
     planned = by_name(forecast(8, *PEERS, 2))
-    assert [*planned] == [*PLACES, *(f"{name}, fp8" for name in PLACES), "stored"]
+    assert [*planned] == [*PLACES, *(f"{name}, fp8" for name in PLACES), *STORED]
     for name, one in planned.items():
         argv = one.place.text(is_only=True).split()
-        direct = forecast(8, *argv, teachers=() if name == "stored" else (TEACHER,))
+        heads = (TEACHER,) if name == "stored hidden states" else ()
+        direct = forecast(8, *argv, teachers=() if name in STORED else (TEACHER,), heads=heads)
         assert (one.step_ms, one.need_gib) == (direct.planned_step_ms(), fullest_rank(direct)[1])
 
 
@@ -92,26 +94,46 @@ def test_a_faster_place_wins_over_a_simpler_one():
 
 
 def test_a_stored_teacher_is_the_last_choice():
+    """Its hidden states before its predictions, because the loss stays the same."""
     planned = by_name(forecast(8))
-    stored, host = planned["stored"], planned["host"]
-    assert stored.need_gib < host.need_gib and stored.step_ms < planned["device"].step_ms
+    (states, topk), host = (planned[name] for name in STORED), planned["host"]
+    assert topk.need_gib < states.need_gib < host.need_gib
+    assert topk.step_ms < states.step_ms < planned["device"].step_ms
     assert choose(in_bf16(planned), host.need_gib).place.name == "host"
-    assert choose(in_bf16(planned), stored.need_gib) is stored
-    assert choose(in_bf16(planned), stored.need_gib - 0.1) is None
+    assert choose(in_bf16(planned), states.need_gib) is states
+    assert choose(in_bf16(planned), topk.need_gib) is topk
+    assert choose(in_bf16(planned), topk.need_gib - 0.1) is None
+
+
+def test_a_plan_with_stored_hidden_states_counts_the_head_alone():
+    """The rest is that of training without a teacher."""
+    argv, plain = ("--teacher-hidden", "FOLDER"), forecast(8, "--kd-ratio", 0, teachers=())
+    found, head_gib = forecast(8, *argv, teachers=(), heads=(TEACHER,)), 151936 * 4096 * 2 / 2**30
+    (memory,), (without,) = found.memory.ranks, plain.memory.ranks
+    assert memory.teacher_gib == pytest.approx(head_gib, rel=0.01) and without.teacher_gib == 0
+    assert memory.activations_gib == without.activations_gib
+    assert plain.planned_step_ms() < found.planned_step_ms() < 1.1 * plain.planned_step_ms()
+    lines = describe_forecast(found).splitlines()
+    (line,) = (one for one in lines if "hidden states are stored, 8,192 bytes a loss token" in one)
+    assert line.startswith("teacher: ") and "head takes 1.16 GiB" in line and line.endswith(" a second")
+    assert any(one.startswith("layers as CUDA graphs: student (") for one in lines)
+    tensor = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
+    first, last = forecast(8, *argv, *tensor, teachers=(), heads=(TEACHER,)).memory.ranks
+    assert first.teacher_gib == 0 and last.teacher_gib == pytest.approx(head_gib / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("world_size", "argv", "missing"),
     [
         (1, (), {"2 peers", "4 peers", "8 peers"}),
-        (8, ("--kd-divergence", "reverse_kl"), {"stored"}),
+        (8, ("--kd-divergence", "reverse_kl"), {"stored top-k"}),
         (16, ("--tensor-model-parallel-size", 2), {"8 peers"}),
     ],
 )
 def test_places_that_are_not_possible_are_left_out(world_size, argv, missing):
     found = by_name(forecast(world_size, *argv))
-    assert {*PLACES, "stored"} - {*found} == missing
-    assert {name for name in PLACES if f"{name}, fp8" not in found} == missing - {"stored"}
+    assert {*PLACES, *STORED} - {*found} == missing
+    assert {name for name in PLACES if f"{name}, fp8" not in found} == missing - {*STORED}
 
 
 def test_experts_over_processes_leave_fewer_peers():
@@ -150,16 +172,17 @@ def test_teachers_that_cannot_be_in_fp8_are_planned_in_bf16():
 
 
 def test_the_lines_name_the_choice():
-    """Without a teacher there are none. Of several, all move, and none can be stored."""
+    """Without a teacher there are none. Of several, all move, and no predictions can be stored."""
     pair = forecast(8)
     need = by_name(pair)["2 peers"].need_gib
     first, *lines = describe_places(pair, need)
     assert "; without FP8: --teacher-residency peers --teacher-peers 2; all places:" in first
-    assert len(lines) == 11
+    assert len(lines) == 12
+    assert lines[-2].endswith(", after an export of 7.63 GiB for a million loss tokens")
     assert [line.split(":")[0].strip() for line in lines if "does not fit" in line] == ["device"]
     settings = replace(config(*BASE), teachers=several({}, {}).teachers)
     two = forecast_of(settings, 8, STUDENT, (TEACHER, TEACHER))
     first, *lines = describe_places(two, by_name(two)["4 peers"].need_gib)
-    assert "; without FP8: residency: peers, peers: 4 for every teacher;" in first and len(lines) == 10
+    assert "; without FP8: residency: peers, peers: 4 for every teacher;" in first and len(lines) == 11
     assert "precision: fp8, residency: " in first
     assert describe_places(forecast(8, teachers=()), 80) == []

@@ -1,6 +1,6 @@
-"""The set-up of a stored teacher: whether the cache of --teacher-topk fits the run, and its rows.
+"""The set-up of a stored teacher: whether its cache fits the run, and its rows.
 
-Teacher, tokenizer, data and temperature must be those of the run.
+Teacher, tokenizer and data must be those of the run. Kinds of caches have subclasses.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mkd.config.data_files import all_tokenised
 from mkd.config.run_files import DataConfig, rule_for_conversations
 from mkd.config.schema import Config
 from mkd.data.dataset import BlendedDataset
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.stored.teacher_topk import CHAT_DATE, TaughtDataset, TopKMeta, TopKPart, load_pyarrow
-from mkd.errors import CheckpointError, DataError, MkdError, UsageError
-from mkd.kinds.stored.stored_term import Stored
+from mkd.data.stored.cache_files import CachePart, TaughtDataset, load_pyarrow
+from mkd.data.stored.cache_meta import CHAT_DATE, CacheMeta
+from mkd.errors import CheckpointError, DataError, MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.facts import RunFacts
 from mkd.plan.parallel_sizes import Sizes
@@ -47,36 +47,51 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
     "chat_template_kwargs": ("--chat-template-kwargs", "the chat template reads them"),
     CHAT_DATE: ("--chat-date", "the chat template writes it"),
 }
-STORED_K = "loss.stored_k"  # among the fingerprints of a run
 IMAGE_PROCESSOR = "image_processor"  # entry beside `data_settings`, if the models read images
 
 
+S = TypeVar("S", bound="CacheSetup")
+
+
 @dataclass(frozen=True)
-class StoredSetup(TeacherSetup):
+class CacheSetup(TeacherSetup):
     """The cache that takes the place of a teacher. `source` is the model that it must come from, if given."""
 
     folder: Path
-    meta: TopKMeta
+    meta: CacheMeta
 
     runs: ClassVar[bool] = False
+    kind_of_meta: ClassVar[type[CacheMeta]]
 
     @classmethod
     def find(
-        cls, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
-    ) -> StoredSetup | None:
+        cls: type[S], problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+    ) -> S | None:
         """Return the cache from its description; None after adding an error to `problems`."""
-        config, settings = facts.config, facts.config.teachers[index]
-        assert settings.topk is not None, "the teacher is of this kind"
-        folder = Path(settings.topk)
+        settings = facts.config.teachers[index]
+        assert settings.stand_in is not None, "the teacher is of a stored kind"
+        folder = Path(getattr(settings, settings.stand_in))
         try:
             load_pyarrow()
-            meta = TopKMeta.read(folder)
+            found = cls(
+                settings, index, facts.teacher_names[index], source, folder, cls.kind_of_meta.read(folder)
+            )
+            problems += found.differences(facts)
         except MkdError as error:
             problems.append(error)
             return None
-        student_ids = None if facts.student is None else facts.student.vocab_size
-        problems += _differences(folder, meta, config, student_ids)
-        return cls(settings, index, facts.teacher_names[index], source, folder, meta)
+        return found
+
+    def differences(self, facts: RunFacts) -> Iterator[MkdError]:
+        """Yield the problems of settings that do not fit the cache."""
+        yield from _data_differences(self.folder, self.meta, facts.config)
+
+    def part(self, name: str, is_read: bool) -> CachePart:
+        """Open a data set of the cache. Raises DataError if it is missing or not finished.
+
+        `is_read`: this process computes the loss.
+        """
+        raise NotImplementedError
 
     @property
     def card_note(self) -> str:
@@ -86,13 +101,10 @@ class StoredSetup(TeacherSetup):
         return self.meta.weights_fingerprint
 
     def fingerprints(self, config: Config, tokenizers: Tokenizers) -> Mapping[str, object]:
-        found: dict[str, object] = {STORED_K: self.meta.k}
-        if self.meta.is_rounded:  # else absent as in earlier versions
-            found["loss.stored_precision"] = self.meta.precision
-        return found
-
-    def term(self, share: float, divergence: Mapping[str, Any]) -> Stored:
-        return Stored(self.name, share, self.index, divergence)
+        if not self.meta.is_rounded:  # absent as in earlier versions
+            return {}
+        number = f".{self.index}" if self.index else ""  # absent as in earlier versions
+        return {f"loss.stored_precision{number}": self.meta.precision}
 
     def attach(
         self, config: Config, tokenizers: Tokenizers, context: ParallelContext, sets: DataSets
@@ -106,24 +118,29 @@ class StoredSetup(TeacherSetup):
         error = None
         if context.rank == 0:
             try:
-                self._check(tokenizers.student, tokenizers.images)
-                self._taught(train_set, valid_set)
+                self.check(tokenizers.student, tokenizers.images)
+                for taught in self._taught(train_set, valid_set, is_read=True):
+                    if taught is not None:
+                        taught.require_shards()
             except MkdError as caught:
                 error = caught
         error = context.broadcast_object(error)
         if error is not None:
             error.on_all_ranks = True
             raise error
-        return self._taught(train_set, valid_set)
+        return self._taught(train_set, valid_set, context.holds_last_stage)
 
-    def _taught(self, train_set: BlendedDataset | None, valid_set: BlendedDataset | None) -> DataSets:
+    def _taught(
+        self, train_set: BlendedDataset | None, valid_set: BlendedDataset | None, is_read: bool
+    ) -> tuple[TaughtDataset, TaughtDataset | None]:
         assert train_set is not None, "the student's own text has no stored teacher"
-        train = TaughtDataset(train_set, TopKPart(self.folder, "train", self.meta))
+        train = TaughtDataset(train_set, self.part("train", is_read))
         if valid_set is None:
             return train, None
-        return train, TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
+        return train, TaughtDataset(valid_set, self.part("valid", is_read))
 
-    def _check(self, tokenizer: Tokenizer, images: ConversationImages | None) -> None:
+    def check(self, tokenizer: Tokenizer, images: ConversationImages | None) -> None:
+        """Raise the first problem of tokenizer, images, and weights of the model that the run names."""
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
             what = f"the teacher cache {self.folder} is of another tokenizer"
             why = "its ids stand for other strings than this run's"
@@ -143,16 +160,8 @@ class StoredSetup(TeacherSetup):
             raise CheckpointError(what, why, do, code="teacher-cache-weights-differ")
 
 
-def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int | None) -> Iterator[MkdError]:
-    """Yield the problems of settings that do not fit the cache."""
-    temperature = temperature_of(config)
-    if temperature != meta.temperature:
-        setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
-        name = setting.removeprefix("--")
-        what = f"{name} is {temperature}, the teacher cache {folder} is at {meta.temperature}"
-        why = "the probability of all ids outside the top-k at another temperature does not follow from it"
-        do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
-        yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
+def _data_differences(folder: Path, meta: CacheMeta, config: Config) -> Iterator[MkdError]:
+    """Yield the settings of the data that differ from the export's."""
     settings = data_settings(config)
     is_tokenised = all_tokenised(config.data)
     for name, (flag, reason) in DATA_FLAGS.items():
@@ -168,17 +177,6 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int 
             why = f"{reason}, so the student's packs would differ from those that the teacher saw"
             do = f"use the {flag} of the export, or export again into another folder"
             yield DataError(what, why, do, code="teacher-cache-differs")
-    if student_ids is not None and meta.vocab_size > student_ids:
-        what = f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_ids}"
-        why = "both distributions are compared on the ids that both models have"
-        do = "export again with this student's --student-hf"
-        yield DataError(what, why, do, code="teacher-cache-differs")
-
-
-def temperature_of(config: Config) -> float:
-    """Return the temperature of the first teacher: its own, or the common one."""
-    own = config.teachers[0].temperature
-    return config.kd.kd_temperature if own is None else own
 
 
 def data_settings(config: Config) -> dict[str, Any]:

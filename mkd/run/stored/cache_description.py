@@ -1,25 +1,36 @@
-"""The description of a cache of a teacher's predictions, and whether another cache is in the way."""
+"""The description of a cache of a teacher's outputs, and whether another cache is in the way."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mkd.config.models import EXPORTED
 from mkd.config.schema import Config
 from mkd.data.images.conversation import ConversationImages
-from mkd.data.stored.teacher_topk import CHAT_DATE, META_FILE, UNKNOWN_PRECISION, TopKMeta
+from mkd.data.stored.cache_meta import (
+    CHAT_DATE,
+    META_FILE,
+    UNKNOWN_PRECISION,
+    CacheMeta,
+    HiddenMeta,
+    read_description,
+)
+from mkd.data.stored.teacher_hidden import HEAD_FILE
 from mkd.errors import DataError
 from mkd.human import counted
 from mkd.kinds.placed.known_places import PRECISIONS
-from mkd.kinds.stored.stored_setup import IMAGE_PROCESSOR, data_settings, temperature_of, weights_fingerprint
+from mkd.kinds.stored.cache_setup import IMAGE_PROCESSOR, data_settings, weights_fingerprint
 from mkd.resolve.preflight import require_same_tokenizer
 from mkd.run.one_model import ModelPlan
 from mkd.tokenizers.tokenizer import Tokenizer
 
 SHARD = re.compile(r"(train|valid)-\d{5,}\.parquet")
+NOT_COMPARED = ("teacher", "head_sha256")  # a text for people, and what the export writes later
 KEYS_OF_ALL_VERSIONS = {"format_version", "weights_fingerprint", "vocabulary_fingerprint", "parts"}
 
 
@@ -28,8 +39,6 @@ class ExportSettings:
     """Settings of an export besides those of the run."""
 
     out: Path
-    k: int
-    logprob_dtype: str  # float16 or float32
     samples_per_shard: int
     overwrite: bool = False  # another cache in `out` may be replaced
 
@@ -48,9 +57,8 @@ class ExportPlan:
         return self.teacher.config
 
 
-def _description(
-    plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
-) -> TopKMeta:
+def common_description(plan: ExportPlan, settings: ExportSettings, parts: dict[str, int]) -> dict[str, Any]:
+    """Return the fields of a description that all kinds of caches have, without the vocabulary."""
     source, tokenizer = plan.teacher.source, plan.tokenizer
     data = data_settings(plan.config)
     data.pop(CHAT_DATE, None)
@@ -58,11 +66,7 @@ def _description(
         data[CHAT_DATE] = tokenizer.chat_date
     if plan.images is not None:
         data[IMAGE_PROCESSOR] = plan.images.processor.fingerprint
-    return TopKMeta(
-        k=settings.k,
-        temperature=temperature_of(plan.config),
-        logprob_dtype=settings.logprob_dtype,
-        vocab_size=vocab_size,
+    return dict(
         teacher=str(source.load or source.assets),
         weights_fingerprint=weights_fingerprint(source),
         vocabulary_fingerprint=tokenizer.vocabulary_fingerprint,
@@ -73,15 +77,13 @@ def _description(
     )
 
 
-def write_description(
-    plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
-) -> TopKMeta:
-    """Write and return the description of the cache. With --overwrite, remove another cache first.
+def write_description(plan: ExportPlan, settings: ExportSettings, meta: CacheMeta) -> CacheMeta:
+    """Write `meta` and return the description of the cache. With --overwrite, remove another cache first.
 
     Raises DataError if the folder holds another one without --overwrite, or files that are not a cache.
     """
     require_same_tokenizer(plan.tokenizer, plan.teacher.source)
-    out, meta = settings.out, _description(plan, settings, vocab_size, parts)
+    out = settings.out
     try:
         if (out / META_FILE).exists():
             meta = _as_found(out, meta)
@@ -90,21 +92,22 @@ def write_description(
     except DataError:
         if not (settings.overwrite and _holds_cache(out)):
             raise
-        for path in _shards(out):
-            path.unlink()
+        for path in (*_shards(out), out / HEAD_FILE):
+            path.unlink(missing_ok=True)
     meta.write(out)
     return meta
 
 
-def require_room(plan: ExportPlan, settings: ExportSettings, vocab_size: int) -> bool:
+def require_room(settings: ExportSettings, describe: Callable[[dict[str, int]], CacheMeta]) -> bool:
     """Return True if --overwrite will replace the cache in the folder, before the data are read.
 
-    Only then may a cache of other data be found. Raises DataError as `write_description`.
+    Only then may a cache of other data be found. `describe` makes the description for a number of packs of
+    each data set. Raises DataError as `write_description`.
     """
     out = settings.out
     try:
         if (out / META_FILE).exists():
-            _as_found(out, _description(plan, settings, vocab_size, _found(out).parts))
+            _as_found(out, describe(_found(out).parts))
         else:
             _require_no_shards(out)
     except DataError as error:
@@ -137,10 +140,10 @@ def _require_no_shards(out: Path) -> None:
         raise DataError(what, why, do, code="teacher-cache-in-the-way")
 
 
-def _found(out: Path) -> TopKMeta:
+def _found(out: Path) -> CacheMeta:
     """Return the description of the cache in `out`. Raises DataError if it cannot be read."""
     try:
-        return TopKMeta.read(out)
+        return read_description(out)
     except DataError as error:
         what = f"{out / META_FILE} cannot be read as the description of a teacher cache"
         do = "choose another --out, or remove the files in it yourself if nobody needs them"
@@ -149,16 +152,20 @@ def _found(out: Path) -> TopKMeta:
         raise DataError(what, error.why, do, code="teacher-cache-in-the-way") from error
 
 
-def _as_found(out: Path, meta: TopKMeta) -> TopKMeta:
-    """Return `meta` with the precision of the cache in `out`. Raises DataError if that is another cache."""
+def _as_found(out: Path, meta: CacheMeta) -> CacheMeta:
+    """Return `meta` with what the cache in `out` has. Raises DataError if that is another cache."""
     found = _found(out)
     if found.precision == UNKNOWN_PRECISION and not meta.is_rounded:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
-    compared = (name for name in vars(meta) if name != "teacher")
-    differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
+    compared = (field.name for field in fields(meta) if field.name not in NOT_COMPARED)
+    differing = [name for name in compared if getattr(found, name, None) != getattr(meta, name)]
+    if type(found) is not type(meta):
+        differing = [f"it holds {found.contents}; its settings"]
     if differing:
         what = f"{out} holds another teacher cache: {', '.join(differing)} differ"
         why = "an export resumes only with the same teacher, data and settings"
         do = "choose another --out, or give --overwrite to replace the cache"
         raise DataError(what, why, do, code="teacher-cache-in-the-way")
+    if isinstance(meta, HiddenMeta) and isinstance(found, HiddenMeta):
+        meta = replace(meta, head_sha256=found.head_sha256)
     return meta
