@@ -6,17 +6,18 @@ from pathlib import Path
 
 from tests.train.command import Result, flags, run_main
 
+TOPK, HIDDEN = "mkd.commands.topk", "mkd.commands.hidden"
 DATA = ("--split", "80,20,0")
 
 
 def export(
-    ranks, files: Path, out: str, *more, world_size: int = 1, command: str = "topk", **paths
+    ranks, files: Path, out: str, *more, world_size: int = 1, command: str = TOPK, **paths
 ) -> list[Result]:
     """Export the teacher of `files` into `out`, on every rank; `more` overrides the flags of a run."""
     argv = ["--out", str(files / out), "--samples-per-shard", "10"]
-    argv += ["--logprob-dtype", "float32"] if command == "topk" else []
+    argv += ["--logprob-dtype", "float32"] if command == TOPK else []
     argv += flags(files, f"{out} log", *DATA, *more, **paths)
-    return run_main(ranks, argv, world_size, command=f"mkd.commands.{command}")
+    return run_main(ranks, argv, world_size, command=command)
 
 
 def exported(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) -> Path:

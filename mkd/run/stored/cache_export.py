@@ -59,7 +59,7 @@ from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
 
 
 class CacheKind(Protocol):
-    """What an export stores of a teacher."""
+    """The contents of a cache: their description, and how they are made from a teacher."""
 
     @property
     def settings(self) -> ExportSettings:

@@ -22,7 +22,7 @@ from tests.train.command import (
     run_main,
     write_records,
 )
-from tests.train.topk_files import DATA, export, exported
+from tests.train.topk_files import DATA, HIDDEN, export, exported
 
 pq = pytest.importorskip("pyarrow.parquet")
 EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
@@ -61,7 +61,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(files, ranks):
     """Export on one process, in fp32."""
-    exported(ranks, files, "cache", command="hidden")
+    exported(ranks, files, "cache", command=HIDDEN)
     return "cache"
 
 
@@ -123,7 +123,7 @@ def test_bit_for_bit_the_run_with_the_teacher(name, cache, files, ranks):
     (world_size, layout), (exporters, export_layout) = LAYOUTS[name]
     if export_layout:
         cache = f"cache {name}"
-        exported(ranks, files, cache, *export_layout, world_size=exporters, command="hidden")
+        exported(ranks, files, cache, *export_layout, world_size=exporters, command=HIDDEN)
     more = (*JSD, *EVALUATED, *layout, "--teacher-prefetch", 0, "--export-hf")
     paths = {"student_hf": "deep"} if "VPP" in name else {}
     online = (*DATA, *TEACHER_LAYERS.get(name, ()), *more, files / f"online {name} hf")
@@ -187,13 +187,13 @@ def test_an_export_resumes(cache, files, ranks):
     for path in lost:
         path.unlink()
     kept = {path: path.stat().st_mtime_ns for path in copy.glob("*.parquet")}
-    (result,) = export(ranks, files, "stopped", command="hidden")
+    (result,) = export(ranks, files, "stopped", command=HIDDEN)
     assert result.exit_code == 0 and "train: 1 of " in result.stdout, result.stderr
     assert [path.read_bytes() for path in lost] == wanted
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     meta = HiddenMeta.read(copy)
     assert (meta.row_bytes, meta.states_dtype) == (72 * 4, "float32")
-    (refused,) = export(ranks, files, "stopped", "--seq-length", 64, command="hidden")
+    (refused,) = export(ranks, files, "stopped", "--seq-length", 64, command=HIDDEN)
     assert refused.exit_code == 65 and "data differ" in reported_text(refused.stderr)
     (refused,) = export(ranks, files, "stopped")
     assert refused.exit_code == 65 and "holds hidden states" in reported_text(refused.stderr)
