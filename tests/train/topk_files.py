@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.train.command import Result, flags, run_main
 
-TOPK, HIDDEN = "mkd.commands.topk", "mkd.commands.hidden"
+TOPK = "mkd.commands.topk"
 DATA = ("--split", "80,20,0")
 
 

@@ -22,9 +22,10 @@ from tests.train.command import (
     run_main,
     write_records,
 )
-from tests.train.topk_files import DATA, HIDDEN, export, exported
+from tests.train.topk_files import DATA, export, exported
 
 pq = pytest.importorskip("pyarrow.parquet")
+HIDDEN = "mkd.commands.hidden"
 EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
 JSD = ("--kd-divergence", "jsd", "--kd-temperature", 2)
 ONE, TP2 = (1, ()), (2, ("--tensor-model-parallel-size", 2))

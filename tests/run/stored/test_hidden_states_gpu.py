@@ -7,9 +7,10 @@ import torch
 
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import flags, make_files, read_metrics, read_weights, run_main
-from tests.train.topk_files import DATA, HIDDEN, exported
+from tests.train.topk_files import DATA, exported
 
 pytest.importorskip("pyarrow")
+HIDDEN = "mkd.commands.hidden"
 pytestmark = pytest.mark.gpu
 SIZES = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
