@@ -16,7 +16,8 @@ from mkd.data.stored.cache_meta import HiddenMeta
 from mkd.data.stored.teacher_rows import StoredStates
 from mkd.errors import DataError
 
-HEAD_FILE, HEAD = "head.safetensors", "head"  # file, and name of the tensor [v, h] in it
+# File in the format of safetensors, and the tensor [v, h] in it. The folder is not that of a model.
+HEAD_FILE, HEAD = "head.tensor", "head"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 READ_BYTES = 1 << 22
 
