@@ -21,7 +21,7 @@ def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInpu
 def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[StageInput]:
     """Return the input of each teacher that runs in this run, also of one that this batch does not need."""
     rows = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    needed = batch.needed_teachers[: len(rows)] or [True] * len(rows)  # stored teachers follow
+    needed = batch.needed_teachers or [True] * len(rows)
     inputs = [_stage_input(row, padding_joins_document) for row in rows]
     return [replace(one, is_needed=is_one) for one, is_one in zip(inputs, needed, strict=True)]
 
