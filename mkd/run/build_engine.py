@@ -102,11 +102,7 @@ def build_engine(
         if parts[-1].post_process:
             setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
-    heads: list[StoredHead] = []
-    if students[-1].post_process:
-        stored = (one for one in setups if one.head_shape is not None)
-        heads = [one.head(vocab, options.dtype, context) for one in stored]
-    joined = join_stages(students, models, heads)
+    joined = join_stages(students, models, build_heads(setups, vocab, options.dtype, context))
     # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
@@ -124,6 +120,14 @@ def build_engine(
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, *others)
     holds = everything if lora is None else is_factor
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
+
+
+def build_heads(
+    setups: Sequence[TeacherSetup], vocab: int, dtype: torch.dtype, context: ParallelContext
+) -> list[StoredHead]:
+    """Return the heads of teachers whose hidden states are stored; none unless this is the last stage."""
+    stored = [one for one in setups if one.head_shape is not None] if context.holds_last_stage else []
+    return [one.head(vocab, dtype, context) for one in stored]
 
 
 def build_students(
