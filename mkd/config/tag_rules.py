@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -19,21 +19,24 @@ class TagRules:
     teachers: Mapping[str, tuple[str, ...]]  # name -> tags; (): all that no other teacher names
     files: Mapping[str, str]  # path of data -> tag of its records that have none
     weights: Mapping[str, float]  # tag -> weight; {}: one mean over all tokens
+    of_prompts: tuple[str, ...] = ()  # tags of the prompts that the student completes
 
     @classmethod
-    def of(cls, config: Config) -> TagRules | None:
+    def of(cls, config: Config, of_prompts: Iterable[str] = ()) -> TagRules | None:
         """Return the rules; None if the run has one loss for all records."""
         if not (config.kd.teacher_combination == ROUTE and config.kd.kd_ratio):
             return None
         names = teacher_names(config.teachers)
         teachers = {name: one.tags for name, one in zip(names, config.teachers, strict=True)}
         weights = {name: _weight(value) for name, value in pairs(config.kd.tag_weights)}
-        return cls(teachers, dict(pairs(config.data.data_tags)), weights)
+        files = dict(pairs(config.data.data_tags))
+        return cls(teachers, files, weights, tuple(sorted(set(of_prompts))))
 
     @property
     def named(self) -> list[str]:
-        """Tags that teachers or weights name, in order."""
-        return sorted({*(tag for tags in self.teachers.values() for tag in tags), *self.weights})
+        """Tags that teachers, weights or prompts name, in order."""
+        of_teachers = (tag for tags in self.teachers.values() for tag in tags)
+        return sorted({*of_teachers, *self.weights, *self.of_prompts})
 
     def taught_by(self, tag: str) -> list[str]:
         """Return the teachers of a tag; [] if nobody teaches it."""

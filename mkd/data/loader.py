@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class BatchLayout:
         """Return the parts of all ranks, [num_microbatches, data_parallel_size, micro_batch_size]."""
         return samples.reshape(self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
 
-    def deal(self, samples: np.ndarray, dataset: PackedDataset | BlendedDataset) -> Iterator[Dealt]:
+    def deal(self, samples: np.ndarray, dataset: HasTags) -> Iterator[Dealt]:
         """Yield this rank's micro-batches of one global batch.
 
         If packs have tags, those of one tag are neighbours, so that few teachers run at a time.
@@ -74,6 +74,13 @@ class BatchLayout:
         for of_ranks in self.dealt(samples):
             own = of_ranks[self.data_parallel_rank].tolist()
             yield Dealt(own, self.routes.needed(dataset.tags_of(of_ranks)))
+
+
+class HasTags(Protocol):
+    """A source of samples that knows their tags."""
+
+    def tags_of(self, packs: np.ndarray) -> np.ndarray:
+        """Return the numbers of the tags of packs, int64; UNTAGGED for a number below 0."""
 
 
 class Dealt(NamedTuple):

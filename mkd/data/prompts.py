@@ -23,6 +23,7 @@ from mkd.data.records.parsing import check_size
 from mkd.data.records.refused_keys import refuse_in_prompt
 from mkd.data.records.rows import Row, raw_fields, read_rows
 from mkd.data.records.values import check_string
+from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, ErrorList
 from mkd.human import counted
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
@@ -45,6 +46,7 @@ class Prompt:
     of_teachers: Mapping[str, np.ndarray] = field(
         default_factory=dict
     )  # cross-tokenizer teacher -> its tokens
+    tag: str = ""  # of its record or file; "": tags are not read
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the prompts, without repetition, sorted; [] if tags are not read."""
+        return sorted({one.tag for one in self.prompts if one.tag})
 
     def describe(self, quarantine: str = "") -> str:
         """Return a line with the sizes. `quarantine` is the file that lists bad records."""
@@ -75,14 +82,17 @@ def read_prompts(
     max_bad_records: int = 0,  # of each file
     teachers: Mapping[str, Tokenizer] = MappingProxyType({}),  # name -> tokenizer of cross-tokenizer teachers
     with_fields: bool = False,  # the other keys of a record are read, so that the fingerprint covers them
+    wanted: WantedRecords | None = None,  # whose tag is read; None: prompts have no tags
+    file_tags: Mapping[str, str] = MappingProxyType({}),  # path -> tag of its prompts without one
 ) -> PromptSet:
     """Read and tokenise all prompts, each model in its own chat template.
 
-    Raises DataError, or ErrorList with the first ten bad records; those of a teacher have its name.
+    A prompt without a tag is a bad record, if tags are read. Raises DataError, or ErrorList with the first
+    ten bad records; those of a teacher have its name.
     """
     prompts: list[Prompt] = []
     all_bad: list[BadRecord] = []
-    for path in all_local(paths, "--prompt-data-path"):
+    for path, file_tag in _files(paths, file_tags):
         parsed = []
         bad: list[BadRecord] = []
         for number, row in read_rows(path, whole=True):
@@ -90,6 +100,7 @@ def read_prompts(
                 prompt, fields = parse_prompt(row)
                 ids = encode_prompt(prompt, tokenizer)
                 _check_ids(ids, longest, vocab_size)
+                tag = "" if wanted is None else _tag(wanted, fields, file_tag)
             except DataError as error:
                 bad.append(BadRecord.from_row(path, number, row, error))
                 continue
@@ -103,8 +114,8 @@ def read_prompts(
                     break
             else:
                 is_chat = isinstance(prompt, Conversation)
-                prompts.append(Prompt(ids, path, number, fields, is_chat, theirs))
-        _log_ignored(path, parsed, tokenizer, with_fields)
+                prompts.append(Prompt(ids, path, number, fields, is_chat, theirs, tag))
+        _log_ignored(path, parsed, tokenizer, with_fields, () if wanted is None else wanted.keys)
         if len(bad) > max_bad_records:
             raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
         all_bad += bad
@@ -115,10 +126,28 @@ def read_prompts(
     for one in prompts:
         for ids in (one.ids, *one.of_teachers.values()):
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        if wanted is not None:
+            digest.update(one.tag.encode() + b"\n")
         if with_fields:
             digest.update(json.dumps(one.fields, sort_keys=True, default=str).encode() + b"\n")
     entries = [one.entry for one in all_bad]
     return PromptSet(prompts, len(all_bad), "sha256:" + digest.hexdigest(), entries)
+
+
+def _files(paths: Sequence[str], file_tags: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each file of prompts with the tag of the path that names it, "" without one."""
+    for path in paths:
+        for file in all_local([path], "--prompt-data-path"):
+            yield file, file_tags.get(path, "")
+
+
+def _tag(wanted: WantedRecords, fields: Mapping[str, Any], file_tag: str) -> str:
+    tag = wanted.read_tag(fields) or file_tag
+    if not tag:
+        what, why = "the prompt has no tag", "its tag chooses the teachers of the completion"
+        do = "give the records a tag (--tag-key), or the file one: --data-tags PATH=TAG"
+        raise DataError(what, why, do, code="record-value-not-valid")
+    return tag
 
 
 def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
@@ -169,13 +198,15 @@ def _log_ignored(
     parsed: Sequence[tuple[str | Conversation, Mapping[str, Any]]],
     tokenizer: Tokenizer,
     all_used: bool,
+    used: Sequence[str],  # keys that the run reads
 ) -> None:
     """Log which keys of a file's records are not read. A reward function gets all of them (`all_used`)."""
     found = IgnoredKeys()
     for first in range(0, len(parsed), RECORDS_PER_TRIAL):
         records = []
         for prompt, others in parsed[first : first + RECORDS_PER_TRIAL]:
-            read = others if all_used else MESSAGE_KEYS if isinstance(prompt, Conversation) else ()
+            of_kind = MESSAGE_KEYS if isinstance(prompt, Conversation) else ()
+            read = others if all_used else (*of_kind, *used)
             ignored = tuple(key for key, value in others.items() if value is not None and key not in read)
             records.append(Record(MESSAGES, (prompt,), ignored=ignored))
         found.add(ignored_keys(records, tokenizer))

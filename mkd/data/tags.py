@@ -73,7 +73,7 @@ class TaggedDocuments:
 
 
 def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str, ...]:
-    """Return all tags of a run, sorted: of its documents, of teachers and of weights.
+    """Return all tags of a run, sorted: of its documents and prompts, of teachers and of weights.
 
     Log how much text each has. Raises DataError for a document without a tag, and UsageError
     for a tag that nobody teaches.
@@ -84,10 +84,13 @@ def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str,
             before = found.get(tag, (0, 0))
             found[tag] = before[0] + documents, before[1] + tokens
     require_teachers(rules, found)
+    require_teachers(rules, rules.of_prompts, "the prompts")
     for tag, (documents, tokens) in sorted(found.items()):
         teachers = " and ".join(rules.taught_by(tag))
         LOG.info(f"tag {tag}: {counted(documents, 'document')}, {tokens} tokens, taught by {teachers}")
-    warn_of_idle(rules, found)
+    for tag in rules.of_prompts:
+        LOG.info(f"prompts of the tag {tag}: taught by {' and '.join(rules.taught_by(tag))}")
+    warn_of_idle(rules, {*found, *rules.of_prompts})
     return tuple(sorted({*found, *rules.named}))
 
 

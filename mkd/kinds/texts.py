@@ -20,9 +20,4 @@ class Texts:
     rewards: Rewards | None  # judges of these completions
     teachers: tuple[TeacherSetup, ...]
     teacher_seq_lengths: tuple[int, ...]  # tokens of the packs of each teacher that runs
-
-    @property
-    def tag_names(self) -> tuple[str, ...]:
-        """Tags of the packs, in the order of their numbers; () if tags do not matter."""
-        known = self.train_set if self.train_set is not None else self.valid_set
-        return () if known is None else known.tag_names
+    tag_names: tuple[str, ...] = ()  # of packs, in the order of their numbers; (): tags do not matter

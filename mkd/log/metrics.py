@@ -169,7 +169,9 @@ class Registry:
 
     def find(self, key: str) -> Metric:
         """Return the entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
-        return self._by_name.get(key) or self._by_name[key.partition("/")[0]]
+        parts = key.split("/")
+        names = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return self._by_name[next((name for name in names if name in self._by_name), key)]
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
         """Return the keys in the order of records."""

@@ -54,7 +54,7 @@ def build_data(
         setups = plan.setups if setups is None else setups
         texts = [one.text for one in setups if one.runs]
         train_set, valid_set = open_data(
-            config, tokenizers.student, plan.known_ids, build, texts, tokenizers.images
+            config, tokenizers.student, plan.known_ids, build, texts, tokenizers.images, prompts
         )
         build.end_if_asked()
     except Preempted as stop:
@@ -89,6 +89,7 @@ def open_data(
     build: SharedBuild,
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for each teacher
     images: ConversationImages | None = None,  # None: the models read none
+    prompts: PromptSet | None = None,  # whose tags are tags of the run, too
 ):
     """Return (training set, held-out set or None) of the data flags. Collective.
 
@@ -116,7 +117,7 @@ def open_data(
         images=images,
         max_patches_per_pack=data.max_patches_per_pack,
         records=wanted_records(config),
-        tags=TagRules.of(config),
+        tags=TagRules.of(config, prompts.tags if prompts is not None else ()),
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

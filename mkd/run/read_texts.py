@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from mkd.config.tag_rules import TagRules
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
+from mkd.data.records.wanted import WantedRecords
+from mkd.data.tags import tags_of_run
 from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.reward.rewards import Rewards
@@ -43,7 +47,18 @@ def read_texts(
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
     lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers)
-    return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths), tasks
+    tags = tag_names(plan, train_set if train_set is not None else valid_set, prompts)
+    return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths, tags), tasks
+
+
+def tag_names(plan: Plan, stored: BlendedDataset | None, prompts: PromptSet | None) -> tuple[str, ...]:
+    """Return the tags of packs, in the order of their numbers; () if tags do not matter."""
+    if stored is not None:
+        return stored.tag_names
+    rules = TagRules.of(plan.config, prompts.tags if prompts else ())
+    if rules is None:
+        return ()
+    return tags_of_run(rules, ()) if prompts else tuple(rules.named)  # records come while the run trains
 
 
 def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> list[str]:
@@ -78,7 +93,11 @@ def build_prompts(plan: Plan) -> PromptSet | None:
         if own is not None
     }
     paths, has_rewards = config.rollout.prompt_data_path, config.grpo.is_on
-    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards)
+    rules = TagRules.of(config)
+    tags: dict[str, Any] = {}
+    if rules is not None:
+        tags = {"wanted": WantedRecords(tag=config.kd.tag_key), "file_tags": rules.files}
+    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards, **tags)
 
 
 def teacher_seq_lengths(

@@ -96,9 +96,6 @@ def _refused(facts: RunFacts) -> Iterator[UsageError]:
     if config.pair_loss is not None:
         what = f"{given}, but {config.pair_loss.flag[2:]} is {config.pair_loss.beta}"
         yield UsageError(what, "a reference has no tags", do, code="exclude-each-other")
-    if config.rollout.is_on:
-        what = f"{given}, but on-policy-fraction is {config.rollout.on_policy_fraction}"
-        yield UsageError(what, "prompts have no tags in this version", do, code="exclude-each-other")
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None:
             what = f"{given}, but teachers[{index}] has another tokenizer (xtoken)"

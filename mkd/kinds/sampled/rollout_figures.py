@@ -34,6 +34,16 @@ def figures(rollouts: Sequence[Rollout], time_ms: float) -> dict[str, float]:
     }
 
 
+def figures_by_tag(rollouts: Sequence[Rollout], tags: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of the completions of each tag; {} without tags."""
+    found = {}
+    for tag in sorted({tag for tag in tags if tag}):
+        own = [one for one, its in zip(rollouts, tags, strict=True) if its == tag]
+        found[f"rollout/length/{tag}"] = sum(one.num_sampled for one in own) / len(own)
+        found[f"rollout/truncated/{tag}"] = sum(one.is_truncated for one in own) / len(own)
+    return found
+
+
 def warn_if_empty(iteration: int, sampled: int, judged: int, kept: int) -> None:
     """Warn of a step that trains on nothing.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from mkd.data.batch import PackedBatch
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -19,12 +20,36 @@ from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.train.teachers.base import LossInput
+from mkd.train.teachers.routed_terms import RunTags
 from mkd.train.teachers.same_tokens import SameTokens
 from mkd.xtoken.segments import sum_segments
 
 OF_TEACHER = 2 * QUARTERS + 1  # ln p - ln q and tokens of each quarter, -ln q
 KL_QUARTERS = tuple(f"rollout/kl_quarter_{i + 1}" for i in range(QUARTERS))
 TEACHER_NLL = "rollout/teacher_nll"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A teacher, on all completions or on those of one tag."""
+
+    teacher: SameTokens | CrossTokenizer
+    share: float  # its weight in means over several
+    tag: int | None = None  # number of the tag; None: all completions
+    tag_name: str = ""
+
+
+def measured(teachers: Sequence[SameTokens | CrossTokenizer], tags: RunTags | None) -> list[Measured]:
+    """Return the teachers with the completions that each is measured on."""
+    if tags is None:
+        return [Measured(one, one.share) for one in teachers]
+    by_name = {one.name: one for one in teachers}
+    taught = [[by_name[name] for name in tags.rules.taught_by(tag)] for tag in tags.names]
+    return [
+        Measured(one, one.share / sum(other.share for other in of_tag), number, tags.names[number])
+        for number, of_tag in enumerate(taught)
+        for one in of_tag
+    ]
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class RolloutMeter:
 
     context: ParallelContext
     stream: RolloutStream
-    teachers: Sequence[SameTokens | CrossTokenizer]
+    teachers: Sequence[Measured]
     vocab_size: int  # ids that can be sampled
     student_ids: int | None = None  # ids of the student's ln p; None: those that can be sampled
     _rows: list[RolloutRows] = field(default_factory=list)  # of the micro-batches to come
@@ -71,14 +96,25 @@ class RolloutMeter:
         ids = self.student_ids or self.vocab_size
         student = self._logp(given, given.output.hidden, given.stage.student, places, ids)
         sampled = _Sampled(places, quarter, student)
-        parts = [
-            self._of_chunks(given, one, sampled)
-            if isinstance(one, CrossTokenizer)
-            else self._of_tokens(given, one, sampled)
-            for one in self.teachers
-        ]
+        tags = _tags_of_rows(given.batch)[mine] if self._is_routed else None
+        parts = [self._measure(given, one, sampled, tags) for one in self.teachers]
         gap = torch.stack([(student - sampler).abs().sum(), student.new_tensor(len(student))])
         self._sums += torch.cat([*parts, gap])
+
+    @property
+    def _is_routed(self) -> bool:
+        return any(one.tag is not None for one in self.teachers)
+
+    def _measure(self, given: LossInput, one: Measured, sampled: _Sampled, tags: np.ndarray | None) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher. `tags` [n]: of the sampled tokens."""
+        if one.tag is not None:
+            if one.tag not in given.batch.tags:  # its teacher may not have run
+                return sampled.logp.new_zeros(OF_TEACHER)
+            which = torch.from_numpy(np.flatnonzero(tags == one.tag)).to(sampled.rows.device)
+            sampled = _Sampled(sampled.rows[which], sampled.quarter[which], sampled.logp[which])
+        if isinstance(one.teacher, CrossTokenizer):
+            return self._of_chunks(given, one.teacher, sampled)
+        return self._of_tokens(given, one.teacher, sampled)
 
     def finish(self) -> dict[str, float]:
         """Return the metrics of the step, the stream's included. What no token measures is absent.
@@ -96,9 +132,13 @@ class RolloutMeter:
             kl, counts = part[:QUARTERS], part[QUARTERS:]
             sums = [*zip(KL_QUARTERS, kl, counts, strict=True), (TEACHER_NLL, nll, sum(counts))]
             for name, total, tokens in sums:
-                if tokens:
-                    of_teachers.setdefault(name, []).append((one.share, total / tokens))
-            if isinstance(one, CrossTokenizer) and count:
+                if tokens:  # of one tag: a mean over the tokens of all tags
+                    share = one.share if one.tag is None else one.share * tokens
+                    of_teachers.setdefault(name, []).append((share, total / tokens))
+            if one.tag is not None and sum(counts):
+                by_tag = of_teachers.setdefault(f"{TEACHER_NLL}/{one.tag_name}", [])
+                by_tag.append((one.share, nll / sum(counts)))
+            if isinstance(one.teacher, CrossTokenizer) and one.tag is None and count:
                 covered.append(sum(counts) / count)
         found = {
             name: sum(share * value for share, value in parts) / sum(share for share, _ in parts)
@@ -153,6 +193,11 @@ class RolloutMeter:
             sequence_parallel=model.config.sequence_parallel,
         )
         return scores.label.double()
+
+
+def _tags_of_rows(batch: PackedBatch) -> np.ndarray:
+    """Return the number of the tag of each loss row, [n], on the CPU."""
+    return np.repeat(np.array(batch.tags), batch.pack_loss_rows)
 
 
 def _sums(student: Tensor, teacher: Tensor, tokens: Tensor, quarter: Tensor) -> Tensor:

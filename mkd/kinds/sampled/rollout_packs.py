@@ -44,10 +44,16 @@ class RolloutPacks:
     seq_length: int
     pad_id: int
     teachers: Sequence[RolloutTeacher]
+    tags: np.ndarray | None = None  # [packs] int64, number of each pack's tag; None: they have none
 
     @classmethod
     def fill(
-        cls, rollouts: Sequence[Rollout], seq_length: int, pad_id: int, teachers: Sequence[RolloutTeacher]
+        cls,
+        rollouts: Sequence[Rollout],
+        seq_length: int,
+        pad_id: int,
+        teachers: Sequence[RolloutTeacher],
+        tags: np.ndarray | None = None,  # [rollouts] int64: a pack holds completions of one tag
     ) -> RolloutPacks:
         """Put the completions into packs: best fit decreasing.
 
@@ -59,11 +65,12 @@ class RolloutPacks:
         for teacher, documents in zip(teachers, aligned, strict=True):
             theirs = np.array([len(one.teacher_ids) for one in documents], dtype=np.int64)
             lengths = np.maximum(lengths, -(-theirs * seq_length // teacher.seq_length))
-        filled = pack_pieces(np.minimum(lengths, seq_length), seq_length, "bfd")
+        filled = pack_pieces(np.minimum(lengths, seq_length), seq_length, "bfd", tags=tags)
         pieces = [filled.pieces_of(number).tolist() for number in range(len(filled))]
         packs = [[rollouts[i] for i in numbers] for numbers in pieces]
         of_teachers = [[[one[i] for i in numbers] for numbers in pieces] for one in aligned]
-        return cls(packs, of_teachers, seq_length, pad_id, teachers)
+        of_packs = None if tags is None else tags[[numbers[0] for numbers in pieces]]
+        return cls(packs, of_teachers, seq_length, pad_id, teachers, of_packs)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -94,6 +101,8 @@ class RolloutPacks:
         pack = replace(
             pack, lengths=lengths, spans=spans, sample_id=sample_id, row_values=judged, teacher_inputs=inputs
         )
+        if self.tags is not None:
+            pack = replace(pack, tag=int(self.tags[number]))
         return pack, RolloutRows.joined(parts)
 
     def empty(self) -> Pack:

@@ -7,20 +7,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch.distributed as dist
 
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.dataset import BlendedDataset
-from mkd.data.loader import EMPTY, BatchLayout
+from mkd.data.loader import EMPTY, BatchLayout, Dealt
 from mkd.data.order import EpochOrder
 from mkd.data.prompts import PromptSet
+from mkd.data.tags import UNTAGGED, TeacherRoutes
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
-from mkd.kinds.sampled.rollout_figures import TruncationWatch, figures, warn_if_empty
+from mkd.kinds.sampled.rollout_figures import TruncationWatch, figures, figures_by_tag, warn_if_empty
 from mkd.kinds.sampled.rollout_packs import RolloutPacks, RolloutRows
 from mkd.kinds.sampled.rollout_teachers import RolloutTeacher
 from mkd.kinds.sampled.sampler.decoding import sample_completions
@@ -86,6 +87,8 @@ class RolloutStream:
     consumed_samples: int
     announce: Callable[[int], None] = lambda iteration: None  # called for every token that is sampled
     rewards: Rewards | RecordRewards | None = None  # judge the completions; None: only teachers do
+    tag_names: Sequence[str] = ()  # of all tags of the run; (): tags do not matter
+    routes: TeacherRoutes | None = None  # which teachers a micro-batch needs; None: all
     rows: list[RolloutRows] = field(default_factory=list)  # of the last step's micro-batches
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     step_packs: int = 0  # packs of the last step on all ranks, empty ones included
@@ -113,6 +116,8 @@ class RolloutStream:
         rollouts = self.source.sample(requests, self.iteration, self._progress(start), following)
         # Of all completions: below, those without a reward and, on request, those cut off are left out.
         self.figures = figures(rollouts, 1000 * (time.perf_counter() - start))
+        if self.tag_names:
+            self.figures |= figures_by_tag(rollouts, [self._tag(one) for one in rollouts])
         self.figures["consumed_prompts"] = self.consumed_prompts
         self._judge_truncated(self.figures["rollout/truncated"])
         sampled = len(rollouts)
@@ -124,12 +129,13 @@ class RolloutStream:
         self._stored = self._next_stored()
         if not self._stored:
             warn_if_empty(self.iteration, sampled, len(rollouts), len(kept))
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers)
+        tags = self._tags(kept)
+        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers, tags)
         # After `_stored` and `_packs`: `_mine` deals the samples of both to the ranks.
         batches, self.rows = [], []
-        for samples in self._mine():
-            packs, rows = zip(*map(self._build, samples), strict=True)
-            batches.append(collate(packs))
+        for dealt in self._mine():
+            packs, rows = zip(*map(self._build, dealt.samples), strict=True)
+            batches.append(replace(collate(packs), needed_teachers=dealt.needed_teachers))
             self.rows.append(RolloutRows.joined(rows))
         return batches
 
@@ -196,15 +202,36 @@ class RolloutStream:
         self.consumed_samples += count
         return chosen
 
-    def _mine(self) -> Iterator[list[int]]:
-        """Yield the samples of this rank's micro-batches; EMPTY ones fill up the last ones."""
+    def _tag(self, rollout: Rollout) -> str:
+        """Return the tag of a completion, "" without one."""
+        return self.prompts.prompts[rollout.request.prompt].tag
+
+    def _tags(self, rollouts: Sequence[Rollout]) -> np.ndarray | None:
+        """Return the number of the tag of each completion, int64; None if tags do not matter."""
+        if not self.tag_names:
+            return None
+        return np.array([self.tag_names.index(self._tag(one)) for one in rollouts], dtype=np.int64)
+
+    def tags_of(self, samples: np.ndarray) -> np.ndarray:
+        """Return the numbers of the tags of samples of the last step, int64; UNTAGGED for empty ones."""
+        found = np.full(samples.shape, UNTAGGED)
+        is_own = samples >= self._first
+        if self.dataset is not None:
+            found[~is_own] = self.dataset.tags_of(samples[~is_own])
+        if self._packs is not None and self._packs.tags is not None:
+            found[is_own] = self._packs.tags[samples[is_own] - self._first]
+        return found
+
+    def _mine(self) -> Iterator[Dealt]:
+        """Yield the samples of this rank's micro-batches; EMPTY ones fill up the others."""
         context, samples = self.context, self.last_samples()
         unit = self.micro_batch_size * context.dp_size * context.microbatch_unit
         self.step_packs = max(1, -(-len(samples) // unit)) * unit
-        layout = BatchLayout(self.micro_batch_size, self.step_packs, context.dp_rank, context.dp_size)
+        sizes = self.micro_batch_size, self.step_packs, context.dp_rank, context.dp_size
+        layout = BatchLayout(*sizes, routes=self.routes)
         filled = np.full(self.step_packs, EMPTY)
         filled[: len(samples)] = samples
-        yield from layout.microbatches(filled).tolist()
+        yield from layout.deal(filled, self)
 
     def _build(self, sample: int) -> tuple[Pack, RolloutRows]:
         assert self._packs is not None

@@ -10,11 +10,12 @@ from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
+from mkd.kinds.routed.route_setup import teacher_routes
 from mkd.kinds.sampled.records.record_meter import RecordMeter
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.records.record_stream import RecordStream
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
-from mkd.kinds.sampled.rollout_meter import RolloutMeter
+from mkd.kinds.sampled.rollout_meter import RolloutMeter, measured
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.kinds.sampled.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
 from mkd.kinds.sampled.sampler.rollouts import Sampling
@@ -76,9 +77,11 @@ def build_rollouts(
         consumed_samples=position.consumed_samples,
         announce=lambda iteration: phases.enter(ROLLOUT, iteration),
         rewards=rewards,
+        tag_names=texts.tag_names,
+        routes=teacher_routes(plan, texts.tag_names, engine.context),
     )
     teachers = [one for one in engine.teachers if isinstance(one, SameTokens | CrossTokenizer)]
-    meter = RolloutMeter(engine.context, stream, teachers, sampling.vocab_size)
+    meter = RolloutMeter(engine.context, stream, measured(teachers, engine.tags), sampling.vocab_size)
     if not chosen.reads_prompts:
         meter = RecordMeter.of(meter, plan.scored_ids, next(state.models[0].parameters()).dtype)
     return stream, meter

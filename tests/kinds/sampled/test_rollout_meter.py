@@ -11,12 +11,12 @@ def finished(sums_of_teachers, shares, gap):
     """Return the figures of one process. `gap` is (sum, tokens)."""
     import torch
 
-    from mkd.kinds.sampled.rollout_meter import RolloutMeter
+    from mkd.kinds.sampled.rollout_meter import Measured, RolloutMeter
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
 
     stream = SimpleNamespace(rows=[], figures={})
-    teachers = [SimpleNamespace(share=share) for share in shares]
+    teachers = [Measured(SimpleNamespace(), share) for share in shares]
     meter = RolloutMeter(ParallelContext.create(detect()), stream, teachers, vocab_size=7)
     meter.start()
     meter._sums += torch.tensor([*(value for sums in sums_of_teachers for value in sums), *gap])

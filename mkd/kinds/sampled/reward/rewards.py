@@ -60,6 +60,9 @@ class Rewards:
         figures = {"reward/failed": float((~is_judged).sum())}
         if judged:
             figures["reward/mean"] = float(rewards[is_judged].mean())
+            tags = np.array([self.prompts.prompts[one.request.prompt].tag for one in rollouts])
+            for tag in sorted({*tags[is_judged].tolist()} - {""}):
+                figures[f"reward/mean/{tag}"] = float(rewards[is_judged & (tags == tag)].mean())
             figures["reward/std0_groups"] = float(is_flat[np.isfinite(groups).any(axis=1)].mean())
         return judged, figures
 
