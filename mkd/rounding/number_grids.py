@@ -10,6 +10,11 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SMALLEST = 1e-12  # a scale never divides by less
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """Return x / divisor as a CPU rounds it. A GPU would multiply by the reciprocal of a number."""
+    return x / x.new_full((), divisor)
+
+
 def to_integer(x: Tensor, bits: int) -> Tensor:
     """Return the nearest signed integers of so many bits; ties go to the even one."""
     limit = 2 ** (bits - 1)

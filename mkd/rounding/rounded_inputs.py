@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mkd.rounding.number_grids import E2M1_MAX, E4M3_MAX, SMALLEST, to_e2m1, to_e4m3, to_integer
+from mkd.rounding.number_grids import E2M1_MAX, E4M3_MAX, SMALLEST, quotient, to_e2m1, to_e4m3, to_integer
 from mkd.rounding.rounded_matrix import nvfp4_scales, tensor_scale
 
 INT8_DIVISOR = 127.5
@@ -44,10 +44,10 @@ def round_inputs(
     """
     wide, peak = x.to(dtype), peak.to(dtype)
     if format == "int8":
-        scale = (peak / INT8_DIVISOR).clamp(min=SMALLEST)
+        scale = quotient(peak, INT8_DIVISOR).clamp(min=SMALLEST)
         rounded = to_integer(wide / scale, 8) * scale
     elif format == "fp8":
-        scale = (peak / E4M3_MAX).clamp(min=SMALLEST)
+        scale = quotient(peak, E4M3_MAX).clamp(min=SMALLEST)
         rounded = to_e4m3(wide / scale) * scale
     else:
         assert format == "nvfp4", format
@@ -59,6 +59,6 @@ def _nvfp4(x: Tensor, peak: Tensor, dtype: torch.dtype) -> Tensor:
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     if dtype != torch.float32:  # one division in that dtype; everything else is in fp32
-        largest = (largest.to(dtype) / E2M1_MAX).float() * E2M1_MAX
+        largest = quotient(largest.to(dtype), E2M1_MAX).float() * E2M1_MAX
     _, steps = nvfp4_scales(largest, tensor_scale(peak))
     return (to_e2m1(blocks / steps) * steps).flatten(-2)

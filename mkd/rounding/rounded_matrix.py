@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mkd.config.rounding_formats import ROW, Rounding
-from mkd.rounding.number_grids import E2M1_MAX, E4M3_MAX, SMALLEST, to_e2m1, to_e4m3, to_integer
+from mkd.rounding.number_grids import E2M1_MAX, E4M3_MAX, SMALLEST, quotient, to_e2m1, to_e4m3, to_integer
 
 AT_ONCE = 2**24
 """Elements that are rounded together: the temporary memory is some times that of so many in fp32."""
@@ -82,19 +82,19 @@ def nvfp4_scales(largest: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]
 
     Blocks that are too small for the scale get 1/8, as compressed-tensors gives them.
     """
-    scales = (global_scale * (largest / E2M1_MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scales = (global_scale * quotient(largest, E2M1_MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     wide = scales.float()
     wide = torch.where(wide == 0, 0.125, wide)
     return wide.to(torch.float8_e4m3fn), wide / global_scale
 
 
 def _integer_scales(largest: Tensor, peak: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
-    scales = (largest / (2 ** (bits - 1) - 0.5)).clamp(min=SMALLEST).to(torch.bfloat16)
+    scales = quotient(largest, 2 ** (bits - 1) - 0.5).clamp(min=SMALLEST).to(torch.bfloat16)
     return scales, scales.float()
 
 
 def _e4m3_scales(largest: Tensor, peak: Tensor | None) -> tuple[Tensor, Tensor]:
-    scales = (largest / E4M3_MAX).clamp(min=SMALLEST).to(torch.bfloat16)
+    scales = quotient(largest, E4M3_MAX).clamp(min=SMALLEST).to(torch.bfloat16)
     return scales, scales.float()
 
 

@@ -75,11 +75,16 @@ def greedy_ids(folders: list[Path], prompt: str) -> list[list[int]]:
 
 @torch.no_grad()
 def generated(folder: Path, prompts: list[list[int]], stops: list[str]) -> list[list[int]]:
-    """Return the greedy completions of transformers, which never writes rows without a token."""
+    """Return the greedy completions of transformers, which never writes rows without a token.
+
+    On a GPU if there is one: where fla is installed, its kernels take no tensors of the CPU.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     unused = sorted(set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values()))
     settings = dict(
         max_new_tokens=NEW_TOKENS,
@@ -88,5 +93,5 @@ def generated(folder: Path, prompts: list[list[int]], stops: list[str]) -> list[
         pad_token_id=0,
         suppress_tokens=unused,
     )
-    rows = [torch.tensor([ids]) for ids in prompts]
+    rows = [torch.tensor([ids], device=device) for ids in prompts]
     return [model.generate(row, **settings)[0, row.shape[1] :].tolist() for row in rows]

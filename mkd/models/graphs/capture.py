@@ -39,7 +39,8 @@ def captured(
     """Record the block's work as the graph. It is not carried out.
 
     Unlike with `torch.cuda.graph`, the host never waits for the device: messages to other pipeline ranks
-    may be open, and end only after this rank has gone on. After an error, stream and pool are as before.
+    may be open, and end only after this rank has gone on. After an error, stream, pool and torch's generator
+    are as before.
     Other threads, such as NCCL's watchdog and the loader, may call CUDA meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
@@ -56,7 +57,17 @@ def captured(
             except RuntimeError:
                 with suppress(RuntimeError):  # it has been closed, if the error came later
                     torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                _end_capture_of_generator(stream.device_index)
                 raise
+
+
+def _end_capture_of_generator(device_index: int) -> None:
+    """Give torch's generator a state that takes no part in a capture.
+
+    A capture that fails leaves the state as if it went on, and everything random would raise an error.
+    """
+    generator = torch.cuda.default_generators[device_index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def recorded(

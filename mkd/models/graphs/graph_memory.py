@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from mkd.models.graphs.bounds import Bounds
 from mkd.models.graphs.layer_input import LayerInput
+
+
+class Graph(Protocol):
+    """A CUDA graph."""
+
+    def replay(self) -> None:
+        """Start its work."""
+
+    def reset(self) -> None:
+        """Free it on the device."""
+
+
+GraphT = TypeVar("GraphT", bound=Graph)
 
 
 class SlotPass(Protocol):
@@ -38,6 +53,7 @@ class GraphMemory:
     slots: list[Slot] = field(default_factory=list)
     buffers: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # between sections of frozen layers
     kept_bytes: int = 0  # that torch has taken for graphs
+    graphs: WeakSet[Graph] = field(default_factory=WeakSet)  # that exist
     may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must not wait
 
     def free_slot(self, example: Tensor) -> Slot:
@@ -65,6 +81,11 @@ class GraphMemory:
         yield
         self.kept_bytes += torch.cuda.memory_reserved() - before
 
+    def noted(self, graph: GraphT) -> GraphT:
+        """Return the graph, which `release` then frees."""
+        self.graphs.add(graph)
+        return graph
+
     def drop(self, part: nn.Module) -> None:
         """Drop the graphs of a part, and slots that are empty then. Slots in use stay."""
         for slot in self.slots:
@@ -73,9 +94,17 @@ class GraphMemory:
         self.slots[:] = [slot for slot in self.slots if slot.in_use or slot.passes]
 
     def release(self) -> None:
-        """Drop the slots and their graphs."""
+        """Drop the slots, and free all graphs, whoever still refers to them.
+
+        NCCL does not end a communicator while a graph has work of it.
+        """
         self.slots.clear()
         self.buffers.clear()
+        gc.collect()
+        torch.cuda.synchronize()
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class _FrozenGraph:
         self.run: Callable[[], None] = self._work
 
     def record(self, generators: list[torch.Generator]) -> None:
-        self.run = recorded(self._work, self._memory.scratch, self._memory.stream, generators).replay
+        graph = recorded(self._work, self._memory.scratch, self._memory.stream, generators)
+        self.run = self._memory.noted(graph).replay
 
     def _work(self) -> None:
         for name, value in self._section.run(self._before, self._given).items():
@@ -156,14 +157,16 @@ class _TrainedGraph:
         self.after: dict[str, Border] = {}
 
     def record_forward(self, memory: GraphMemory, generators: list[torch.Generator]) -> None:
-        self._forward = recorded(self._compute, self._slot.pool, memory.stream, generators)
+        graph = recorded(self._compute, self._slot.pool, memory.stream, generators)
+        self._forward = memory.noted(graph)
 
     def record_backward(self, memory: GraphMemory, generators: list[torch.Generator]) -> None:
         """Record the backward of what `record_forward` has made.
 
         All of that goes: other graphs of the slot may use its memory.
         """
-        self._backward = recorded(self._differentiate, memory.scratch, memory.stream, generators)
+        graph = recorded(self._differentiate, memory.scratch, memory.stream, generators)
+        self._backward = memory.noted(graph)
 
     def run(self, tensors: Tensors) -> Tensors:
         outputs = _Replay.apply(self, *(tensors[name] for name in self._before))

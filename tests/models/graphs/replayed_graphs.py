@@ -14,17 +14,21 @@ from mkd.models.graphs import passes
 from mkd.models.moe.balance import RouterRecord
 
 
-@dataclass
+@dataclass(eq=False)
 class Again:
     """In place of a graph."""
 
     work: Callable[[], None]
     has_gradients: bool
+    is_reset: bool = False
 
     def replay(self):
         self.work.__self__._given.packed.rows = None  # a graph computes again what mixers remember of a pack
         with torch.set_grad_enabled(self.has_gradients):
             self.work()
+
+    def reset(self):
+        self.is_reset = True
 
 
 def recorded(work, pool, stream, generators):

@@ -96,3 +96,15 @@ def test_graphs_of_a_part_are_dropped_with_slots_that_nothing_uses(without_gpu):
     memory.slots.append(Slot(hidden))
     memory.drop(layer)
     assert memory.slots == []
+
+
+def test_release_frees_graphs_that_something_refers_to(without_gpu):
+    """An autograd graph of the last step, for instance."""
+    layer, hidden = Layer(), torch.randn(5, 1, 3, requires_grad=True)
+    for parameter in layer.parameters():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    memory, _, passes = made(layer, hidden)
+    graphs = list(memory.graphs)
+    memory.release()
+    assert len(graphs) == 2 and all(graph.is_reset for graph in graphs) and passes is not None
+    assert memory.slots == [] and not memory.graphs
