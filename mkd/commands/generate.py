@@ -22,15 +22,19 @@ from mkd.chat.generation import Generation
 from mkd.commands.text_flags import add_completion_flags, num_ranks, run_here_or_in_ranks, with_names_of_here
 from mkd.config.flags import NUM_RANKS, FlagParser, require_new_file, require_writable, whole_number
 from mkd.data.files.named_files import require_files
-from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
+from mkd.errors import ErrorList, MkdError, UsageError, collect_error, raise_all, returns_exit_code
 from mkd.generate.generate_settings import (
     MAX_FAILED_REWARDS,
     REWARD_TIMEOUT_S,
+    SERVER_TIMEOUT_S,
     Filter,
     GenerateSettings,
     Layout,
+    Server,
 )
 from mkd.generate.work_folder import WorkFolder
+from mkd.kinds.sampled.sources.vllm_server import address_problems
+from mkd.plan.checks.no_effect import no_effect
 from mkd.tokenizers.chat_input import ChatSettings
 
 MAX_NEW_TOKENS, TEMPERATURE, TOP_P, SLOTS = 1024, 1.0, 1.0, 32
@@ -78,6 +82,7 @@ def build_parser() -> FlagParser:
         help="records of each file that may be no prompts: they are skipped (default: 0)",
     )
     _add_filter_flags(parser)
+    _add_server_flags(parser)
     return parser
 
 
@@ -148,11 +153,55 @@ def _add_filter_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a server")
+    group.add_argument(
+        "--server-url",
+        metavar="URL",
+        help="vLLM server with the teacher's weights, http://127.0.0.1:PORT. Only small files of --teacher "
+        "are read, and --slots requests run at a time (default: the processes of the command sample)",
+    )
+    group.add_argument(
+        "--server-model", metavar="NAME", help="its name on the server (default: the only one)"
+    )
+    group.add_argument(
+        "--server-remote", action="store_true", help="allow a server on another machine (default: refuse it)"
+    )
+    group.add_argument(
+        "--server-timeout-s",
+        type=float,
+        default=SERVER_TIMEOUT_S,
+        metavar="X",
+        help="seconds until a request counts as failed. It is then tried three times more "
+        f"(default: {SERVER_TIMEOUT_S:g})",
+    )
+
+
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data and return the exit code."""
     args = build_parser().parse_args(argv)
+    require_server_flags(args)
     return run_here_or_in_ranks("generate", args, argv, lambda: generate(settings_of(args)))
+
+
+def require_server_flags(args: argparse.Namespace) -> None:
+    """Raise UsageError for an address that is not valid, and for flags of a server without one."""
+    if args.server_url is None:
+        given = {"--server-model": args.server_model, "--server-remote": args.server_remote}
+        given["--server-timeout-s"] = args.server_timeout_s != SERVER_TIMEOUT_S
+        raise_all(
+            [no_effect(flag, "there is no server", "add --server-url URL") for flag in given if given[flag]]
+        )
+        return
+    problems = [*address_problems(args.server_url, args.server_remote, "--server-url", "server-remote")]
+    if (args.nproc_per_node or num_ranks()) > 1:
+        what, why = f"{args.nproc_per_node or num_ranks()} processes and --server-url", "one asks the server"
+        do = "leave out --nproc-per-node; --slots says how many requests run at a time"
+        problems.append(UsageError(what, why, do, code="number-of-processes"))
+    for one in problems:
+        one.on_all_ranks = True
+    raise_all(problems)
 
 
 def settings_of(args: argparse.Namespace) -> GenerateSettings:
@@ -181,6 +230,7 @@ def settings_of(args: argparse.Namespace) -> GenerateSettings:
             args.pipeline_model_parallel_size,
             args.expert_model_parallel_size,
         ),
+        server=Server(args.server_url, args.server_model, args.server_timeout_s) if args.server_url else None,
         max_bad_records=args.max_bad_records,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
@@ -203,7 +253,7 @@ def generate(settings: GenerateSettings) -> int:
 
 def require_possible(settings: GenerateSettings) -> None:
     """Raise all problems that are found before torch is imported, as one error."""
-    from mkd.run.early_checks import early_model_problems
+    from mkd.run.early_checks import early_model_problems, model_shape
 
     problems: list[MkdError] = settings.problems()
     if os.environ.get("RANK", "0") == "0":  # it alone writes, on its own machine
@@ -213,8 +263,10 @@ def require_possible(settings: GenerateSettings) -> None:
     for path in settings.prompts:
         collect_error(problems, partial(require_files, path, "--prompts"))
     config = collect_error(problems, lambda: settings.config(is_cuda=False))
-    if config is not None:
+    if config is not None and settings.server is None:
         problems += early_model_problems(config, num_ranks(), teacher=0)
+    elif config is not None:
+        model_shape(problems, config, teacher=0)
     if problems:
         error = ErrorList([with_names_of_here(one) for one in problems])
         error.on_all_ranks = True

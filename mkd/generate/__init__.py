@@ -10,5 +10,8 @@ In reading order:
     work_folder.py         the folder beside the output: settings, journals, summary
     judge.py               rewards, in a thread beside the sampler
     selection.py           the completions that are kept, and the counts of the others
+    generate_job.py        what is missing, and the output at the end
+    in_process_teacher.py  completions by the processes of the job
+    served_teacher.py      completions by a vLLM server
     generate_texts.py      the job: check, sample, select, write
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mkd.chat.generation import Generation
@@ -17,6 +17,7 @@ from mkd.tokenizers.chat_input import ChatSettings
 REWARD = re.compile(r"[\w.]+:\w+")
 SUFFIX = ".jsonl"
 MAX_FAILED_REWARDS, REWARD_TIMEOUT_S = 0, 10.0
+SERVER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,15 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1  # processes that share the experts of a layer
+
+
+@dataclass(frozen=True)
+class Server:
+    """A vLLM server that has the teacher's weights."""
+
+    url: str
+    model: str | None = None  # its name there; None: the only one
+    timeout_s: float = SERVER_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class GenerateSettings:
     as_chat: bool = False  # texts become messages of a user
     dtype: str | None = None  # bf16 or fp32; None: bf16 on a GPU, else fp32
     layout: Layout = Layout()
+    server: Server | None = None  # None: the processes of the job sample
     max_bad_records: int = 0  # of each file
     overwrite: bool = False
     dry_run: bool = False
@@ -101,4 +112,16 @@ class GenerateSettings:
         if self.out.suffix != SUFFIX:
             what, why = f"--out {self.out} does not end in {SUFFIX}", "its name says how it is read"
             found.append(UsageError(what, why, f"name it {self.out.stem}{SUFFIX}", code="value-not-valid"))
+        if self.server is not None:
+            found += self._server_problems(self.server)
         return found
+
+    def _server_problems(self, server: Server) -> Iterator[MkdError]:
+        """Yield settings of processes, which a server does not read."""
+        if not server.timeout_s > 0:
+            what = f"--server-timeout-s is {server.timeout_s:g}"
+            yield UsageError(what, "", "give a number above 0", code="out-of-range")
+        given = {f"--{name}-model-parallel-size": size != 1 for name, size in asdict(self.layout).items()}
+        given["--dtype"] = self.dtype is not None
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            yield no_effect(flag, "the server at --server-url has the teacher", "remove it")

@@ -4,49 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from mkd.chat.writer import Reader, Writer, reader_of, writer_of
-from mkd.data.quarantine import append
-from mkd.errors import ErrorList, MkdError, OutOfMemory, UsageError
-from mkd.generate.completions import CONTEXT, Completion
+from mkd.chat.writer import Reader, reader_of
+from mkd.errors import ErrorList, MkdError, UsageError
+from mkd.generate.generate_job import Job, show
 from mkd.generate.generate_settings import GenerateSettings
-from mkd.generate.journal import Journal, Lines, write_lines
-from mkd.generate.judge import Judge
-from mkd.generate.selection import Index, Selection, summary_lines
+from mkd.generate.in_process_teacher import not_writable, run_here
+from mkd.generate.served_teacher import ServedReader, run_served, served_teacher
 from mkd.generate.teacher_prompts import TeacherPrompts, read_teacher_prompts
-from mkd.generate.teacher_records import begun_text, num_control_tokens, text_after, without_stop
 from mkd.generate.work_folder import WorkFolder, known_date
-from mkd.human import counted, duration
+from mkd.human import counted
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.rollout_limits import sampling_limit
-from mkd.kinds.sampled.sampler.rollouts import STOP, Request, Rollout
-from mkd.parallel.agreement import agree, on_rank_0, together
-from mkd.parallel.context import ParallelContext
+from mkd.parallel.agreement import on_rank_0
 from mkd.platform import Platform
 from mkd.run.one_model import plan_model
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.load import open_tokenizer
 
 LOG = logging.getLogger("mkd")
-LINE_S = 30.0  # between lines about progress
-WAIT = timedelta(days=7)  # of processes that have finished, for the others
 SHOWN = 600  # characters of the first prompt, its end
-BAD_RECORDS = "bad_records.jsonl"
 
 
 def generate(settings: GenerateSettings, platform: Platform, world_size: int) -> None:
     """Write the data of the job. Collective. The same call resumes it after a kill."""
     settings = replace(settings, chat=settings.chat.dated(known_date(settings.out)))
-    reader = open_teacher(settings, platform.is_cuda, world_size)
+    is_served = settings.server is not None
+    reader = served_teacher(settings) if is_served else open_teacher(settings, platform.is_cuda, world_size)
     prompts = read_prompts_of(settings, reader)
     folder = WorkFolder(
         settings.out, _identity(settings, reader, prompts), _selection(settings), settings.chat.date
@@ -56,15 +42,23 @@ def generate(settings: GenerateSettings, platform: Platform, world_size: int) ->
     _check_reward(settings)
     if settings.dry_run:
         return
-    context = reader.plan.join(platform)
-    finished = on_rank_0(lambda: folder.open(settings.overwrite), _not_writable)
-    if (known := context.broadcast_object(finished)) is not None:
-        LOG.info(f"{settings.out} is complete already")
-        _show(known, settings)
+    job = Job(settings, reader, prompts, folder)
+    if isinstance(reader, ServedReader):
+        known = folder.open(settings.overwrite)
+        if known is None:
+            run_served(job, reader)
     else:
-        _Job(settings, reader, prompts, folder, context).run()
+        context = reader.plan.join(platform)
+        finished = on_rank_0(lambda: folder.open(settings.overwrite), not_writable)
+        known = context.broadcast_object(finished)
+        if known is None:
+            run_here(job, context)
+    if known is not None:
+        LOG.info(f"{settings.out} is complete already")
+        show(known, settings)
     folder.close()
-    context.leave()
+    if not isinstance(reader, ServedReader):
+        context.leave()
 
 
 def open_teacher(settings: GenerateSettings, is_cuda: bool, world_size: int) -> Reader:
@@ -97,12 +91,12 @@ def read_prompts_of(settings: GenerateSettings, reader: Reader) -> TeacherPrompt
 
 def _identity(settings: GenerateSettings, reader: Reader, prompts: TeacherPrompts) -> dict[str, Any]:
     """Return what decides the completions."""
-    generation = settings.generation
+    generation, served = settings.generation, isinstance(reader, ServedReader)
     return {
-        "teacher": reader.source.ends_fingerprint(),
+        "teacher": reader.fingerprint if served else reader.source.ends_fingerprint(),
         "prompts": prompts.fingerprint,
         "stop_ids": sorted(reader.stops),
-        "dtype": "bf16" if reader.plan.config.training.bf16 else "fp32",
+        "dtype": "server" if served else "bf16" if reader.plan.config.training.bf16 else "fp32",
         "max_new_tokens": generation.max_new_tokens,
         "temperature": generation.temperature,
         "top_p": generation.top_p,
@@ -144,154 +138,3 @@ def _check_reward(settings: GenerateSettings) -> None:
         calls = RewardCalls(settings.filter.reward, settings.filter.reward_timeout_s)
         calls.start()
         calls.close()
-
-
-@dataclass
-class _Job:
-    """One start of the job on one process."""
-
-    settings: GenerateSettings
-    reader: Reader
-    prompts: TeacherPrompts
-    folder: WorkFolder
-    context: ParallelContext
-
-    def run(self) -> None:
-        """Sample what is missing, then select and write. Collective."""
-        context, rule = self.context, self.settings.filter
-        # Made now: in the end, processes wait for each other longer than NCCL may.
-        group = dist.new_group(backend="gloo", timeout=WAIT) if context.world_size > 1 else None
-        is_leader = context.tp_rank == context.pp_rank == 0  # of the processes with one copy of the teacher
-        calls = None
-        if rule.reward is not None and is_leader:
-            calls = RewardCalls(rule.reward, rule.reward_timeout_s)
-        together(calls.start if calls else _nothing, _not_writable)
-        index = together(lambda: Index.read(self.folder.path), _not_writable)
-        agree(None)  # all have read the journals: they may grow now
-        if context.rank == 0 and index.known:
-            LOG.info(f"{counted(len(index.known), 'completion')} of an earlier start are kept")
-        judge = None
-        if is_leader:
-            journal = Journal(self.folder.path, context.rank)
-            judge = Judge(calls, self.reader.tokenizer, journal.add, rule.max_failed)
-        begin = time.perf_counter()
-        try:
-            tokens = self._complete(index, judge)
-            if judge is not None:
-                judge.close()
-        finally:
-            if judge is not None:
-                judge.stop()
-        mine = (tokens if is_leader else 0, time.perf_counter() - begin)
-        all_work = [mine]
-        if group is not None:
-            all_work = [mine] * context.world_size
-            dist.all_gather_object(all_work, mine, group=group)
-        if context.rank == 0:
-            self._finish(sum(count for count, _ in all_work), max(seconds for _, seconds in all_work))
-        agree(None)
-
-    def _complete(self, index: Index, judge: Judge | None) -> int:
-        """Judge again what has no reward, and sample the missing completions of this replica's prompts.
-
-        Return the number of sampled tokens.
-        """
-        by_number = {one.number: one for one in self.prompts.prompts}
-        size, rank = self.context.dp_size, self.context.dp_rank
-        if judge is not None and judge.calls is not None:
-            with Lines() as lines:
-                for one in index.without_reward()[rank::size]:
-                    completion = lines.read(one.file, one.place)
-                    judge.add(by_number[completion.prompt], completion)
-        samples = self.settings.generation.samples
-        missing = [(one, index.missing(one.number, samples)) for one in self.prompts.prompts]
-        mine = [pair for pair in missing if pair[1]][rank::size]
-        requests = [Request(one.number, sample, one.ids) for one, some in mine for sample in some]
-        if not any(some for _, some in missing):
-            return 0  # on all processes: the weights are not needed
-        writer = self._load()
-        total = 0
-        for rollout in _completed(writer, requests, self._generation(writer, requests)):
-            total += len(rollout.ids)
-            if judge is not None:
-                judge.add(by_number[rollout.request.prompt], completion_of(writer, rollout))
-        return total
-
-    def _load(self) -> Writer:
-        with _memory_explained():
-            return writer_of(self.reader, self.context)
-
-    def _generation(self, writer: Writer, requests: Sequence[Request]) -> Any:
-        return self.settings.generation
-
-    def _finish(self, tokens: int, seconds: float) -> None:
-        """Select, write the output and show the summary, on rank 0."""
-        index = Index.read(self.folder.path)
-        begun = {one.number: begun_text(self.reader.tokenizer, one) for one in self.prompts.prompts}
-        selection = Selection(self.settings.filter)
-        samples = self.settings.generation.samples
-        records = selection.records(index, self.prompts.prompts, samples, begun)
-        _, digest = write_lines(self.folder.output, records)
-        append((one.entry for one in self.prompts.bad), self.folder.path / BAD_RECORDS)
-        summary = {**selection.summary(), "sha256": digest}
-        self.folder.finish(summary)
-        if tokens:
-            rate = tokens / max(seconds, 1e-9)
-            LOG.info(f"sampled {tokens:,} tokens in {duration(seconds)}: {rate:,.0f} tokens/s")
-        _show(summary, self.settings)
-
-
-def _completed(writer: Writer, requests: Sequence[Request], generation: Any) -> Iterator[Rollout]:
-    """Yield completions as they end. A line tells the progress of this process now and then. Collective."""
-    begin = shown = time.perf_counter()
-    done = tokens = 0
-    with _memory_explained():
-        for row in writer.stream(requests, generation):
-            tokens += len(row.tokens)
-            for place in list(row.done):
-                done += 1
-                yield row.done.pop(place)
-            if (now := time.perf_counter()) - shown > LINE_S:
-                shown, rate = now, tokens / (now - begin)
-                LOG.info(f"{done:,} of {len(requests):,} completions of this process, {rate:,.0f} tokens/s")
-
-
-def completion_of(reader: Reader, rollout: Rollout) -> Completion:
-    """Return a sampled completion as a journal has it."""
-    request, ids = rollout.request, rollout.ids.tolist()
-    is_full = rollout.finish != STOP and len(request.ids) + len(ids) >= reader.context_length
-    body = without_stop(ids, reader.stops)
-    return Completion(
-        prompt=request.prompt,
-        sample=request.sample,
-        text=text_after(reader.tokenizer, request.ids.tolist(), body),
-        end=CONTEXT if is_full else rollout.finish,
-        tokens=len(ids),
-        logp=float(rollout.logp.sum(dtype="float64")),
-        control=num_control_tokens(reader.tokenizer, body),
-    )
-
-
-def _show(summary: dict[str, Any], settings: GenerateSettings) -> None:
-    for line in summary_lines(summary, settings.filter, settings.generation.max_new_tokens):
-        LOG.info(line)
-    LOG.info(f"{counted(summary['kept'], 'record')} in {settings.out}")
-
-
-@contextmanager
-def _memory_explained() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        what = f"the GPU has too little memory for the teacher and the keys and values of its texts: {error}"
-        do = "lower --slots or --max-new-tokens, or split the teacher: --tensor-model-parallel-size N"
-        raise OutOfMemory(what.splitlines()[0], "", do, code="out-of-gpu-memory") from error
-
-
-def _nothing() -> None:
-    return None
-
-
-def _not_writable(error: Exception) -> MkdError:
-    what = f"{type(error).__name__}: {error}"
-    return UsageError(what, "", "check the folder of --out", code="not-writable")

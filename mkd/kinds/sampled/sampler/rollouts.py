@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -61,6 +61,13 @@ class Sampling:
     unused_ids: frozenset[int] = frozenset()  # below vocab_size: no tokens, so never sampled either
     top_p: float = 1.0  # sample among the fewest most probable ids that have this probability together
     context_length: int | None = None  # most tokens of a prompt with its completion; None: no limit
+
+    def after(self, prompt_tokens: int) -> Sampling:
+        """Return the settings after a prompt of so many tokens, which leaves less room in the context."""
+        if self.context_length is None:
+            return self
+        room = self.context_length - prompt_tokens
+        return replace(self, max_new_tokens=min(self.max_new_tokens, room))
 
     def is_sampled(self, token: int) -> bool:
         """Return True if a completion may have this id."""

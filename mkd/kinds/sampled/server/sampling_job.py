@@ -27,7 +27,7 @@ class SamplingJob:
 
     client: ServerClient
     model: str
-    version: str  # name of the weights that the server must have
+    version: str | None  # name of the weights that the server must have; None: its weights never change
     requests: Sequence[Request]
     sampling: Sampling
     iteration: int
@@ -70,7 +70,7 @@ class SamplingJob:
         self.done[place] = rollout
 
     def _completion(self, request: Request) -> Rollout:
-        sampling = self.sampling
+        sampling = self.sampling.after(len(request.ids))
         (number,) = uniforms(
             sampling.seed,
             self.iteration,
@@ -84,7 +84,7 @@ class SamplingJob:
             prompt=request.ids.tolist(),
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
-            top_p=1.0,
+            top_p=sampling.top_p,
             top_k=-1,
             min_p=0.0,
             n=1,
@@ -101,6 +101,8 @@ class SamplingJob:
 
     def _check_version(self) -> None:
         """Raise ServerAnswer if the server has other weights by now: no completion of them is kept."""
+        if self.version is None:
+            return
         found = self.client.get("/weight_info").get("weight_version")
         if found != self.version:
             raise ServerAnswer(

@@ -82,7 +82,7 @@ def _find_once(client: ServerClient, plan: Plan, context: ParallelContext) -> Se
         assert plan.tokenizers is not None, "a run reads text"
         try:
             found = find_model(client, plan.config.training.seq_length)
-            _check_tokenizer(client, found, plan.tokenizers.student)
+            check_tokenizer(client, found.name, plan.tokenizers.student, "student")
         except UsageError as error:
             found = error
     found = context.broadcast_object(found)
@@ -100,10 +100,10 @@ def _pieces(tokenizer: Tokenizer) -> str:
     return " ".join(piece.decode("utf-8", "ignore") for piece in pieces)
 
 
-def _check_tokenizer(client: ServerClient, model: ServerModel, tokenizer: Tokenizer) -> None:
+def check_tokenizer(client: ServerClient, model: str, tokenizer: Tokenizer, role: str) -> None:
     """Raise UsageError if the server turns a text into other ids. A server without a tokenizer is fine."""
     text = PROBE_TEXT + _pieces(tokenizer)
-    body = {"model": model.name, "prompt": text, "add_special_tokens": False}
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
     try:
         theirs = client.post("/tokenize", body)["tokens"]
     except Refused:
@@ -112,9 +112,9 @@ def _check_tokenizer(client: ServerClient, model: ServerModel, tokenizer: Tokeni
     if theirs != ours:
         place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0)
         raise UsageError(
-            f"the rollout server {client.url} has another tokenizer than the student",
+            f"the rollout server {client.url} has another tokenizer than the {role}",
             f"from token {place} on, a text has ids {theirs[place : place + 4]} there and "
             f"{ours[place : place + 4]} here",
-            "start it with the student's folder and without --tokenizer",
+            f"start it with the {role}'s folder and without --tokenizer",
             code="rollout-server-not-ready",
         )

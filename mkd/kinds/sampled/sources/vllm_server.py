@@ -35,13 +35,21 @@ def _address(rollout: RolloutConfig) -> Iterator[UsageError]:
     if url is None:
         what, do = "rollout-source is server, but there is no address", "give --rollout-server-url URL"
         yield UsageError(what, "mkd does not start servers", do, code="add-flag")
-    elif (host := _host(url)) is None:
-        what, why = f"rollout-server-url {url} is not an address", "a scheme, a host and a port are needed"
+    else:
+        names = "rollout-server-url", "rollout-server-remote"
+        yield from address_problems(url, rollout.rollout_server_remote, *names)
+
+
+def address_problems(url: str, may_be_remote: bool, setting: str, remote: str) -> Iterator[UsageError]:
+    """Yield what is wrong with the address in `setting`; the setting `remote` allows another machine."""
+    host = _host(url)
+    if host is None:
+        what, why = f"{setting} {url} is not an address", "a scheme, a host and a port are needed"
         yield UsageError(what, why, "write it as http://127.0.0.1:8000", code="value-not-valid")
-    elif not (rollout.rollout_server_remote or _is_loopback(host)):
-        what = f"rollout-server-url {url} is not on this machine"
+    elif not (may_be_remote or _is_loopback(host)):
+        what = f"{setting} {url} is not on this machine"
         why = "whoever reaches such a server can run code on it, and its answers become training data"
-        do = "use http://127.0.0.1:PORT, or add --rollout-server-remote"
+        do = f"use http://127.0.0.1:PORT, or add --{remote}"
         yield UsageError(what, why, do, code="rollout-server-not-loopback")
 
 
