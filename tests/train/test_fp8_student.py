@@ -12,8 +12,8 @@ from tests.train.invariance import DISTRIBUTED, FULL, SELECTIVE, SINGLE, SP, Lay
 
 NUM_LAYERS, NUM_PACKS = 4, 8
 SIZES = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # multiples of 16
-FP8 = ("--student-precision", "fp8")
-BLOCKWISE = (*FP8, "--student-fp8-recipe", "blockwise")
+BLOCKWISE = ("--student-precision", "fp8")
+FP8 = (*BLOCKWISE, "--student-fp8-recipe", "tensorwise")
 
 
 @pytest.fixture(scope="module")

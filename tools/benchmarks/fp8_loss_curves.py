@@ -33,7 +33,7 @@ AGAIN = "bf16 again"
 ARMS = {
     "bf16": (),
     AGAIN: (),  # kernels add in another order: differences that mean nothing
-    "tensorwise": ("--student-precision", "fp8"),
+    "tensorwise": ("--student-precision", "fp8", "--student-fp8-recipe", "tensorwise"),
     "blockwise": ("--student-precision", "fp8", "--student-fp8-recipe", "blockwise"),
 }
 HELD_OUT_EVERY = 10  # files
@@ -179,8 +179,10 @@ class Bench:
     seconds: list[float] = field(default_factory=list)
 
     def prepare(self) -> None:
-        """Write texts and models, and train the teacher."""
+        """Write texts and models, and train the teacher, unless an earlier call has done so."""
         out, sizes = self.args.out, self.sizes
+        if (out / "teacher" / "config.json").exists():
+            return
         tokenizer = write_tokenizer(out, write_text(out, sizes.characters), sizes.shape["vocab_size"])
         write_model(out / "teacher-start", tokenizer, sizes.shape, sizes.teacher_layers, 0)
         for seed in self.args.seeds:
@@ -201,8 +203,9 @@ class Bench:
         words = ["--student-hf", out / f"student-{run.seed}", "--teacher-hf", out / "teacher"]
         words += ["--kd-ratio", 0.5, "--train-iters", self.sizes.steps]
         words += ["--eval-interval", self.sizes.eval_interval, *([] if self.args.dry else ARMS[run.arm])]
-        is_whole = self.command(run.name, words, run.seed, gpu)
-        curve = self.curves[run] = read(out / run.name)
+        name = f"{run.name}-{self.args.lr:g}"
+        is_whole = self.command(name, words, run.seed, gpu)
+        curve = self.curves[run] = read(out / name)
         if is_whole:
             self.seconds.append(time.monotonic() - start)
         print(f"{run.name}: {held_out_text(curve)}  {time.monotonic() - start:.0f} s", flush=True)
@@ -321,7 +324,8 @@ def cell(value: float | None) -> str:
 
 def write_csv(bench: Bench) -> None:
     """Write every point of every run."""
-    with open(bench.args.out / "fp8_loss_curves.csv", "w", newline="", encoding="utf-8") as file:
+    path = bench.args.out / f"fp8_loss_curves_{bench.args.lr:g}.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(("arm", "seed", "step", "held_out_ce", "held_out_kl", "training_loss"))
         for run, curve in bench.curves.items():
@@ -338,7 +342,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate, also the teacher's")
     parser.add_argument("--seconds", type=float, default=290, help="for everything")
     parser.add_argument("--dry", action="store_true", help="tiny models, and bf16 in all arms")
     return parser.parse_args(argv)

@@ -20,8 +20,9 @@ class StudentPrecisionSettings:
         choices=("bf16", "fp8"),
     )
     fp8_recipe: str = option(
-        "tensorwise",
-        "scales of --student-precision fp8. tensorwise: one for each weight, each activation and each "
-        "gradient. blockwise: one for 128 x 128 weights and one for 128 channels of a token, which is slower",
-        choices=("tensorwise", "blockwise"),
+        "blockwise",
+        "scales of --student-precision fp8. blockwise: one for 128 x 128 weights and one for 128 channels of "
+        "a token. tensorwise: one for each weight, each activation and each gradient, which is faster and "
+        "less exact",
+        choices=("blockwise", "tensorwise"),
     )

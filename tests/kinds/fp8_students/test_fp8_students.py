@@ -17,7 +17,7 @@ from tests.reported import reports
 from tests.run_facts import facts_of, forecast_of, problems_of
 
 BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 1 --lr 1 --global-batch-size 8"
-FP8 = "--student-precision fp8 --bf16"
+FP8 = "--student-precision fp8 --student-fp8-recipe tensorwise --bf16"
 BLOCKS = "--student-fp8-recipe blockwise --tensor-model-parallel-size 2 --sequence-parallel"
 GIB = 2**30
 
@@ -34,10 +34,10 @@ def codes(settings, student=None, world_size: int = 8) -> list[str]:
     ("argv", "expected"),
     [
         (FP8, []),
-        (f"{FP8} --student-fp8-recipe blockwise --teacher-precision fp8", []),
+        ("--student-precision fp8 --bf16 --teacher-precision fp8", []),
         (f"{FP8} --recompute-granularity selective --use-distributed-optimizer", []),
         ("--student-precision fp8", ["add-flag: --student-precision fp8 without --bf16"]),
-        ("--student-fp8-recipe blockwise", ["remove-flag: no effect"]),
+        ("--student-fp8-recipe tensorwise", ["remove-flag: no effect"]),
         (f"{FP8} --seq-length 24", ["length-not-divisible: is not a multiple of 16"]),
         (f"{FP8} --seq-length 24 --micro-batch-size 2 --global-batch-size 16", []),
         (f"{FP8} --seq-length 40 --context-parallel-size 2", ["length-not-divisible: use --seq-length 64"]),
