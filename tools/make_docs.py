@@ -108,7 +108,8 @@ def _first_flags() -> list[str]:
 
 def _title(section: str) -> str:
     if section.startswith(FIRST_TEACHER):
-        return "`teachers:` (a list)" + (", each `xtoken:`" if section != FIRST_TEACHER else "")
+        name = section.removeprefix(FIRST_TEACHER).removeprefix(".")
+        return "`teachers:` (a list)" + (f", each `{name}:`" if name else "")
     return f"`{section}:`" if section else "top level"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mkd.config.flags import parse_command_line
 from mkd.config.models import with_initial
-from mkd.config.options import FIRST_TEACHER, XTOKEN, all_options, build_config, settings
+from mkd.config.options import FIRST_TEACHER, OF_TEACHERS, all_options, build_config, settings
 from mkd.config.packaged import config_path
 from mkd.config.schema import Config
 from mkd.config.student_base import with_student_base
@@ -125,15 +125,21 @@ def _present_path(path: str) -> str:
 
 def _depth(section: str) -> int:
     """Return the indentation levels of a section's settings; a teacher is an item of a list."""
-    return bool(section) + section.startswith("teachers") + section.endswith(XTOKEN)
+    return bool(section) + section.startswith("teachers") + bool(_nested(section))
 
 
 def _heading(section: str) -> list[str]:
-    if section.endswith(XTOKEN):
-        return ["    xtoken:"]
+    if name := _nested(section):
+        return [f"    {name}:"]
     if not section.startswith("teachers"):
         return [f"{section}:"] if section else []
     return ["teachers:", "  -"] if section == FIRST_TEACHER else ["  -"]
+
+
+def _nested(section: str) -> str:
+    """Return the field of a teacher that the section is; empty if it is another section."""
+    teacher, _, name = section.partition(".")
+    return name if teacher.startswith("teachers") and name in OF_TEACHERS else ""
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
+from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
@@ -147,6 +148,7 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
     """A frozen model to imitate. These flags set the first teacher."""
 
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
+    context: ContextConfig | None = None  # None: it reads the student's prompt
 
     @property
     def stand_in(self) -> str | None:
@@ -163,6 +165,17 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
         """True if the settings name a model, or what takes its place."""
         return bool(self.hf or self.load or self.stand_in)
 
+    @property
+    def has_own_row(self) -> bool:
+        """True if it reads another row of tokens than the student."""
+        return self.xtoken is not None or self.context is not None
+
+    @property
+    def own_seq_length(self) -> int | None:
+        """Tokens of its packs, if it reads another row and the settings say so."""
+        own = self.xtoken or self.context
+        return own.seq_length if own else None
+
     def as_model(self) -> TeacherConfig:
         """Return the settings of a teacher that runs, without what takes its place."""
         nothing: dict[str, Any] = dict.fromkeys(STAND_INS)
@@ -174,6 +187,7 @@ TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
         "topk": "mkd.kinds.stored.stored_teachers:StoredTeachers",
         "hidden": "mkd.kinds.stored.hidden_teachers:HiddenTeachers",
         "xtoken": "mkd.kinds.cross_tokenizer.cross_tokenizers:CrossTokenizers",
+        "context": "mkd.kinds.context.contexts:Contexts",
     }
 )
 """Setting of a teacher -> the kind that it turns on (`mkd.kinds.kind.Kind`), loaded by `known_kinds`."""

@@ -11,12 +11,17 @@ from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from mkd.config.field import Range
+from mkd.config.models import ContextConfig
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
 
 FIRST_TEACHER = "teachers[0]"
 XTOKEN = ".xtoken"  # after a teacher's section: the section of its cross-tokenizer settings
-_NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_", FIRST_TEACHER + XTOKEN: "xtoken_"}
+OF_TEACHERS: Mapping[str, type] = MappingProxyType({"xtoken": XTokenConfig, "context": ContextConfig})
+"""Field of a teacher -> dataclass of its nested section. Even empty it has a meaning."""
+_NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_"} | {
+    f"{FIRST_TEACHER}.{name}": f"{name}_" for name in OF_TEACHERS
+}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -132,7 +137,8 @@ def section_types() -> Mapping[str, type]:
     for field in fields(Config):
         assert field.default is not MISSING
         if field.name == "teachers":
-            types |= {FIRST_TEACHER: TeacherConfig, FIRST_TEACHER + XTOKEN: XTokenConfig}
+            types[FIRST_TEACHER] = TeacherConfig
+            types |= {f"{FIRST_TEACHER}.{name}": cls for name, cls in OF_TEACHERS.items()}
         elif not field.metadata:
             types[field.name] = hints[field.name]
     return MappingProxyType(types)
@@ -157,8 +163,9 @@ def settings(config: Config) -> Iterator[tuple[Option, Any]]:
         elif section == FIRST_TEACHER:
             for index, teacher in enumerate(config.teachers):
                 yield from _settings(TeacherConfig, f"teachers[{index}]", teacher)
-                if teacher.xtoken is not None:
-                    yield from _settings(XTokenConfig, f"teachers[{index}]{XTOKEN}", teacher.xtoken)
+                for name, nested in OF_TEACHERS.items():
+                    if (own := getattr(teacher, name)) is not None:
+                        yield from _settings(nested, f"teachers[{index}].{name}", own)
     yield from _settings(Config, "", config)
 
 
@@ -175,7 +182,7 @@ def flat_settings(config: Config) -> dict[str, Any]:
 def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
     """Build the `Config` with `values` by path, and defaults for everything else.
 
-    A teacher has cross-tokenizer settings if any of them, or the path of their section, is among `values`.
+    A teacher has a nested section if any of its settings, or the path of the section, is among `values`.
     """
 
     def build(cls: type, section: str, **nested: Any) -> Any:
@@ -183,9 +190,12 @@ def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
         return cls(**{one.field: values[one.path] for one in options if one.path in values}, **nested)
 
     def teacher(section: str) -> TeacherConfig:
-        is_xtoken = any(path.startswith(section + XTOKEN) for path in values)
-        xtoken = build(XTokenConfig, section + XTOKEN) if is_xtoken else None
-        return build(TeacherConfig, section, xtoken=xtoken)
+        nested = {
+            name: build(cls, f"{section}.{name}")
+            for name, cls in OF_TEACHERS.items()
+            if any(path == f"{section}.{name}" or path.startswith(f"{section}.{name}.") for path in values)
+        }
+        return build(TeacherConfig, section, **nested)
 
     types = section_types().items()
     sections = {name: build(cls, name) for name, cls in types if not name.startswith(FIRST_TEACHER)}

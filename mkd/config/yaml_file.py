@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from mkd.config.megatron_flags import unsupported
-from mkd.config.options import XTOKEN, Option, all_options, section_options, section_type, section_types
+from mkd.config.options import OF_TEACHERS, Option, all_options, section_options, section_type, section_types
 from mkd.config.other_names import hint
 from mkd.config.packaged import shown_path
 from mkd.errors import MkdError, UsageError
@@ -35,6 +35,10 @@ FORMER_DEFAULTS: Mapping[str, str] = MappingProxyType(
         "exact_token_match_only": "false",
     }
 )
+NESTED_MEANINGS: Mapping[str, str] = MappingProxyType(
+    {"xtoken": "has another tokenizer than the student", "context": "reads another prompt than the student"}
+)
+"""Nested section of a teacher -> what even an empty one says."""
 _PAIRS = ("data_tags", "tag_weights")  # lists of NAME=VALUE that may also be written as a mapping
 _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as a YAML list
 
@@ -84,8 +88,8 @@ def _read_section(file: YamlFile, node: yaml.Node, section: str) -> None:
     for key, key_node, value in _entries(file, node, section or "the file"):
         if not section and key == "teachers":
             _read_teachers(file, value)
-        elif section.startswith("teachers") and f".{key}" == XTOKEN:
-            _read_xtoken(file, value, section + XTOKEN)
+        elif section.startswith("teachers") and key in OF_TEACHERS:
+            _read_nested(file, value, f"{section}.{key}", NESTED_MEANINGS[key])
         elif not section and key in (*section_types(), *FORMER_SECTIONS):
             if not _is_null(value):
                 _read_section(file, value, key)
@@ -106,11 +110,11 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
         _read_section(file, entry, f"teachers[{index}]")
 
 
-def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
-    """Read the nested section. Even empty it has a meaning, so its path is among the values."""
+def _read_nested(file: YamlFile, node: yaml.Node, section: str, meaning: str) -> None:
+    """Read a teacher's nested section. Even empty it has a meaning, so its path is among the values."""
     if _is_null(node):
-        why = "it says that this teacher has another tokenizer than the student"
-        do = "write `xtoken: {}` for its defaults, or remove the line"
+        why = f"it says that this teacher {meaning}"
+        do = f"write `{section.rpartition('.')[2]}: {{}}` for its defaults, or remove the line"
         file.fail(node, UsageError(f"{section} has no value", why, do, code="yaml-not-valid"))
         return
     file.values[section] = ({}, file.place(node))
@@ -207,8 +211,7 @@ def _own_options(section: str) -> tuple[Option, ...]:
 
 def _unknown(place: str, key: str, section: str) -> UsageError:
     names = [option.field for option in _own_options(section)]
-    if section_type(section + XTOKEN):
-        names.append(XTOKEN[1:])
+    names += [name for name in OF_TEACHERS if section_type(f"{section}.{name}")]
     if not section.startswith("teachers"):
         sections = [] if section else ["teachers", *section_types()]
         names += [*sections, *(option.name for option in all_options())]

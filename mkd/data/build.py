@@ -18,7 +18,7 @@ from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.corpus.cached_corpus import cached_corpus
-from mkd.data.corpus.documents import require_numbers, require_pairs, require_pairs_fit
+from mkd.data.corpus.documents import require_numbers, require_pairs, require_pairs_fit, require_records
 from mkd.data.corpus.encoding import useful_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.sources import find_prefix, require_image_processor, require_text, require_vocabulary
@@ -298,6 +298,7 @@ class _Preparation:
         require_numbers(store, self.records, f"{flag} {path}")
         require_image_processor(store, self.images, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
+            require_records(self.records, f"{flag} {path}")
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):  # `cached_corpus` has checked or written the tokens of raw files
@@ -377,8 +378,9 @@ def _attach_teachers(
 
 def _check_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
     if seq_length % document_multiple:
+        section = "context" if text.context else "xtoken"
         raise UsageError(
-            f"xtoken.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
+            f"{section}.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
             "the layout of this run pads documents to it, and a pack is made of whole documents",
             f"use {-(-seq_length // document_multiple) * document_multiple}",
             code="length-not-divisible",

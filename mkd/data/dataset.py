@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mkd.data.aligned.context_summary import summarise_context
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import PAIR_NUMBER, RECORD, Pack, empty_pack
 from mkd.data.corpus.store import TokenStore, first_out_of_range
@@ -135,7 +136,7 @@ class PackedDataset:
         return evenly_spaced([len(self)], None, count)
 
     def describe(self, quarantine: str = "") -> list[str]:
-        """Return a line with the sizes, and one for each cross-tokenizer teacher.
+        """Return a line with the sizes, and one for each teacher with a row of its own.
 
         `fill` is the proportion of positions that are not padding. `quarantine` is the file that lists
         bad records.
@@ -180,7 +181,7 @@ class PackedDataset:
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
         packs, ranges = [self[index] for index in sample], [self.index.piece_range(index) for index in sample]
         return [
-            summarise_teacher(
+            (summarise_context if side.text.context else summarise_teacher)(
                 side,
                 packs,
                 [pack.teacher_inputs[number] for pack in packs],

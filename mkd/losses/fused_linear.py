@@ -125,7 +125,9 @@ def _whole_teacher(
     teacher: HeadInput, width: int, tp_group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> HeadInput:
     """Return the teacher's head, cut to `width` ids, and its hidden states of the whole sequence."""
-    hidden = whole_sequence(teacher.hidden, tp_group, sequence_parallel)
+    hidden = teacher.hidden
+    if not teacher.is_compact:
+        hidden = whole_sequence(hidden, tp_group, sequence_parallel)
     one = teacher.first_rows(width)
     return one._replace(hidden=hidden, weight=one.weight.to(hidden.dtype))
 
@@ -145,7 +147,7 @@ class HeadCall:
     blocks: list[slice]
     loss_rows: Tensor | None
     student: HeadInput
-    teachers: list[HeadInput]  # hidden states of the whole sequence
+    teachers: list[HeadInput]  # hidden states of the whole sequence, or of the loss rows (`is_compact`)
     shares: Sequence[float]
     with_gradient: bool
     loss_gradient: Tensor | None
@@ -160,16 +162,20 @@ class HeadCall:
         return self.student._replace(hidden=hidden, weight=weight.to(hidden.dtype), bias=bias)
 
     def data(
-        self, student: HeadInput, labels: Tensor, mask: Tensor, rows: Tensor | slice
+        self, student: HeadInput, labels: Tensor, mask: Tensor, block: slice
     ) -> tuple[LossRows, Tensor | None]:
-        """Return the rows with both models' logits, and the tanh of the student's if they are capped."""
+        """Return a block with both models' logits, and the tanh of the student's if they are capped."""
+        rows = self.rows(block)
         logits, tanh = softcap_and_tanh(student.product(rows, self.logits_dtype), student.logits_cap)
-        return LossRows(logits, self.teacher_logits(rows), labels[rows], mask[rows]), tanh
+        return LossRows(logits, self.teacher_logits(block), labels[rows], mask[rows]), tanh
 
-    def teacher_logits(self, rows: Tensor | slice) -> Tensor | None:
+    def teacher_logits(self, block: slice) -> Tensor | None:
         """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
         width = self.student.weight.shape[0]
-        logits = (one.logits(rows, self.logits_dtype, width) for one in self.teachers)
+        rows = self.rows(block)
+        logits = (
+            one.logits(block if one.is_compact else rows, self.logits_dtype, width) for one in self.teachers
+        )
         if len(self.teachers) < 2:
             return next(logits, None)
         return mixture_logits(
@@ -267,7 +273,7 @@ class _FusedLinearKD(torch.autograd.Function):
         sums: dict[str, Any] = {}
         for block in call.blocks:
             rows = call.rows(block)
-            data, tanh = call.data(student, labels, loss_mask, rows)
+            data, tanh = call.data(student, labels, loss_mask, block)
             merged = row_losses(data, call.shard, call.objective, call.tp_group)
             block_loss, block_sums = weighted_sums(merged, data.mask, call.objective)
             loss = loss + block_loss

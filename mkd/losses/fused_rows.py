@@ -61,7 +61,7 @@ class _FusedRows(torch.autograd.Function):
         student, blocks = call.student_head(hidden, weight, bias), []
         ctx.call, ctx.merged = call, []
         for block in call.blocks:
-            data, _ = call.data(student, labels, loss_mask, call.rows(block))
+            data, _ = call.data(student, labels, loss_mask, block)
             merged = row_losses(data, call.shard, call.objective, call.tp_group)
             ctx.merged.append(merged)
             block_loss, values = row_values(merged, data.mask, call.objective)
@@ -82,7 +82,7 @@ class _FusedRows(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, compacted, False, operand=student.weight, bias=bias)
         for block, merged in zip(call.blocks, ctx.merged, strict=True):
             rows = call.rows(block)
-            data, tanh = call.data(student, labels, loss_mask, rows)
+            data, tanh = call.data(student, labels, loss_mask, block)
             row_weight = data.mask * loss_gradient[block]
             gradient = call.product_gradient(data, tanh, merged, row_weight)
             gradients.add(rows, hidden[rows], gradient)

@@ -23,6 +23,7 @@ class HeadInput(NamedTuple):
     logits_cap: float | None = None  # see `softcap`
     bias: Tensor | None = None  # [w]
     scale: float = 1.0  # factor of the product, bias included, before the cap
+    is_compact: bool = False  # row i of `hidden`, [n, h] without sequence parallelism, is that of loss row i
 
     @property
     def is_bare(self) -> bool:

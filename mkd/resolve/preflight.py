@@ -15,7 +15,7 @@ from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.data_files import KNOWN_FILES, is_raw
 from mkd.config.schema import Config
-from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs
+from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs, require_records
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
 from mkd.data.first_records import CONVERSATION_PAIR, CONVERSATIONS, WITHOUT_EOS, kinds_of_records
@@ -217,6 +217,7 @@ def _kinds_in(
         raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore(find_prefix(path, flag))
     require_numbers(store, wanted, f"{flag} {path}")
+    require_records(wanted, f"{flag} {path}")
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")
         if any(tokenizers.teachers):

@@ -14,10 +14,13 @@ from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import ENDS, ends_with_loss
 from mkd.data.dataset import BlendedDataset
 from mkd.data.first_records import CONVERSATIONS, LOOKED_AT, WITHOUT_EOS, kinds_of_records
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.resolve.preflight import Tokenizers
 
 
-def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ...]:
+def trained_ends(
+    config: Config, tokenizers: Tokenizers | None, wanted: WantedRecords = ANY_RECORDS
+) -> tuple[int, ...]:
     """Return the end of a turn, if there are conversations, and EOS, if there are other texts.
 
     Only the first records of files that are not tokenised yet are read; `ends_of_stores` knows them all.
@@ -27,7 +30,7 @@ def trained_ends(config: Config, tokenizers: Tokenizers | None) -> tuple[int, ..
     found: set[int] = set()
     for path in parse_blend(config.data.data_path, "--data-path").paths:
         if is_raw(path):
-            found |= _ends_of_records(path, config, tokenizers)
+            found |= _ends_of_records(path, config, tokenizers, wanted)
         else:
             found |= _ends_of_store(TokenStore(find_prefix(path, "--data-path")), tokenizers)
     return _in_order(found, tokenizers)
@@ -45,8 +48,8 @@ def _in_order(found: set[int], tokenizers: Tokenizers) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in ends if one in found))
 
 
-def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers) -> set[int]:
-    kinds = kinds_of_records("--data-path", path, config.data.max_bad_records)
+def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers, wanted: WantedRecords) -> set[int]:
+    kinds = kinds_of_records("--data-path", path, config.data.max_bad_records, wanted)
     roles = tokenizers.student.roles
     has_texts = bool(kinds - WITHOUT_EOS) and config.data.append_eod
     wanted = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts

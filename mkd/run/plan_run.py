@@ -72,7 +72,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teachers=tuple(sources),
         setups=tuple(setups),
         tokenizers=tokenizers,
-        trained_ends=trained_ends(config, tokenizers),
+        trained_ends=trained_ends(config, tokenizers, wanted_records(config)),
         gpu_gib=gpu_gib(),
     )
 

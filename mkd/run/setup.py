@@ -252,7 +252,7 @@ def build_reporter(
         metrics=METRICS,
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
-        is_cross_tokenizer=any(one.has_own_tokens for one in plan.setups),
+        has_own_rows=any(one.settings.has_own_row for one in plan.setups),
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
         is_frozen=config.lora.is_on,

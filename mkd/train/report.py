@@ -46,7 +46,7 @@ class Reporter:
     metrics: Registry
     global_batch_size: int
     seq_length: int
-    is_cross_tokenizer: bool = False  # some teacher has another tokenizer
+    has_own_rows: bool = False  # some teacher reads another row of tokens than the student
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     is_frozen: bool = False  # the student's weights, beside its adapters
@@ -173,7 +173,7 @@ class Reporter:
 
     def _per_teacher(self, sums: LossSums, with_ce: bool) -> dict[str, tuple[float, float]]:
         """Return the metrics of teachers, if there are several or one is compared on chunks, and of tags."""
-        if not (len(sums.teachers) > 1 or self.is_cross_tokenizer):
+        if not (len(sums.teachers) > 1 or self.has_own_rows):
             return {}
         has_ce = with_ce and (sums.feedback is None or sums.has_cross_entropy)
         return sums.per_teacher() | sums.per_tag(has_ce)

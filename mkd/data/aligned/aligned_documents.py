@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mkd.data.aligned.aligned_ids import Pair, align_ids
+from mkd.data.aligned.context_records import context_record
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.corpus.documents import encode_record, require_eos
 from mkd.data.corpus.encoding import FileBatch, each_row
@@ -75,7 +76,10 @@ class RowAligner:
         return replace(found, num_rows=len(batch.rows), megabytes_read=batch.megabytes_read)
 
     def _align(self, row: Row) -> AlignedText:
-        return align_record(parse_row(row, self.wanted), self.pair)
+        record, pair = parse_row(row, self.wanted), self.pair
+        if pair.context is not None:
+            return context_record(record, pair.student, pair.append_eod, pair.context)
+        return align_record(record, pair)
 
     def _without_teacher(self, row: Row) -> AlignedText:
         record, pair = parse_row(row, self.wanted), self.pair

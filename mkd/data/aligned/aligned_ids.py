@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.images.conversation import ConversationImages
 from mkd.tokenizers.spans import EncodedText
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Pair:
     append_eod: bool
     student_images: ConversationImages | None = None  # None: the model reads no images
     teacher_images: ConversationImages | None = None
+    context: ContextTemplate | None = None  # of the teacher's prompt; None: it reads the student's
 
 
 def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:

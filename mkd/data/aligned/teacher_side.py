@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mkd.data.aligned.chunk_selection import ChunkSelection
+from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
@@ -24,7 +25,7 @@ KIND_NAMES = ("1-1", "1-N", "M-1", "M-N")
 
 @dataclass(frozen=True)
 class TeacherText:
-    """The text settings of one cross-tokenizer teacher. Picklable, for workers."""
+    """The text settings of a teacher that reads a row of its own. Picklable, for workers."""
 
     tokenizer: Tokenizer
     vocab_size: int  # token ids that the teacher's model knows
@@ -35,6 +36,7 @@ class TeacherText:
     reasoning: bool = True  # align the reasoning of assistant turns too
     name: str = "teacher"  # for messages
     images: ConversationImages | None = None  # reads the teacher's images; None: it reads none
+    context: ContextTemplate | None = None  # of its prompt; None: it reads the student's
     least_seq_length: int = 1  # teacher tokens that a pack of the default length has at least
 
     def selection(self) -> ChunkSelection:
@@ -79,7 +81,7 @@ class TeacherSide:
     ):
         assert seq_length % document_multiple == 0
         self.text, self.seq_length = text, seq_length
-        self._store, self._teacher_pieces = store, teacher_pieces
+        self.store, self._teacher_pieces = store, teacher_pieces
         self._multiple = document_multiple
         self._selection = text.selection()
 
@@ -109,7 +111,7 @@ class TeacherSide:
             return pack
         spans[-1] += self.seq_length - start  # the tail of the pack is padding of its last document
         kept = self._selection(np.concatenate(chunks), student.labels, student.loss_mask, pack.labels)
-        images = PackImages.of_parts(self._store.images, parts) if self._store.images else None
+        images = PackImages.of_parts(self.store.images, parts) if self.store.images else None
         return TeacherPack(pack.tokens, pack.labels, np.array(lengths), np.array(spans), kept, images)
 
     def empty_pack(self) -> TeacherPack:
@@ -130,7 +132,7 @@ class TeacherSide:
         offset, num_labels = int(pieces.offset[number]), int(pieces.num_labels[number])
         student_range = (offset, offset + num_labels + 1)
         teacher_range = (start, start + min(length, room) + 1)
-        chunks = self._store.chunks(int(pieces.document[number]), student_range, teacher_range)
+        chunks = self.store.chunks(int(pieces.document[number]), student_range, teacher_range)
         chunks = chunks - [offset, offset, start, start]
         if length > room:
             length = int(chunks[-1, 3]) - 1 if len(chunks) else 0  # the last token is only a label
@@ -138,7 +140,7 @@ class TeacherSide:
 
     def _copy(self, document: int, first: int, length: int, pack: TeacherPack, start: int) -> None:
         """Copy a document's tokens, `first` and later, and labels into the pack's arrays at `start`."""
-        tokens = self._store.tokens
+        tokens = self.store.tokens
         num_read = min(length + 1, int(tokens.lengths(document)) - first)
         ids = tokens.read(document, first, num_read)[0]
         pack.tokens[start : start + length] = ids[:length]

@@ -18,6 +18,9 @@ NO_CHUNK, STARTS, CONTINUES = range(3)
 The i-th chunk of one side is the i-th of the other.
 """
 
+COVERED, SILENT = "covered_tokens", "documents_without_context"
+"""Entries of the description of a corpus with contexts: chunks, and documents that the teacher skips."""
+
 
 @dataclass(frozen=True)
 class TeacherStoreFiles(StoreFiles):

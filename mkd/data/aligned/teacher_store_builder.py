@@ -1,4 +1,4 @@
-"""Build the corpus of a cross-tokenizer teacher from raw files or from a student's corpus."""
+"""Build the corpus of a teacher that reads a row of its own from raw files or from a student's corpus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, RowAligner, StoreAligner
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
-from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
+from mkd.data.aligned.teacher_store import COVERED, SILENT, STARTS, TeacherStore, TeacherStoreFiles
 from mkd.data.corpus.encoding import FileRows, in_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
@@ -54,16 +54,10 @@ def cached_teacher_store(
     `progress` see `build_store`.
     """
     student = TokenStore(student_prefix)
-    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod, images, text.images)
-    settings = [
-        ALIGNMENT_VERSION,
-        tokenizer.chat_fingerprint,
-        text.tokenizer.chat_fingerprint,
-        text.alignment,
-        text.reasoning,
-        *(reader.settings for reader in (images, text.images) if reader),
-        *wanted.settings,
-    ]
+    aligning = text.alignment, text.reasoning, append_eod, images, text.images, text.context
+    pair = Pair(tokenizer, text.tokenizer, *aligning)
+    settings = [ALIGNMENT_VERSION, *_settings(pair), *wanted.settings]
+    settings += [text.context.settings] if text.context else []
     if sources:
         source, align = FileRows(sources, wanted), RowAligner(pair, wanted)
         key = known.content_hash([*settings, append_eod, None], sources, progress)  # None: see `cache_key`
@@ -88,6 +82,13 @@ def cached_teacher_store(
     require_few(StoreFiles(prefix).quarantine, max_bad_records)
     store.check_token_range(text.vocab_size, known, progress)
     return prefix
+
+
+def _settings(pair: Pair) -> list[object]:
+    """Return what decides the tokens and the chunks of a text, as JSON values."""
+    readers = (reader.settings for reader in (pair.student_images, pair.teacher_images) if reader)
+    prints = pair.student.chat_fingerprint, pair.teacher.chat_fingerprint
+    return [*prints, pair.alignment, pair.reasoning, *readers]
 
 
 def _stem(student_prefix: str) -> str:
@@ -131,7 +132,8 @@ def _write(
 ) -> None:
     """Write the corpus, or raise DataError and leave no file."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
-        max_token_id, refused, num_images = _write_batches(batches, partial, student, text, max_bad_records)
+        written = _write_batches(batches, partial, student, text, max_bad_records)
+        max_token_id, refused, num_images, covered, silent = written
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
@@ -143,6 +145,8 @@ def _write(
             "bad_records": len(refused),
             "refused": refused,
         }
+        if text.context:
+            meta |= {COVERED: covered, SILENT: silent - len(refused)}
         if num_images:
             meta["teacher_images"] = num_images
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -154,11 +158,14 @@ def _write_batches(
     student: TokenStore,
     text: TeacherText,
     max_bad_records: int,
-) -> tuple[int, list[int], int]:
-    """Write tokens, marks and images; return (largest token id, skipped documents, images)."""
+) -> tuple[int, list[int], int, int, int]:
+    """Write tokens, marks and images.
+
+    Return (largest token id, skipped documents, images, chunks, documents without the teacher's tokens).
+    """
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
     document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
-    num_images = 0
+    num_images = covered = silent = 0
     with (
         builder.data_file,
         files.student_marks.open("wb") as student_marks,
@@ -172,6 +179,8 @@ def _write_batches(
                 continue  # the corpus is refused: only collect further errors
             _check_documents(batch, student, document)
             refused += (document + batch.refused).tolist()
+            covered += int((batch.student_marks == STARTS).sum())
+            silent += int((batch.teacher_lengths == 0).sum())
             num_images += _append_images(files, batch.images, document, student)
             document += len(batch.student_lengths)
             stops = np.cumsum(batch.teacher_lengths)
@@ -186,7 +195,7 @@ def _write_batches(
             student, document, f"its source has {document} documents, the corpus {len(student)}"
         )
     builder.finalize(str(files.idx))
-    return max_token_id, refused, num_images
+    return max_token_id, refused, num_images, covered, silent
 
 
 def _append_images(files: TeacherStoreFiles, images: np.ndarray, document: int, student: TokenStore) -> int:

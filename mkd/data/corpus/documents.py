@@ -182,6 +182,15 @@ def require_numbers(store: TokenStore, wanted: WantedRecords, name: str) -> None
             raise DataError(what, why, do, code="record-value-not-valid")
 
 
+def require_records(wanted: WantedRecords, name: str) -> None:
+    """Raise DataError for a tokenised corpus, called `name`, if teachers make their prompts from records."""
+    if wanted.context:
+        what = f"{name} is a tokenised corpus, and a teacher reads a prompt of its own"
+        why = f"its prompt is made from the keys of records: {', '.join(wanted.context)}"
+        do = "name the raw file of the records instead"
+        raise DataError(what, why, do, code="corpus-of-another-model")
+
+
 def require_pairs_fit(
     store: TokenStore, seq_length: int, multiple: int, overlong: str, documents: tuple[int, int]
 ) -> None:

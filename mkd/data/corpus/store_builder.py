@@ -160,7 +160,7 @@ def _write_tokens(
     images = ImageTableWriter(files.images, files.image_sources)
     ignored = defaultdict[str, IgnoredKeys](IgnoredKeys)
     lines = ProgressLines(f"tokenising {named_shortly(inputs)}", total_megabytes(inputs), "MB", "records")
-    numbers, tags = wanted.numbers, TagNumbers()
+    tags = TagNumbers()
     with builder.data_file, _opened(files) as (mask_file, place_file, number_file, tag_file):
         for batch in batches:
             quarantine.add(batch.errors)
@@ -188,7 +188,7 @@ def _write_tokens(
     quarantine.close()
     images.close()
     builder.finalize(str(files.idx))
-    _remove_needless(files, bool(unpredicted), bool(numbers), wanted.tag is not None)
+    _remove_needless(files, bool(unpredicted), bool(wanted.numbers), wanted.tag is not None)
     notes = ((path, file_notes(path, keys, tokenizer, wanted.keys)) for path, keys in ignored.items() if path)
     return StoreSummary(
         documents,
@@ -201,7 +201,7 @@ def _write_tokens(
         images=images.count,
         image_patches=images.patches,
         notes={path: said for path, said in notes if said},
-        numbers=numbers,
+        numbers=wanted.numbers,
         tags=() if wanted.tag is None else tuple(tags),
     )
 

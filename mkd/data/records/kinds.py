@@ -71,6 +71,7 @@ class Record:
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys with a value that nothing reads
     numbers: tuple[float, ...] = ()  # see `WantedRecords.numbers`
     tag: str = ""  # see `WantedRecords.tag`; "": it has none
+    context: Mapping[str, Any] = field(default_factory=dict)  # values of `WantedRecords.context`, as given
 
 
 def unknown_keys(keys: str, found: Iterable[str], where: str = "") -> DataError:

@@ -56,7 +56,9 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
     read = {*keys, GENERATED}
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in read)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
-    return Record(form, values, images, ignored, wanted.read_numbers(fields), wanted.read_tag(fields))
+    tag, numbers = wanted.read_tag(fields), wanted.read_numbers(fields)
+    context = {key: fields[key] for key in wanted.context if fields.get(key) is not None}
+    return Record(form, values, images, ignored, numbers, tag, context)
 
 
 def _named(fields: Mapping[str, Any]) -> list[str]:

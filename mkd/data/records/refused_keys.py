@@ -45,8 +45,8 @@ def _refused(key: str, kind: Sequence[str]) -> DataError:
         why = "it says which answers are good; a bad one would be trained like a good one"
         do = 'write {"prompt", "chosen", "rejected"} for --dpo-beta, or keep only the good answers'
     elif key in CONTEXTS:
-        why = "it asks for a teacher that reads another prompt than the student, and no teacher of mkd does"
-        do = "remove the key, if the teacher may read what the student reads"
+        why = "it asks for a teacher that reads another prompt than the student, and no teacher here does"
+        do = "give a teacher a context (`context: {}`), or remove the key"
     else:
         why = "tools are given in another form now, and the prompt would lack them"
         program = '.tools = [.functions[] | {type: "function", function: .}] | del(.functions)'

@@ -24,23 +24,28 @@ class WantedRecords:
     """Keys of a number in each record, true or false included. Each is a row value of the packs."""
     weights: tuple[str, ...] = ()  # those of them that must be above 0
     tag: str | None = None  # key of a record's tag; None: tags are not read
+    context: tuple[str, ...] = ()  # keys that teachers with contexts read; their values may be missing
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that are read besides those of the texts."""
-        return self.numbers if self.tag is None else (*self.numbers, self.tag)
+        tag = () if self.tag is None else (self.tag,)
+        return (*self.numbers, *tag, *self.context)
 
     @property
     def settings(self) -> list[list[str]]:
         """Keys that decide what is in a tokenised corpus, as JSON values."""
         found = [list(keys) for keys in (self.numbers, self.weights) if keys]
-        return found if self.tag is None else [*found, ["tag", self.tag]]
+        found += [] if self.tag is None else [["tag", self.tag]]
+        return [*found, ["context", *self.context]] if self.context else found
 
     def __or__(self, other: WantedRecords) -> WantedRecords:
         """Return what either of them wants."""
         pairs = other.pairs if self.pairs is None else self.pairs
         numbers = dict.fromkeys((*self.numbers, *other.numbers))
-        return WantedRecords(pairs, tuple(numbers), (*self.weights, *other.weights), self.tag or other.tag)
+        context = tuple(dict.fromkeys((*self.context, *other.context)))
+        weights = (*self.weights, *other.weights)
+        return WantedRecords(pairs, tuple(numbers), weights, self.tag or other.tag, context)
 
     def read_numbers(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the numbers of a raw record. Raises DataError for one that is missing or not valid.

@@ -94,11 +94,11 @@ class Fp8(Precision):
         self, config: Config, teacher: TeacherConfig, products: Fp8Products
     ) -> Iterator[UsageError]:
         length, label = config.training.seq_length, "--seq-length"
-        if teacher.xtoken is not None:
-            known = teacher.xtoken.seq_length
+        if teacher.has_own_row:
+            known = teacher.own_seq_length
             length, label = (
                 known or LENGTH_UNIT * Sizes.of(config.parallel).document_multiple,
-                "the teacher's xtoken seq_length",
+                f"the teacher's {'context' if teacher.xtoken is None else 'xtoken'} seq_length",
             )
         yield from products.row_problems(config, length, label, ROWS)
 

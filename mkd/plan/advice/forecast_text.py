@@ -45,7 +45,7 @@ def summarise_forecast(forecast: Forecast, predicts: bool) -> list[str]:
 def _layouts(forecast: Forecast) -> Iterator[str]:
     yield f"student layers by stage: {forecast.student_layout.layers}"
     for teacher, layout in zip(forecast.teachers, forecast.facts.layouts.teachers, strict=True):
-        packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
+        packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.has_own_row else ""
         yield f"{teacher.role} layers by stage: {layout.layers}{packs}"
 
 

@@ -24,6 +24,7 @@ class Teacher:
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
     place: TeacherPlace  # of its decoder layers
     precision: TeacherPrecision  # of their products
+    has_own_row: bool = False  # it reads another row of tokens, in a pass over the heads of its own
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
 
     def layer_bytes(self, layer: LayerShape, element: int) -> int:
@@ -76,8 +77,9 @@ def plan_teachers(
         Teacher(
             shape=shape,
             role=role,
-            seq_length=(teacher.xtoken.seq_length if teacher.xtoken else None) or config.training.seq_length,
+            seq_length=teacher.own_seq_length or config.training.seq_length,
             is_cross_tokenizer=teacher.xtoken is not None,
+            has_own_row=teacher.has_own_row,
             place=place(teacher),
             precision=precision(teacher),
             sizes=model_sizes(config, shape, index),

@@ -133,7 +133,7 @@ class HeadPasses(NamedTuple):
     def from_pair(cls, pair: Pair) -> HeadPasses:
         """Return the passes of a run."""
         kd, teachers = pair.config.kd, pair.compared
-        has_own = any(teacher.is_cross_tokenizer for teacher in teachers)
+        has_own = any(teacher.has_own_row for teacher in teachers)
         divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
         is_shared = divergences < 2 and not has_own and not pair.work.own_head_pass
         passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)

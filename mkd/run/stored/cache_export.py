@@ -129,6 +129,10 @@ def plan_export(
         raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="model-missing")
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, EXPORTED)
+    if config.teachers[EXPORTED].context is not None:
+        what, why = "the teacher has a context", "its predictions are stored for the student's own prompts"
+        do = "remove it, or run the teacher in every step: --teacher-hf"
+        problems.append(UsageError(what, why, do, code="stored-teacher-excludes"))
     if not config.data.data_path:
         do = "give --data-path PATH"
         problems.append(UsageError("no training data is given", "", do, code="data-path-missing"))

@@ -103,12 +103,21 @@ def head_pass(
     models: Sequence[int] = (),  # numbers of the teachers in the stage
     model_shares: Sequence[float] = (1.0,),
     vocab_size: int | None = None,  # ids of the student that count; None: all
+    compact: tuple[Tensor, Tensor] | None = None,
     **settings: Any,  # fields of `KDObjective`
 ) -> KDOutput:
-    """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
+    """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head.
+
+    `compact`: the rows that are compared instead, int64 [n], and the states [n, h] of the only teacher there.
+    """
     student, batch, output = given.stage.student, given.batch, given.output
     teachers = [given.stage.compared[index] for index in models]
-    hidden_states = [output.teacher_hiddens[index] for index in models]
+    states = [output.teacher_hiddens[index] for index in models]
+    inputs = [head_input(one, state) for one, state in zip(teachers, states, strict=True)]
+    rows = batch.loss_rows
+    if compact is not None:
+        rows, of_rows = compact
+        inputs = [inputs[0]._replace(hidden=of_rows, is_compact=True)]
     objective = build_objective(
         vocab_size or student.shape.vocab_size,
         min((one.shape.vocab_size for one in teachers), default=None),
@@ -116,11 +125,11 @@ def head_pass(
     )
     return fused_linear_kd(
         head_input(student, output.hidden),
-        [head_input(one, hidden) for one, hidden in zip(teachers, hidden_states, strict=True)],
+        inputs,
         batch.labels[0],
         row_weights,
         objective,
-        loss_rows=batch.loss_rows,
+        loss_rows=rows,
         tp_group=given.context.tp_group,
         sequence_parallel=student.config.sequence_parallel,
         loss_gradient=given.head_gradient(scale),

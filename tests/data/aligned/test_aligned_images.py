@@ -113,7 +113,7 @@ def test_a_teacher_without_room_keeps_whole_images(open_pair):
         num_tokens = sum(num_patches(grid) // 4 for grid in grids_of(pack.images.records))
         assert int((pack.tokens == image).sum()) == num_tokens
         seen += len(pack.images.records)
-    assert 0 < seen < len(side._store.images)
+    assert 0 < seen < len(side.store.images)
 
 
 def test_a_text_model_beside_images_is_refused(open_pair):

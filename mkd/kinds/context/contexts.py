@@ -1,0 +1,139 @@
+"""Teachers with a context as a kind of run: they read another prompt than the student."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mkd.config.prompt_template import PROMPT, template_fields
+from mkd.config.run_files import rule_for_conversations
+from mkd.config.schema import Config, TeacherConfig
+from mkd.data.records.refused_keys import CONTEXTS
+from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
+from mkd.errors import MkdError, UsageError
+from mkd.kinds.context.context_settings import ContextConfig
+from mkd.kinds.kind import Kind, TeacherCard
+from mkd.kinds.routed.route_settings import ROUTE
+from mkd.plan.facts import RunFacts
+from mkd.tokenizers.chat_input import ChatSettings
+
+if TYPE_CHECKING:  # they load torch
+    from mkd.kinds.context.context_setup import ContextSetup
+    from mkd.resolve.model_source import ModelSource
+
+WHOLE_RULES = ("drop", "truncate")
+"""Treatments of long conversations that keep the prompt."""
+
+
+class Contexts(Kind):
+    """Runs with a teacher that reads a prompt of its own."""
+
+    of_teachers = True
+
+    def problems(self, facts: RunFacts) -> Iterator[MkdError]:
+        config = facts.config
+        found = {i: one.context for i, one in enumerate(config.teachers) if one.context is not None}
+        for index, context in found.items():
+            yield from _settings(context, f"teachers[{index}].context")
+            yield from _excluded(config, index)
+        if found and config.needs_models:
+            yield from _run(config)
+
+    def records(self, config: Config) -> WantedRecords:
+        keys = dict.fromkeys(key for one in config.teachers if one.context for key in _keys(one.context))
+        return WantedRecords(context=tuple(keys)) if keys else ANY_RECORDS
+
+    def teaches(self, teacher: TeacherConfig) -> bool:
+        return teacher.context is not None
+
+    def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
+        return TeacherCard(
+            details=", after a prompt of the teacher's own (context)",
+            normaliser="KD of a teacher with a context by the tokens of last turns and completions",
+            without_counterpart="both models must read the same prompt",
+        )
+
+    def teacher_setup(
+        self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+    ) -> ContextSetup:
+        from mkd.kinds.context.context_setup import ContextSetup
+
+        return ContextSetup(facts.config.teachers[index], index, facts.teacher_names[index], source)
+
+
+def _keys(context: ContextConfig) -> list[str]:
+    """Return the keys of records that a teacher's prompt may need."""
+    fields = [name for text in (context.user, context.system or "") for name in _fields(text)]
+    return [*CONTEXTS, *(name for name in fields if name != PROMPT)]
+
+
+def _fields(text: str) -> tuple[str, ...]:
+    try:
+        return template_fields(text)
+    except ValueError:  # `_settings` reports it
+        return ()
+
+
+def _settings(context: ContextConfig, path: str) -> Iterator[MkdError]:
+    """Yield values that are not valid."""
+    for name in ("user", "system"):
+        try:
+            template_fields(getattr(context, name) or "")
+        except ValueError as error:
+            what = f"{path}.{name} is not a template: {error}"
+            do = "write {prompt}, {KEY} of a record, and {{ and }} for braces"
+            yield UsageError(what, "its fields are filled from records", do, code="value-not-valid")
+    if context.chat_template_kwargs is not None:
+        try:
+            ChatSettings.from_flags("auto", context.chat_template_kwargs, None)
+        except UsageError as error:
+            yield error.located(path)
+    if context.skip_first < 0 or (context.seq_length or 1) < 1:
+        name = "skip_first" if context.skip_first < 0 else "seq_length"
+        what = f"{path}.{name} {getattr(context, name)} is too small"
+        yield UsageError(what, "it is a number of tokens", "give a larger one", code="out-of-range")
+
+
+def _excluded(config: Config, index: int) -> Iterator[UsageError]:
+    """Yield what this teacher cannot be besides."""
+    teacher, given = config.teachers[index], f"teachers[{index}] has a context"
+    if teacher.xtoken is not None:
+        what, why = (
+            f"{given} and xtoken settings",
+            "a teacher with a context reads the student's tokens so far",
+        )
+        yield UsageError(what, why, "remove one of them", code="exclude-each-other")
+    if teacher.stand_in:
+        what, why = f"{given}, but it is stored", "its predictions are of the student's prompts"
+        do = "run this teacher from its hf or load, or remove the context"
+        yield UsageError(what, why, do, code="stored-teacher-excludes")
+
+
+def _run(config: Config) -> Iterator[UsageError]:
+    """Yield what a run with such a teacher cannot be."""
+    given = "a teacher has a context"
+    if config.kd.averages_teachers and len(config.teachers) > 1:
+        what, why = f"teacher-combination average, but {given}", "teachers of an average read the same tokens"
+        do = "use --teacher-combination weighted_sum"
+        yield UsageError(what, why, do, code="exclude-each-other")
+    if config.kd.teacher_combination == ROUTE:
+        what, why = (
+            f"teacher-combination route, but {given}",
+            "tags are counted in loss tokens, not completions",
+        )
+        yield UsageError(what, why, "use --teacher-combination weighted_sum", code="exclude-each-other")
+    if config.pair_loss is not None:
+        what, why = (
+            f"{given}, but {config.pair_loss.flag[2:]} is set",
+            "a reference reads the student's prompts",
+        )
+        yield UsageError(what, why, "remove the context", code="preferences-exclude")
+    if config.rollout.is_on:
+        what, why = f"{given}, but on-policy-fraction is on", "contexts are made for data so far"
+        yield UsageError(what, why, "use --on-policy-fraction 0, or remove it", code="rollouts-exclude")
+    rule = rule_for_conversations(config.data.overlong, config.data.overlong_conversations)
+    if rule not in WHOLE_RULES:
+        what = f"{given}, but overlong-conversations is {rule}"
+        why = "a later piece of a conversation has no prompt of the teacher's"
+        do = f"use --overlong-conversations {' or '.join(WHOLE_RULES)}"
+        yield UsageError(what, why, do, code="exclude-each-other")

@@ -1,0 +1,64 @@
+"""Check what a teacher with a context refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mkd.config.load import load_config
+from tests.plan.checks.test_problems import BASE, shape
+from tests.reported import reports
+from tests.run_facts import problems_of
+
+FRESH = ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl", "--max-new-tokens", "8")
+
+
+def problems(tmp_path, *flags, context=None, several=False, **teacher):
+    path = tmp_path / "context.yaml"
+    teachers = [{"hf": "t", "context": context or {}} | teacher, *([{"hf": "u"}] * several)]
+    path.write_text(json.dumps({"teachers": teachers}))
+    argv = [*BASE[:2], *BASE[4:], "--config", str(path), *flags]
+    shapes = [] if teacher.get("topk") else [shape()] * len(teachers)
+    return reports(problems_of(load_config(argv).config, 1, shape(), shapes))
+
+
+def test_a_teacher_with_a_context_is_no_problem(tmp_path):
+    assert problems(tmp_path) == []
+    assert (
+        problems(tmp_path, several=True, context={"user": "{prompt} {{x}} {solution}", "skip_first": 2}) == []
+    )
+    assert problems(tmp_path, "--teacher-residency", "host", "--kd-ratio", "0") is not None
+
+
+@pytest.mark.parametrize(
+    "context, code",
+    [
+        ({"user": "{prompt} {0.x}"}, "value-not-valid: is not a template"),
+        ({"system": "{} no"}, "value-not-valid: is not a template"),
+        ({"user": "{open"}, "value-not-valid: is not a template"),
+        ({"chat_template_kwargs": "[1]"}, "value-not-valid: is not a JSON object"),
+        ({"chat_template_kwargs": '{"tools": 1}'}, "remove-flag: sets"),
+        ({"skip_first": -1}, "out-of-range: is too small"),
+    ],
+)
+def test_settings_that_are_not_valid(context, code, tmp_path):
+    found = problems(tmp_path, context=context)
+    assert [one.partition(":")[0] for one in found] == [code.partition(":")[0]], found
+
+
+@pytest.mark.parametrize(
+    "flags, more, code",
+    [
+        ((), {"xtoken": {}}, "exclude-each-other"),
+        (("--teacher-combination", "average"), {"several": True}, "exclude-each-other"),
+        (("--teacher-combination", "route", "--tag-key", "x"), {"several": True}, "exclude-each-other"),
+        (("--dpo-beta", "0.1", "--kd-ratio", "0"), {}, "preferences-exclude"),
+        (FRESH, {}, "rollouts-exclude"),
+        (("--overlong-conversations", "split"), {}, "exclude-each-other"),
+        (("--overlong-conversations", "truncate-left"), {}, "exclude-each-other"),
+    ],
+)
+def test_what_a_context_excludes(flags, more, code, tmp_path):
+    found = problems(tmp_path, *flags, **more)
+    assert code in [one.partition(":")[0] for one in found], found
