@@ -43,6 +43,10 @@ class TagRules:
         naming = [name for name, tags in self.teachers.items() if tag in tags]
         return naming or [name for name, tags in self.teachers.items() if not tags]
 
+    def numbers_of(self, teacher: str, names: Sequence[str]) -> frozenset[int]:
+        """Return which of the tags `names` the teacher teaches, as their numbers."""
+        return frozenset(number for number, tag in enumerate(names) if teacher in self.taught_by(tag))
+
     def without_teacher(self, tags: Collection[str]) -> list[str]:
         """Return which of the tags have no teacher, or no weight where tags have weights."""
         return [one for one in tags if not self.taught_by(one) or (self.weights and one not in self.weights)]

@@ -150,6 +150,8 @@ def _open(
         datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
     # Training and held-out sets together: the packs of a teacher have one length in all of them.
     _attach_teachers(datasets, members, preparation.teachers)
+    for dataset in datasets:
+        dataset.taught = tuple(_taught(text, dataset, preparation.tags) for text in preparation.teachers)
     opened, found = iter(datasets), []
     for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
         weights = [member.weight for member in of_data_set] if weighted else None
@@ -374,6 +376,15 @@ def _attach_teachers(
         )
     for dataset, dataset_sides in zip(datasets, zip(*sides, strict=True), strict=bool(sides)):
         dataset.teachers = dataset_sides
+
+
+def _taught(
+    text: TeacherText | SharedTokens, dataset: PackedDataset, rules: TagRules | None
+) -> frozenset[int] | None:
+    """Return the tags of a teacher with its own tokens; None: it reads all packs, or the student's tokens."""
+    if rules is None or isinstance(text, SharedTokens):
+        return None
+    return rules.numbers_of(text.name, dataset.tag_names)
 
 
 def _check_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:

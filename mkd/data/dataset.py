@@ -50,6 +50,7 @@ class PackedDataset:
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
         self.tag_names = () if tags is None else tags.names  # of all tags of the run
         # Number of each pack's tag, int64 [packs]; None: packs have none
+        self.taught: Sequence[frozenset[int] | None] = ()  # tags of each of `teachers`; None: all
         self._tags = tags and tags.of_documents(store, self.index.first_documents())
         self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images
         self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
@@ -93,9 +94,17 @@ class PackedDataset:
             spans=spans,
             sample_id=index,
             tag=UNTAGGED if self._tags is None else int(self._tags[index]),
-            teacher_inputs=tuple(side.pack(student) for side in self.teachers),
+            teacher_inputs=tuple(
+                side.pack(student) if self._is_taught(index, number) else side.empty_pack()
+                for number, side in enumerate(self.teachers)
+            ),
             images=None if images is None else PackImages.of_parts(images, parts),
         )
+
+    def _is_taught(self, pack: int, teacher: int) -> bool:
+        """Return True if the teacher has text of the pack."""
+        own = self.taught[teacher] if self.taught else None
+        return own is None or self._tags is None or int(self._tags[pack]) in own
 
     def tags_of(self, packs: np.ndarray) -> np.ndarray:
         """Return the numbers of the tags of packs, int64; UNTAGGED for a number below 0."""

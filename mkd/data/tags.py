@@ -146,6 +146,5 @@ class TeacherRoutes:
         cls, rules: TagRules, names: Sequence[str], replicas: Mapping[str, Sequence[int]]
     ) -> TeacherRoutes:
         """Return the routes of the teachers in `replicas`, by name; `names` are the run's tags."""
-        taught = [set(rules.taught_by(tag)) for tag in names]
-        own = (frozenset(n for n, teachers in enumerate(taught) if name in teachers) for name in replicas)
+        own = (rules.numbers_of(name, names) for name in replicas)
         return cls(tuple(own), tuple(map(tuple, replicas.values())))

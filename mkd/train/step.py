@@ -32,7 +32,7 @@ from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
 from mkd.train.teachers.base import DataTerm, LossInput, Teacher, Term
-from mkd.train.teachers.routed_terms import RunTags
+from mkd.train.teachers.routed_terms import RunTags, TagTokens, tokens_to_count, with_token_shares
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,15 @@ def training_objective(
     if engine.experts is not None:
         engine.experts.start_step(microbatches)
     terms = loss_terms(engine.kd, engine.teachers, data_term=engine.data_term, tags=engine.tags)
-    counts = count_rows(microbatches, terms, engine.context)
+    counts = count_rows(microbatches, [*terms, *tokens_to_count(terms)], engine.context)
+    counts, tokens = counts[: len(terms)], counts[len(terms) :]
     inverse_counts = 1.0 / counts.masked_fill(counts == 0, 1.0).float()  # nothing to divide: the sum is 0
+    inverse_counts = with_token_shares(inverse_counts, terms, tokens)
     return Objective(engine.kd, engine.context, terms, inverse_counts, observe)
 
 
 def count_rows(
-    microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
+    microbatches: Sequence[PackedBatch], terms: Sequence[Term | TagTokens], context: ParallelContext
 ) -> Tensor:
     """Return the rows of each term in the global batch, fp64 [terms]: numbers of rows, or sums of weights.
 

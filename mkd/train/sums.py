@@ -18,6 +18,7 @@ OF_NO_TEACHER = (CROSS_ENTROPY, DATA)
 """Names of the terms that belong to no teacher; the blank keeps them apart from the names of teachers."""
 
 TAG_TOKENS = "tag_tokens"  # measure of a term of one tag: the tag's loss tokens
+TAG_CHUNKS = "tag_chunks"  # its rows, if it is a mean over chunks that counts with the tag's share of tokens
 
 
 def term_name(name: str, tag: str) -> str:
@@ -175,7 +176,13 @@ class LossSums:
     @property
     def kd_mean(self) -> float:
         """Sum over the teachers of their weighted divergences, each a mean over its own rows."""
-        return sum(mean(one.kd, one.rows) for one in self.teachers.values())
+        return sum(self._share(name) * mean(one.kd, one.rows) for name, one in self.teachers.items())
+
+    def _share(self, term: str) -> float:
+        """Return the part of a term's mean in `kd_mean`: the tag's share of all loss tokens, or 1."""
+        if TAG_CHUNKS not in self.teachers[term].measures:
+            return 1.0
+        return mean(self.tags[term.partition("/")[2]][1], self.num_loss_tokens)
 
     def token_sums(self) -> dict[str, float]:
         """Return metric name -> sum over `num_loss_tokens`.
@@ -190,7 +197,8 @@ class LossSums:
         of_data = self.ce if data is None else mean(data.feedback, data.rows) * count
         loss = (1 - self.kd_ratio) * of_data + self.kd_ratio * kd + sum(self.auxiliary.values())
         sums = {"loss": loss, "ce": self.ce, "kd": kd}
-        shares = [(mean(one.weight, one.rows), one) for one in self.teachers.values()]
+        of_teachers = self.teachers.items()
+        shares = [(self._share(name) * mean(one.weight, one.rows), one) for name, one in of_teachers]
         total = sum(share for share, _ in shares)
         for name, part, out_of in (
             ("teacher_ce", "ce", "tokens"),
@@ -214,7 +222,7 @@ class LossSums:
             metrics[f"teacher_ce/{name}"] = (one.ce, one.tokens)
             metrics[f"teacher_entropy/{name}"] = (one.entropy, one.tokens)
             metrics[f"top1_agreement/{name}"] = (one.top1_agreement, one.compared)
-            metrics[f"num_aligned/{name}"] = (one.measures.get(TAG_TOKENS, one.rows), self.num_steps)
+            metrics[f"num_aligned/{name}"] = (_aligned(one), self.num_steps)
         return metrics
 
     def _routed(self, by: str) -> dict[str, TermSums]:
@@ -223,7 +231,8 @@ class LossSums:
         for term, one in self.teachers.items():
             teacher, _, tag = term.partition("/")
             name = teacher if by == "teacher" else tag
-            part = replace(one, kd=mean(one.kd, one.rows), weight=mean(one.weight, one.rows), rows=1.0)
+            kd, weight = (self._share(term) * mean(of, one.rows) for of in (one.kd, one.weight))
+            part = replace(one, kd=kd, weight=weight, rows=1.0)
             found[name] = replace(found[name] + part, rows=1.0) if name in found else part
         return found
 
@@ -234,6 +243,11 @@ class LossSums:
         if with_ce:
             metrics |= {f"ce/{tag}": (ce, tokens) for tag, (ce, tokens) in self.tags.items()}
         return metrics
+
+
+def _aligned(one: TermSums) -> float:
+    """Return the rows on which a teacher is compared; of one with tags, `rows` may be those of all tags."""
+    return one.measures.get(TAG_CHUNKS, one.measures.get(TAG_TOKENS, one.rows))
 
 
 def mean(total: float, count: float) -> float:

@@ -52,3 +52,4 @@ class ChunkBatch:
     support_student: Tensor  # [p] int64, student id
     support_teacher: Tensor  # [p] int64, teacher id
     num_chunks: int  # of the whole packed row, those of other context-parallel ranks included
+    pack_chunks: tuple[int, ...] = ()  # the same of each pack

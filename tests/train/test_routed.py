@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mkd.kinds.routed.route_setup import replicas_in_step
+from tests.tiny_models import make_model
 from tests.train.dense_teachers import Recorded, dense_loss, make_files
 from tests.train.invariance import NOT_AHEAD, NUM_PACKS, PEERS, SP, Layout
 from tests.train.routed_layouts import ONE_EACH, TAGS, record_routed, run_layout, write_config
@@ -69,6 +71,44 @@ def test_teachers_that_do_not_run_change_no_bit(layout, files, ranks, single):
     assert parts % (NUM_PACKS // layout.micro) == 0
     assert ran == [parts // 2] * 2
     assert [sum(one["counts"][1][number] for one in routed) for number in range(2)] == [parts // 2] * 2
+
+
+SPLIT = ({"tags": ["code"]}, {"tags": ["law", "math"]})  # dealt: code code | code law | math math | math math
+IN_STEP = {  # what both teachers are, beside their tags -> forwards of each, of 8
+    "experts of the second over 2 ranks": (({}, {"expert_model_parallel_size": 2}), (3, 6)),
+    "layers over 2 peers": (({"residency": "peers", "peers": 2},) * 2, (4, 6)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if "experts" in one else pytest.mark.slow) for one in IN_STEP]
+)
+def test_replicas_that_exchange_a_teacher_run_it_together(name, files, ranks):
+    """One rank needs the first teacher while the other needs the second: nothing waits for ever."""
+    settings, wanted = IN_STEP[name]
+    make_model(files / "experts", "qwen3_moe", seed=6, vocab_size=320)
+    settings = [one | tags for one, tags in zip(settings, SPLIT, strict=True)]
+    settings[1]["hf"] = str(files / "experts")
+    config, found = write_config(files, *settings), []
+    for runs_all in (True, False):
+        every = ranks.run(run_layout, 2, Layout("DP2", 2), config, runs_all, files / str(runs_all))
+        found.append((every, load_file(files / str(runs_all) / "gradients" / "model.safetensors")))
+    (whole, of_all), (routed, of_routed) = found
+    assert all(torch.equal(gradient, of_routed[name]) for name, gradient in of_all.items())
+    assert [one["step"] for one in whole] == [one["step"] for one in routed]
+    assert tuple(sum(one["counts"][0][number] for one in routed) for number in range(2)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("row", "replicas", "block", "together"),
+    [(1, 4, 1, 1), (1, 4, 2, 2), (2, 4, 2, 1), (2, 4, 4, 2), (4, 2, 2, 1), (1, 8, 8, 8), (2, 8, 8, 4)],
+)
+def test_replicas_in_step(row, replicas, block, together):
+    """`together` neighbouring replicas run a teacher together."""
+    for replica in range(replicas):
+        first = replica // together * together
+        expected = tuple(range(first, first + together))
+        assert replicas_in_step(row, replicas, block, replica) == expected
 
 
 @pytest.mark.parametrize(("teachers", "weights", "micro", "ratio"), CASES)

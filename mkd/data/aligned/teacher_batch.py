@@ -147,6 +147,7 @@ def _collate_chunks(
         support_student=torch.from_numpy(joined["support_student"][pairs]),
         support_teacher=torch.from_numpy(joined["support_teacher"][pairs]),
         num_chunks=len(order),
+        pack_chunks=tuple(len(part) for part in parts),
     )
 
 

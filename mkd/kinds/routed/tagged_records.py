@@ -97,7 +97,9 @@ def _refused(facts: RunFacts) -> Iterator[UsageError]:
         what = f"{given}, but {config.pair_loss.flag[2:]} is {config.pair_loss.beta}"
         yield UsageError(what, "a reference has no tags", do, code="exclude-each-other")
     for index, teacher in enumerate(config.teachers):
-        if teacher.xtoken is not None:
-            what = f"{given}, but teachers[{index}] has another tokenizer (xtoken)"
-            why = "tags choose among teachers with the student's tokens in this version"
+        if teacher.context is not None:
+            what, why = (
+                f"{given}, but teachers[{index}] has a context",
+                "its loss has rows of its own, without tags",
+            )
             yield UsageError(what, why, do, code="exclude-each-other")

@@ -9,7 +9,7 @@ import numpy as np
 
 from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, Pack, empty_pack
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.kinds.sampled.rollout_teachers import RolloutTeacher
+from mkd.kinds.sampled.rollout_teachers import NOTHING, RolloutTeacher
 from mkd.kinds.sampled.sampler.rollouts import Rollout
 from mkd.xtoken.align.align_text import AlignedText
 
@@ -54,6 +54,7 @@ class RolloutPacks:
         pad_id: int,
         teachers: Sequence[RolloutTeacher],
         tags: np.ndarray | None = None,  # [rollouts] int64: a pack holds completions of one tag
+        taught: Sequence[frozenset[int]] = (),  # tags of each of `teachers`; (): all
     ) -> RolloutPacks:
         """Put the completions into packs: best fit decreasing.
 
@@ -61,7 +62,14 @@ class RolloutPacks:
         the larger one, so that no teacher lacks room for what fits into one of its packs.
         """
         lengths = np.array([len(one.request.ids) + len(one.ids) for one in rollouts], dtype=np.int64)
-        aligned = [[teacher.align(one) for one in rollouts] for teacher in teachers]
+        numbers = [None] * len(rollouts) if tags is None else tags.tolist()
+        aligned = [
+            [
+                teacher.align(one) if number is None or number in own else NOTHING
+                for one, number in zip(rollouts, numbers, strict=True)
+            ]
+            for teacher, own in zip(teachers, taught or [frozenset()] * len(teachers), strict=True)
+        ]
         for teacher, documents in zip(teachers, aligned, strict=True):
             theirs = np.array([len(one.teacher_ids) for one in documents], dtype=np.int64)
             lengths = np.maximum(lengths, -(-theirs * seq_length // teacher.seq_length))

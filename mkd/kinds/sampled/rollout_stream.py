@@ -130,7 +130,8 @@ class RolloutStream:
         if not self._stored:
             warn_if_empty(self.iteration, sampled, len(rollouts), len(kept))
         tags = self._tags(kept)
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers, tags)
+        taught = () if self.routes is None else self.routes.tags
+        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers, tags, taught)
         # After `_stored` and `_packs`: `_mine` deals the samples of both to the ranks.
         batches, self.rows = [], []
         for dealt in self._mine():

@@ -20,6 +20,9 @@ from mkd.kinds.sampled.sampler.rollouts import Rollout
 from mkd.xtoken.align.align_text import AlignedText
 
 NO_CHUNK = np.zeros((0, 4), dtype=np.int64)
+NO_ID = np.zeros(0, dtype=np.int64)
+NOTHING = AlignedText(NO_ID, NO_ID, NO_CHUNK)
+"""A completion as a teacher reads that has nothing to say about it."""
 
 
 class RolloutTeacher(Protocol):
@@ -43,8 +46,7 @@ class SharedRollouts:
     seq_length: int
 
     def align(self, rollout: Rollout) -> AlignedText:
-        none = np.zeros(0, dtype=np.int64)
-        return AlignedText(none, none, NO_CHUNK)
+        return NOTHING
 
     def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> SharedTokens:
         return SharedTokens()

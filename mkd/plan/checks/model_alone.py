@@ -57,9 +57,8 @@ class ModelAlone:
     def of_teacher(self) -> RunFacts:
         """Facts of the configuration with this teacher only, in which it runs."""
         assert self.teacher is not None, "it is a teacher"
-        running = replace(self.config.teachers[self.teacher].as_model(), tags=())
-        data = replace(self.config.data, data_tags=())  # tags choose among several teachers
-        alone = replace(self.config, teachers=(running,), kd=KDConfig(), data=data)
+        running = self.config.teachers[self.teacher].as_model()
+        alone = replace(self.config, teachers=(running,), kd=KDConfig())
         return self._facts(alone, None, (self.shape,))
 
     @cached_property

@@ -19,7 +19,7 @@ from torch import Tensor
 from mkd.config.schema import KDConfig
 from mkd.config.tag_rules import TagRules
 from mkd.data.batch import PackedBatch
-from mkd.train.sums import TAG_TOKENS, TermSums, term_name
+from mkd.train.sums import TAG_CHUNKS, TAG_TOKENS, TermSums, term_name
 from mkd.train.teachers.base import LossInput, Teacher, Term
 from mkd.train.teachers.same_tokens import CrossEntropy
 
@@ -46,7 +46,8 @@ class Routed:
     tag_name: str
     weight: float = 1.0  # of the teacher among those of the tag
     tag_share: float = 1.0  # in the reported divergence, see `RunTags.share`
-    has_own_mean: bool = False  # over the tag's tokens alone
+    has_own_mean: bool = False  # over the tag's tokens alone, or its chunks
+    has_chunks: bool = False  # rows are the chunks of a teacher with another tokenizer
     takes_empty: bool = False  # runs, without any row, for a micro-batch of empty packs
 
     @property
@@ -59,15 +60,24 @@ class Routed:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        return (*self.inner.measures, TAG_TOKENS)
+        return (*self.inner.measures, TAG_TOKENS, *([TAG_CHUNKS] if self.is_shared_by_tokens else []))
+
+    @property
+    def is_shared_by_tokens(self) -> bool:
+        """True if the term is a mean over chunks times the tag's share of all loss tokens."""
+        return self.has_chunks and not self.has_own_mean
 
     @property
     def has_autograd_head(self) -> bool:
         return getattr(self.inner, "has_autograd_head", False)
 
     def num_rows(self, batch: PackedBatch) -> float:
-        if not self.has_own_mean:
-            return batch.num_loss_tokens
+        if self.has_chunks:  # of packs without its tag it has none
+            return self.inner.num_rows_of(batch, self._packs(batch))
+        return self.num_tokens(batch) if self.has_own_mean else batch.num_loss_tokens
+
+    def num_tokens(self, batch: PackedBatch) -> int:
+        """Return the tag's loss tokens in a micro-batch."""
         return sum(batch.pack_loss_tokens[number] for number in self._packs(batch))
 
     def _packs(self, batch: PackedBatch) -> list[int]:
@@ -80,17 +90,22 @@ class Routed:
         if not packs and not is_empty:
             measures: dict[str, Any] = dict.fromkeys(self.measures, 0.0)
             return rows.new_zeros((), dtype=torch.float32), TermSums(
-                rows=0.0 if self.has_own_mean else rows, measures=measures
+                rows=0.0 if self.has_own_mean or self.has_chunks else rows, measures=measures
             )
         part = self._part(given, packs)
         loss, sums = self.inner.loss(part, scale)
         tokens = part.num_loss_tokens
+        rows = tokens if self.has_own_mean else rows
+        measures = {**sums.measures, TAG_TOKENS: tokens}
+        if self.has_chunks:
+            rows = self.inner.rows_of(part)
+            measures |= {TAG_CHUNKS: rows} if self.is_shared_by_tokens else {}
         return loss, replace(
             sums,
             kd=_times(sums.kd, self.tag_share),
             weight=_times(sums.weight, self.tag_share),
-            rows=tokens if self.has_own_mean else rows,
-            measures={**sums.measures, TAG_TOKENS: tokens},
+            rows=rows,
+            measures=measures,
         )
 
     def _part(self, given: LossInput, packs: Sequence[int]) -> LossInput:
@@ -104,8 +119,37 @@ class Routed:
             ]
         counts = [count if n in packs else 0 for n, count in enumerate(batch.pack_loss_tokens)]
         own = replace(batch, loss_mask=mask, loss_rows=batch.loss_rows_of(packs), num_loss_tokens=sum(counts))
-        weights = torch.full((given.num_packs,), self.weight, device=mask.device)
+        weights = torch.zeros(given.num_packs, device=mask.device)
+        for number in packs:
+            weights[number] = self.weight
         return replace(given, batch=own, pack_weights={self.inner.name: weights})
+
+
+@dataclass(frozen=True)
+class TagTokens:
+    """Counts the loss tokens of a tag, or of all tags."""
+
+    term: Routed | None  # None: all
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        return batch.num_loss_tokens if self.term is None else self.term.num_tokens(batch)
+
+
+def tokens_to_count(terms: Sequence[Term]) -> list[TagTokens]:
+    """Return what the global batch has to count besides the rows of terms: see `with_token_shares`."""
+    shared = [one for one in terms if isinstance(one, Routed) and one.is_shared_by_tokens]
+    return [*map(TagTokens, shared), TagTokens(None)] if shared else []
+
+
+def with_token_shares(inverse_counts: Tensor, terms: Sequence[Term], tokens: Tensor) -> Tensor:
+    """Return 1 / rows of each term, times its tag's share of all loss tokens where that is its weight.
+
+    `tokens` [n] fp64 are the counts of `tokens_to_count`.
+    """
+    places = [n for n, one in enumerate(terms) if isinstance(one, Routed) and one.is_shared_by_tokens]
+    for place, count in zip(places, tokens[:-1], strict=False):
+        inverse_counts[place] *= (count / tokens[-1].clamp(min=1)).float()
+    return inverse_counts
 
 
 def _times(value: Any, factor: float) -> Any:
@@ -137,5 +181,6 @@ def routed_terms(
         total = sum(one.share for one in of_tag)
         for one in of_tag:
             inner = replace(one, factor=kd.kd_ratio * common["tag_share"])
-            found.append(Routed(inner, weight=one.share / total, **common))
+            chunks = hasattr(one, "num_rows_of")
+            found.append(Routed(inner, weight=one.share / total, has_chunks=chunks, **common))
     return (replace(found[0], takes_empty=True), *found[1:])
