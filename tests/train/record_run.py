@@ -37,11 +37,11 @@ def argv(files: Path, run: str, *more: object, ratio: float = 0.25) -> list[str]
 
 
 @contextmanager
-def playing(files: Path, run: str, groups: int = 40) -> Iterator[None]:
+def playing(files: Path, run: str, groups: int = 40, ahead: int = 2) -> Iterator[None]:
     """Play games inside the block, for the run of this name."""
     folder, over = files / f"{run} in", threading.Event()
     folder.mkdir(exist_ok=True)
-    thread = threading.Thread(target=_play, args=(folder, groups, over), daemon=True)
+    thread = threading.Thread(target=_play, args=(folder, groups, over, ahead), daemon=True)
     thread.start()
     try:
         yield
@@ -50,11 +50,11 @@ def playing(files: Path, run: str, groups: int = 40) -> Iterator[None]:
         thread.join(10)
 
 
-def _play(folder: Path, groups: int, over: threading.Event) -> None:
+def _play(folder: Path, groups: int, over: threading.Event, ahead: int) -> None:
     while not (folder / "progress.json").exists() and not over.wait(0.05):
         pass
     if not over.is_set():
-        write_groups(folder, groups, over.is_set)
+        write_groups(folder, groups, over.is_set, ahead)
 
 
 def one_step(arguments: list[str], out_dir: Path) -> dict:
@@ -82,5 +82,6 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
         "figures": run.meter.finish(),
         "documents": [document for batch in batches for document in judged_documents(batch)],
         "rollouts": {one.id: one for pack in stream._packs.packs for one in pack},
+        "packs": len(stream._packs),
         "sources": [stream.documents_of(one) for one in stream.last_samples()],
     }

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.reported import reported_codes
-from tests.train.command import read_metrics, run_main
+from tests.tiny_models import make_model
+from tests.train.command import read_metrics, run_main, write_records
 from tests.train.invariance import worst_relative_error
 from tests.train.record_run import GROUPS, MEMBERS, argv, make_files, one_step, playing
 from tests.train.reward_run import dense_loss
-from tests.train.rollout_run import Case, reference
+from tests.train.rollout_run import EOS, Case, reference
 from tests.train.test_resume import train_and_hash
+from tests.xtoken.small_tokenizers import train_byte_level
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
@@ -153,3 +155,90 @@ def test_ln_p_of_other_weights_is_an_error(files, ranks):
     ], result.stderr
     assert found["figures"]["rollout/logp_gap"] < 1e-4 and isinstance(found["sums"]["kd"], float)
     assert torch.is_tensor(found["documents"][0][0])
+
+
+@SLOW
+def test_a_cross_tokenizer_teacher_reads_records_as_stored_tokens(files, ranks):
+    """A step on records has the divergence of a step on the same tokens with the same loss, stored."""
+    sizes = dict(hidden_size=56, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+    make_model(files / "cross", "qwen2", seed=7, vocab_size=620, **sizes | EOS)
+    train_byte_level(600).save_pretrained(files / "cross")
+    teacher = (
+        "--teacher-hf",
+        files / "cross",
+        "--xtoken-loss",
+        "partition_kl",
+        "--kd-divergence",
+        "reverse_kl",
+    )
+    with playing(files, "cross run"):
+        (found,) = ranks.run(
+            one_step, 1, argv(files, "cross run", *teacher, ratio=1), files / "cross gradients"
+        )
+    records = []
+    for one in found["rollouts"].values():
+        loss = [0] * len(one.request.ids) + one.loss.astype(int).tolist()
+        records.append({"tokens": {"ids": [*one.request.ids.tolist(), *one.ids.tolist()], "loss": loss}})
+    write_records(files / "tokens.jsonl", *records)
+    assert 0.5 < found["figures"]["rollout/coverage"] <= 1
+    words = [
+        "--student-hf",
+        files / "student",
+        *teacher,
+        "--kd-ratio",
+        1,
+        "--data-path",
+        files / "tokens.jsonl",
+    ]
+    words += ["--seq-length", 64, "--micro-batch-size", 1, "--train-iters", 1, "--lr", 1e-3]
+    words += ["--global-batch-size", found["packs"], "--log-dir", files / "stored", "--log-interval", 1]
+    words += ["--data-cache-path", files / "cache"]
+    (result,) = run_main(ranks, [str(word) for word in words])
+    assert result.exit_code == 0, result.stderr
+    (line, *_) = (line for line in read_metrics(files / "stored") if "split" not in line)
+    expected = found["sums"]["kd"] / found["sums"]["num_loss_tokens"]
+    assert line["kd_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@SLOW
+def test_stored_packs_beside_records(files, ranks):
+    more = ("--on-policy-fraction", 0.5, "--data-path", files / "text.jsonl", "--train-iters", 2)
+    with playing(files, "mixed"):
+        (result,) = run_main(ranks, argv(files, "mixed", *more, ratio=1))
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in read_metrics(files / "mixed") if "split" not in line]
+    assert [(line["consumed_prompts"], line["consumed_samples"]) for line in lines] == [(3, 2), (6, 4)]
+
+
+@SLOW
+def test_adapters_on_records(files, ranks):
+    """The weights for the agent have the adapters added: its ln p agree after updates too."""
+    more = ("--lora-rank", 2, "--train-iters", 3, "--lr", 1e-2, "--max-staleness", 0)
+    with playing(files, "lora", ahead=1):
+        (result,) = run_main(ranks, argv(files, "lora", *more, ratio=1))
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in read_metrics(files / "lora") if "split" not in line]
+    assert len(lines) == 3 and all(line["rollout/logp_gap"] < 1e-4 for line in lines)
+
+
+@SLOW
+def test_the_tag_of_a_record_chooses_its_teacher(files, ranks):
+    """The games have one tag, so the step is that of its teacher alone."""
+    teachers = [
+        {"name": "player", "hf": str(files / "teacher"), "tags": ["game"]},
+        {"name": "writer", "hf": str(files / "second"), "tags": ["essay"]},
+    ]
+    settings = {"teachers": teachers, "kd": {"teacher_combination": "route"}}
+    (files / "route.yaml").write_text(json.dumps(settings))
+    losses = {}
+    for run, more in (("routed", ("--config", files / "route.yaml")), ("alone", ())):
+        words = argv(files, run, *more, "--train-iters", 1, ratio=1)
+        if more:
+            place = words.index("--teacher-hf")
+            del words[place : place + 2]
+        with playing(files, run):
+            (result,) = run_main(ranks, words)
+        assert result.exit_code == 0, result.stderr
+        (line, *_) = (line for line in read_metrics(files / run) if "split" not in line)
+        losses[run] = line["kd_loss"], line["rollout/teacher_nll"]
+    assert losses["routed"] == pytest.approx(losses["alone"], rel=1e-6)

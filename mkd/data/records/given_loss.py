@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mkd.data.records.values import check_string, json_name
@@ -80,7 +80,7 @@ def read_labelled_ids(ids: Any, labels: Any) -> tuple[Tokens]:
     return ((known, tuple(int(label != IGNORED_LABEL) for label in given)),)
 
 
-def other_segment_keys(values: tuple[Any, ...]) -> Iterator[str]:
+def other_segment_keys(values: Sequence[Any]) -> Iterator[str]:
     """Yield the keys of segments that nothing reads, as keys of their record, each once."""
     segments = values[0] if isinstance(values[0], list) else ()
     found = {key: None for one in segments if isinstance(one, Mapping) for key in one}

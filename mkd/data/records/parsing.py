@@ -53,8 +53,8 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         values = kind.convert(*given)
     if form != TEXT:
         check_size(form, values)
-    read = {*keys, GENERATED}
-    ignored = tuple(key for key, value in fields.items() if value is not None and key not in read)
+    all_read = {*keys, GENERATED}
+    ignored = tuple(key for key, value in fields.items() if value is not None and key not in all_read)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
     tag, numbers = wanted.read_tag(fields), wanted.read_numbers(fields)
     context = {key: fields[key] for key in wanted.context if fields.get(key) is not None}

@@ -53,12 +53,11 @@ def _input_problems(facts: RunFacts, rounding: Rounding) -> Iterator[UsageError]
         why = "mkd rounds only weights to this format"
         do = f"remove --round-activations, or use {formats}"
         yield UsageError(what, why, do, code="exclude-each-other")
-    if config.rollout.is_on and config.rollout.rollout_source == "server":
-        why = "the server gets rounded weights, but computes with exact inputs"
+    if config.rollout.is_on and not config.rollout.samples_here:
+        what = f"--round-activations with --rollout-source {config.rollout.rollout_source}"
+        why = "the sampler gets rounded weights, but computes with exact inputs"
         do = "let the student sample in this process, or remove --round-activations"
-        yield UsageError(
-            "--round-activations with --rollout-source server", why, do, code="exclude-each-other"
-        )
+        yield UsageError(what, why, do, code="exclude-each-other")
     if student is None:
         return
     unlike = "experts" if student.moe else ""

@@ -25,7 +25,8 @@ class Routed(Kind):
             yield from _unread(config)
             return
         yield from wrong_pairs(config)
-        if not (config.kd.tag_key or config.data.data_tags):
+        of_agents = config.rollout.is_on and config.rollout.rollout_source == "records"  # have a key `tag`
+        if not (config.kd.tag_key or config.data.data_tags or of_agents):
             what, why = "teacher-combination is route, but records have no tags", "a tag chooses the teachers"
             do = "give --tag-key KEY, or --data-tags PATH=TAG"
             yield UsageError(what, why, do, code="add-flag")

@@ -123,7 +123,8 @@ class RolloutStream:
         sampled = len(rollouts)
         if self.rewards is not None:
             # Before any is left out: the completions of a prompt are compared with each other.
-            rollouts, judged = self.rewards(rollouts, self.iteration)  # type: ignore[arg-type]
+            # Those of records take records alone, which the source gives.
+            rollouts, judged = self.rewards(rollouts, self.iteration)  # type: ignore[arg-type,assignment]
             self.figures |= judged
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
         self._stored = self._next_stored()

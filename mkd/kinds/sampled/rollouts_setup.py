@@ -14,6 +14,7 @@ from mkd.kinds.routed.route_setup import teacher_routes
 from mkd.kinds.sampled.records.record_meter import RecordMeter
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.records.record_stream import RecordStream
+from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.rollout_meter import RolloutMeter, measured
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -51,11 +52,13 @@ def build_rollouts(
     resumes = bool(config.checkpoint.load)
     parts = SourceParts(
         *(plan, engine, state, sampling, fingerprints, resumes, position.iteration),
+        tag_names=texts.tag_names,
         is_stopped=lambda: bool(signals.received),
     )
     chosen = KNOWN_SOURCES[rollout.rollout_source]
     source = chosen.build(parts)
-    stream_of, rewards = RolloutStream, texts.rewards
+    stream_of: type[RolloutStream] = RolloutStream
+    rewards: Rewards | RecordRewards | None = texts.rewards
     if not chosen.reads_prompts:
         stream_of, rewards = RecordStream, RecordRewards() if config.grpo.is_on else None
     stream = stream_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mkd.kinds.sampled.records.record_inbox import RecordInbox
 from mkd.kinds.sampled.records.record_queue import RecordQueue
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.records.taken_steps import TakenSteps
+from tests.reported import refused
 
 LIMITS = RecordLimits(run="R", vocab_size=100, seq_length=8, group_size=2, needs_reward=True)
 GOOD = dict(
@@ -88,6 +90,14 @@ def test_wrong_records_are_refused(change, what):
     with pytest.raises(DataError) as caught:
         read_record(GOOD | change, LIMITS)
     assert caught.value.what.startswith(what) and caught.value.do, caught.value
+
+
+def test_tags_of_a_run_with_teachers_by_tag():
+    limits = replace(LIMITS, tags=("code", "math"))
+    assert read_record(GOOD | dict(tag="math"), limits).tag == "math"
+    for tag, shown in ((None, "None"), ("chess", "'chess'")):
+        with refused(f"record-value-not-valid: tag is {shown}"):
+            read_record(GOOD | dict(tag=tag), limits)
 
 
 def test_a_record_becomes_a_rollout_of_its_turns():

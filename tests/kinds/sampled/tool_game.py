@@ -29,7 +29,8 @@ def play(model, tokenizer, number: int, member: int) -> dict:
         count = 0
         while count < TURN_TOKENS:
             scores = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(0)
-            token = int(torch.multinomial(scores.exp(), 1, generator=generator))
+            allowed = scores.exp()[: len(tokenizer)]  # rows of the model beyond the tokenizer have no text
+            token = int(torch.multinomial(allowed, 1, generator=generator))
             ids.append(token), loss.append(1), logp.append(scores[token].item())
             count += 1
             if token % 4 == 0:

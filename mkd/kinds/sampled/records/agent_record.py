@@ -34,6 +34,7 @@ class RecordLimits:
     seq_length: int
     group_size: int  # records of a group that do not say how many it has
     needs_reward: bool
+    tags: tuple[str, ...] = ()  # of which each record has one; (): tags do not matter
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ def read_record(
         raise _wrong(f"finish is {finish!r}", f"it is one of {', '.join(FINISHES)}")
     _check_sampling(fields.get("sampling"))
     tag = None if fields.get("tag") is None else _text(fields["tag"], "tag")
+    if limits.tags and tag not in limits.tags:
+        why = f"it chooses the teachers, and those of the run have the tags {', '.join(limits.tags)}"
+        raise _wrong(f"tag is {tag!r}", why)
     numbers = np.array(ids, dtype=np.int64), np.array(loss, dtype=bool), np.minimum(logp, 0)
     return AgentRecord(
         name, group, group_size, *numbers, versions, finish, reward, advantage, tag, fields, place
@@ -152,7 +156,7 @@ def read_record(
 
 def _versions(value: Any, run: str) -> tuple[int, ...]:
     """Return the numbers of "RUN-12", or of [["RUN-11", 0], ["RUN-12", 57]]: name and first token."""
-    spans = [[value, 0]] if isinstance(value, str) else value
+    spans: Any = [[value, 0]] if isinstance(value, str) else value
     is_list = (
         isinstance(spans, list) and spans and all(isinstance(one, list) and len(one) == 2 for one in spans)
     )

@@ -28,7 +28,7 @@ from mkd.kinds.sampled.sampler.rollouts import LENGTH, STOP
 
 Fields = dict[str, Any]
 SLIME_FINISHES = {"completed": STOP, "truncated": LENGTH, "aborted": ERROR, "failed": ERROR}
-WITHOUT_LIMITS = dict(vocab_size=2**31, seq_length=2**31, group_size=1, needs_reward=False)
+LARGEST = 2**31  # ids and tokens of a record; the run has its own limits
 
 
 def convert_dumps(
@@ -56,8 +56,8 @@ def convert_dumps(
         record["group_size"] = sizes[group]
         clean = {key: value for key, value in record.items() if value is not None}
         try:
-            run = record["version"] if isinstance(record["version"], str) else record["version"][0][0]
-            read_record(clean, RecordLimits(run=run.rpartition("-")[0], **WITHOUT_LIMITS))
+            run = record["version"].rpartition("-")[0]
+            read_record(clean, RecordLimits(run, LARGEST, LARGEST, group_size=1, needs_reward=False))
         except DataError as error:
             raise error.located(place) from error
         yield clean
@@ -144,9 +144,10 @@ def read_prime_rl(path: Path) -> Iterator[Fields]:
             yield known | more | {"advantage": advantage}
         else:
             _require(fields, ("prompt_ids", "completion_ids", "completion_mask"), path)
-            parts = (fields[f"completion_{name}"] for name in ("ids", "mask"))
+            answer, mask = fields["completion_ids"], fields["completion_mask"]
             logp = fields.get("completion_logprobs")
-            yield _after_prompt(fields["prompt_ids"], *parts, logp, path, **more, advantage=advantage)
+            found = _after_prompt(fields["prompt_ids"], answer, mask, logp, path)
+            yield found | more | {"advantage": advantage}
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Fields]]] = {

@@ -24,7 +24,7 @@ from mkd.kinds.sampled.records.record_queue import STALE, RecordQueue
 from mkd.kinds.sampled.records.taken_steps import TakenSteps
 
 LOG = logging.getLogger("mkd")
-POLL_S = 0.2  # between looks at the folder
+POLL_S = 0.5  # between looks at the folder
 LINE_S = 30.0  # between lines about waiting
 
 
@@ -47,6 +47,7 @@ class RecordInbox:
     _done: set[str] = field(default_factory=set)  # files that the steps know to be done
     _weights: Path | None = None
     _version: int = 0  # of `_weights`
+    _saved: int = 0  # steps in the oldest checkpoint
     _came: float = 0.0  # time of the last new file
     _said: float = 0.0
 
@@ -66,6 +67,7 @@ class RecordInbox:
     def publish(self, version: int, weights: Path) -> None:
         """Tell the writer of new weights, after `version` updates, and start to wait."""
         self._weights, self._version = weights, version
+        self._saved = self.steps.oldest_checkpoint() if self.steps is not None else version
         self._came = self._said = time.monotonic()
         self._tell("waiting")
 
@@ -156,7 +158,6 @@ class RecordInbox:
 
     def _tell(self, state: str, waiting: int = 0) -> None:
         """Tell the writer how far the run is."""
-        saved = self.steps.oldest_checkpoint() if self.steps is not None else self._version
         self.folder.tell(
             {
                 "run": self.limits.run,
@@ -169,6 +170,6 @@ class RecordInbox:
                 "samples_per_prompt": self.limits.group_size,
                 "max_staleness": self.queue.max_staleness,
                 "seq_length": self.limits.seq_length,
-                "not_needed_before": max(0, saved - self.queue.max_staleness - 1),
+                "not_needed_before": max(0, self._saved - self.queue.max_staleness - 1),
             }
         )

@@ -61,6 +61,7 @@ def _inbox(parts: SourceParts) -> RecordInbox:
         seq_length=config.training.seq_length,
         group_size=rollout.samples_per_prompt,
         needs_reward=config.grpo.is_on,
+        tags=parts.tag_names,
     )
     folder = Path(rollout.rollout_records or "")
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ class SourceParts:
     fingerprints: Mapping[str, object]  # of the run, which decide the completions
     resumes: bool  # False: files in the run's folders are another run's
     last_iteration: int = 0  # steps so far
+    tag_names: tuple[str, ...] = ()  # of all tags of the run; (): tags do not matter
     is_stopped: Callable[[], bool] = lambda: False  # a signal asks the run to end
 
 
