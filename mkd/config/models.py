@@ -16,6 +16,8 @@ from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select", "route")
+FROZEN, LIVE = "frozen", "live"
+"""Weights of a teacher."""
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
 _LAYOUT = (
@@ -137,6 +139,13 @@ class TeacherModel(TeacherDivergence):
         None,
         "processes that share the teacher's experts. Independent of the student's "
         "(default: --expert-model-parallel-size)",
+    )
+    weights: str = option(
+        FROZEN,
+        "weights of the teacher. frozen: those that it starts with. live: the student's own ones at every "
+        "moment, without a gradient, for a teacher with a context; it has no hf or load, and takes no memory",
+        choices=(FROZEN, LIVE),
+        flag=False,
     )
     temperature: float | None = option(
         None, "temperature for this teacher (default: --kd-temperature)", flag=False

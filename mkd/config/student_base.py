@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mkd.config.models import TeacherConfig
+from mkd.config.models import LIVE, TeacherConfig
 from mkd.config.schema import Config
 
 STUDENT_BASE = "student-base"
 """Name of a teacher that is the student as it starts, in place of a folder."""
+STUDENT_LIVE = "student-live"
+"""Name of a teacher that is the student as it is, unless it has another."""
 
 
 def with_student_base(config: Config) -> Config:
@@ -17,11 +19,19 @@ def with_student_base(config: Config) -> Config:
     The weights of a student with adapters are frozen, so that such a teacher shares them instead of loading
     them again: also a teacher, or a reference, that names the same folder.
     """
-    return replace(config, teachers=tuple(_named(config, one) for one in config.teachers))
+    teachers = tuple(_named(config, one) for one in config.teachers)
+    parallel = config.parallel
+    if parallel.teacher_prefetch == "auto" and any(one.weights == LIVE for one in teachers):
+        # The weights of the next step do not exist yet.
+        parallel = replace(parallel, teacher_prefetch="0")
+    return replace(config, teachers=teachers, parallel=parallel)
 
 
 def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     student = config.student
+    if teacher.weights == LIVE and not teacher.is_given:
+        given = dict(hf=student.hf, load=student.load, name=teacher.name or STUDENT_LIVE)
+        return replace(teacher, **given, residency="student", pipeline_layout=student.pipeline_layout)
     if teacher.hf == STUDENT_BASE:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
     layout, experts = teacher.pipeline_layout, teacher.expert_model_parallel_size

@@ -45,9 +45,10 @@ class StageOutput:
 
 
 class DistillationStage(MegatronModule):
-    """Owns the student's part of the stage, and holds the frozen teachers' parts outside its parameters.
+    """Owns the student's part of the stage, and holds the teachers' parts outside its parameters.
 
-    DDP, the optimizer and checkpoints therefore never see a teacher. Megatron's schedules look up
+    DDP, the optimizer and checkpoints therefore never see a teacher. Teachers are frozen, but one may be the
+    student itself. Megatron's schedules look up
     `model_type`, `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
     """
 
@@ -62,8 +63,10 @@ class DistillationStage(MegatronModule):
         self.teachers = tuple(teachers)  # a tuple keeps them out of the module tree
         self.heads = tuple(heads)
         self.teacher_time = Stopwatch()  # time of the teachers' layers in training
+        self._live_input: Tensor | None = None  # of a teacher that is the student itself
         for teacher in teachers:
-            teacher.eval().requires_grad_(False)
+            if teacher is not student:
+                teacher.eval().requires_grad_(False)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = student.vp_stage
         self.pre_process = student.pre_process
@@ -91,7 +94,10 @@ class DistillationStage(MegatronModule):
         for teacher, teacher_hidden in zip(
             self.teachers, teacher_hiddens or [None] * len(self.teachers), strict=True
         ):
-            teacher.set_input_tensor(teacher_hidden)
+            if teacher is self.student:  # which keeps its own input until it runs
+                self._live_input = teacher_hidden
+            else:
+                teacher.set_input_tensor(teacher_hidden)
 
     def forward(self, student: StageInput, teachers: Sequence[StageInput] | None = ()) -> StageOutput:
         """Run the teachers under no_grad, then the student, on the same micro-batch.
@@ -119,9 +125,23 @@ class DistillationStage(MegatronModule):
         timed = self.teacher_time.running(rows[0].tokens.device) if is_timed else nullcontext()
         with torch.no_grad(), timed:
             for teacher, row in zip(self.teachers, rows, strict=True):
+                if teacher is self.student:
+                    teacher_hiddens.append(self._run_live(row))
+                    continue
                 teacher_hiddens.append(_run(teacher, row) if row.is_needed else unread_state(teacher, row))
                 teacher.set_input_tensor(None)
         return tuple(teacher_hiddens)
+
+    def _run_live(self, row: StageInput) -> Tensor:
+        """Run the student's layers as a teacher: in evaluation mode, so no record of training sees it."""
+        student, was_training, own = self.student, self.student.training, self.student.decoder.input_tensor
+        student.eval()
+        student.set_input_tensor(self._live_input)
+        hidden = _run(student, row)
+        self._live_input = None
+        student.train(was_training)
+        student.set_input_tensor(own)
+        return hidden
 
 
 def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:

@@ -21,6 +21,7 @@ from mkd.checkpoint.distributed import (
 from mkd.checkpoint.hf.hf_adapters import start_adapters
 from mkd.checkpoint.hf.hf_rounded import RoundedWeights
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
+from mkd.config.models import LIVE
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
@@ -93,7 +94,9 @@ def build_engine(
     for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
         setup = setups[index]
         rows = None if setup.has_own_tokens else vocab
-        if PLACES.of(setup.settings).shares_base:
+        if setup.settings.weights == LIVE:
+            parts = students
+        elif PLACES.of(setup.settings).shares_base:
             apart = replace(options, norms_apart=True, releases_layers=True)
             build = partial(build_model_parts, source.shape, layout, apart, contexts[index], rows)
             parts = build_base_parts(students, build)

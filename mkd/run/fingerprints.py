@@ -18,6 +18,7 @@ from types import MappingProxyType
 from mkd.checkpoint.adapters import ADAPTERS, BASE
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
+from mkd.config.models import FROZEN
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
 from mkd.data.corpus.known_files import KnownFiles
@@ -43,6 +44,7 @@ LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
         "skew_alpha": SKEW_ALPHA.default,
         "tags": [],
+        "weights": FROZEN,
         "tag_key": None,
         "tag_weights": [],
         **{field.name: field.default for field in fields(PrecisionSettings)},

@@ -102,10 +102,11 @@ def sides_of(record: dict, hf, hint: str = HINT) -> Sides:
     return Sides(own, None if theirs is None else encode(chat(theirs)), whole[len(own) :], earlier)
 
 
-def write_config(folder: Path, **context) -> Path:
+def write_config(folder: Path, live: bool = False, **context) -> Path:
     """Write a configuration whose teacher has the context."""
-    path = folder / "context.yaml"
-    teacher = {"hf": str(folder / "teacher"), "name": "knows", "context": {"user": HINT, "missing": "skip"}}
+    path = folder / ("live.yaml" if live else "context.yaml")
+    model = {"weights": "live"} if live else {"hf": str(folder / "teacher")}
+    teacher = model | {"name": "knows", "context": {"user": HINT, "missing": "skip"}}
     teacher["context"] |= context
     path.write_text(json.dumps({"teachers": [teacher]}))
     return path

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.reported import reported_codes
-from tests.train.command import read_metrics, run_main
-from tests.train.context_run import HINT, argv, make_files, reference, write_config
+from tests.train.command import read_metrics, run_main, write_records
+from tests.train.context_run import HINT, NUM_RECORDS, argv, make_files, record_of, reference, write_config
 from tests.train.invariance import worst_relative_error
 from tests.train.preference_run import one_step
 from tests.train.rollout_run import Case
@@ -46,6 +46,40 @@ def test_loss_and_every_gradient_equal_transformers_at_every_layout(case, dense,
             assert sums[key] / sums["num_loss_tokens"] == pytest.approx(dense[key], rel=1e-5), key
     error, where = worst_relative_error(files / "layout" / "gradients", files / "dense")
     assert error <= 1e-5, where
+
+
+@pytest.fixture(scope="module")
+def dense_live(files):
+    return reference(files, files / "dense live", live=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_student_may_be_its_own_teacher_at_every_layout(case, dense_live, files, ranks):
+    config = write_config(files, live=True)
+    arguments = argv(files, f"live {case.name}", *case.flags, config=config)
+    for found in ranks.run(one_step, case.ranks, arguments, files / "live layout"):
+        sums = found["sums"]
+        for key in ("ce", "kd", "loss"):
+            assert sums[key] / sums["num_loss_tokens"] == pytest.approx(dense_live[key], rel=1e-5), key
+    error, where = worst_relative_error(files / "live layout" / "gradients", files / "dense live")
+    assert error <= 1e-5, where
+
+
+def test_a_live_teacher_follows_the_student_and_resumes(files, ranks):
+    """On the student's own prompt it teaches nothing, after an update neither: it has the new weights."""
+    config = files / "same.yaml"
+    teacher = {"weights": "live", "context": {"user": "{prompt}"}}
+    config.write_text(json.dumps({"teachers": [teacher]}))
+    records = (record_of(i) for i in range(NUM_RECORDS) if i % 4 != 3)  # these have prompts of their own
+    data = ("--data-path", write_records(files / "same.jsonl", *records))
+    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    arguments = argv(files, "same", *flags, *data, "--save", files / "same saved", config=config)
+    for words in ([*arguments, "--exit-interval", "2"], [*arguments, "--load", str(files / "same saved")]):
+        result = run_main(ranks, words, 2)[0]
+        assert result.exit_code == 0, result.stderr
+    lines = read_metrics(files / "same")
+    assert len(lines) == 4 and len({line["ce_loss"] for line in lines}) == 4
+    assert max(abs(line["kd_loss"]) for line in lines) < 1e-6
 
 
 def test_the_frozen_weights_of_a_lora_student_know_more(files, ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mkd.config.models import LIVE
 from mkd.config.prompt_template import PROMPT, template_fields
 from mkd.config.run_files import rule_for_conversations
 from mkd.config.schema import Config, TeacherConfig
@@ -38,6 +39,9 @@ class Contexts(Kind):
             yield from _excluded(config, index)
         if found and config.needs_models:
             yield from _run(config)
+        for index, teacher in enumerate(config.teachers):
+            if teacher.weights == LIVE:
+                yield from _live(facts, index)
 
     def records(self, config: Config) -> WantedRecords:
         keys = dict.fromkeys(key for one in config.teachers if one.context for key in _keys(one.context))
@@ -92,6 +96,30 @@ def _settings(context: ContextConfig, path: str) -> Iterator[MkdError]:
         name = "skip_first" if context.skip_first < 0 else "seq_length"
         what = f"{path}.{name} {getattr(context, name)} is too small"
         yield UsageError(what, "it is a number of tokens", "give a larger one", code="out-of-range")
+
+
+def _live(facts: RunFacts, index: int) -> Iterator[UsageError]:
+    """Yield what a teacher cannot be whose weights are the student's own at every moment."""
+    config, teacher = facts.config, facts.config.teachers[index]
+    student, parallel = config.student, config.parallel
+    wrong = {
+        "it names a model": teacher.is_given and (teacher.hf, teacher.load) != (student.hf, student.load),
+        "it has no context: both models would predict the same": teacher.context is None,
+        "it has a residency, but no weights of its own": teacher.residency != "student",
+        "its precision is that of the student": teacher.precision != "bf16",
+        "its pipeline layout is that of the student": teacher.pipeline_layout != student.pipeline_layout,
+        "its expert parallelism is that of the student": teacher.expert_model_parallel_size is not None,
+        "the weights of later steps do not exist yet, but teacher-prefetch is "
+        f"{parallel.teacher_prefetch}": parallel.teacher_prefetch != "0",
+        "the student computes in FP8": student.precision != "bf16",
+        "the student's weights are rounded": config.rounding.rounding is not None,
+        "the student's base is rounded": config.lora.is_on and config.lora.lora_base != "bf16",
+        "the student has experts": facts.student is not None and facts.student.moe is not None,
+        "the student has images": facts.student is not None and facts.student.vision is not None,
+    }
+    for why in (text for text, is_so in wrong.items() if is_so):
+        what = f"teachers[{index}].weights live is not possible"
+        yield UsageError(what, why, "remove that, or use weights: frozen", code="value-not-valid")
 
 
 def _excluded(config: Config, index: int) -> Iterator[UsageError]:

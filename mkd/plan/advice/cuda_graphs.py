@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mkd.config.models import LIVE
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.memory import predict_graphs
 from mkd.plan.forecast import Forecast
@@ -88,6 +89,10 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
     """Yield why layers cannot be graphs, for the student and each teacher that runs; None: they can."""
     if facts.config.training.cuda_graphs == "off":
         yield from ["--cuda-graphs off"] * (1 + len(facts.planned_teachers))
+        return
+    if any(teacher.weights == LIVE for teacher in facts.config.teachers):
+        why = "the student is a teacher too, whose packs are longer"
+        yield from [why] * (1 + len(facts.planned_teachers))
         return
     reason = _of_shape(facts.pair.student, facts.sizes.expert)
     if facts.config.lora.is_on:

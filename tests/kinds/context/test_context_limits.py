@@ -31,6 +31,36 @@ def test_a_teacher_with_a_context_is_no_problem(tmp_path):
     assert problems(tmp_path, "--teacher-residency", "host", "--kd-ratio", "0") is not None
 
 
+def live(tmp_path, *flags, **teacher):
+    path = tmp_path / "live.yaml"
+    given = {"weights": "live", "context": {}} | teacher
+    given = {key: value for key, value in given.items() if value is not None}
+    path.write_text(json.dumps({"teachers": [given]}))
+    config = load_config([*BASE[:2], *BASE[4:], "--config", str(path), *flags]).config
+    return config, reports(problems_of(config, 1, shape(), [shape()]))
+
+
+def test_a_live_teacher_is_the_student(tmp_path):
+    config, found = live(tmp_path)
+    assert found == [] and config.teachers[0].hf == "s" and config.parallel.teacher_prefetch == "0"
+
+
+@pytest.mark.parametrize(
+    "flags, teacher",
+    [
+        ((), {"hf": "t"}),
+        ((), {"context": None}),
+        ((), {"hf": "s", "residency": "host"}),
+        ((), {"precision": "fp8"}),
+        (("--teacher-prefetch", "2"), {}),
+        (("--student-rounding", "int8", "--bf16"), {}),
+    ],
+)
+def test_what_a_live_teacher_cannot_have(flags, teacher, tmp_path):
+    _, found = live(tmp_path, *flags, **teacher)
+    assert any(one.startswith("value-not-valid: is not possible") for one in found), found
+
+
 @pytest.mark.parametrize(
     "context, code",
     [
