@@ -143,7 +143,7 @@ class TeacherModel(TeacherDivergence):
     weights: str = option(
         FROZEN,
         "weights of the teacher. frozen: those that it starts with. live: the student's own ones at every "
-        "moment, without a gradient, for a teacher with a context; it has no hf or load, and takes no memory",
+        "moment, without a gradient. A live teacher has a context, no hf or load, and takes no memory",
         choices=(FROZEN, LIVE),
         flag=False,
     )

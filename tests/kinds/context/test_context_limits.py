@@ -58,7 +58,7 @@ def test_a_live_teacher_is_the_student(tmp_path):
 )
 def test_what_a_live_teacher_cannot_have(flags, teacher, tmp_path):
     _, found = live(tmp_path, *flags, **teacher)
-    assert any(one.startswith("value-not-valid: is not possible") for one in found), found
+    assert any(one.startswith("value-not-valid") for one in found), found
 
 
 @pytest.mark.parametrize(
