@@ -93,6 +93,10 @@ class GraphMemory:
                 slot.passes = {key: one for key, one in slot.passes.items() if key[0] is not part}
         self.slots[:] = [slot for slot in self.slots if slot.in_use or slot.passes]
 
+    def renew_scratch(self) -> None:
+        """Let later graphs share another pool: torch records nothing into one whose capture has failed."""
+        self.scratch = torch.cuda.graph_pool_handle()
+
     def release(self) -> None:
         """Drop the slots, and free all graphs, whoever still refers to them.
 

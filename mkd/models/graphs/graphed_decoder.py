@@ -159,6 +159,7 @@ class GraphedDecoder:
             self.is_on = False
             self._frozen.clear()
             self.memory.drop(self.decoder)
+            self.memory.renew_scratch()
             return None
 
     def _forward_pass(self, bounds: Bounds, given: LayerInput) -> ForwardPass:

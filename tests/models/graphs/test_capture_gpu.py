@@ -24,7 +24,7 @@ def test_random_numbers_after_a_capture_that_failed():
     drawn = torch.rand(3, device="cuda")
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
-    with captured(pool, stream, generators=[]) as graph:
+    with captured(torch.cuda.graph_pool_handle(), stream, generators=[]) as graph:
         value.add_(1)
     graph.replay()
     assert value.tolist() == [2, 2, 2]
