@@ -194,7 +194,8 @@ class _Preparation:
         for blend, begin, end in parts:
             found.append([])
             for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
-                store, file_tag = TokenStore(prefixes[path][0]), self.tags and self.tags.files.get(path)
+                store = TokenStore(prefixes[path][0])
+                file_tag = None if self.tags is None else self.tags.files.get(path)
                 documents = _documents_between(store, begin, end)
                 if documents[0] < documents[1]:
                     found[-1].append((TaggedDocuments(store, documents, path, file_tag), weight))

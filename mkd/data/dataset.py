@@ -51,7 +51,9 @@ class PackedDataset:
         self.tag_names = () if tags is None else tags.names  # of all tags of the run
         # Number of each pack's tag, int64 [packs]; None: packs have none
         self.taught: Sequence[frozenset[int] | None] = ()  # tags of each of `teachers`; None: all
-        self._tags = tags and tags.of_documents(store, self.index.first_documents())
+        self._tags: np.ndarray | None = None
+        if tags is not None:
+            self._tags = tags.of_documents(store, self.index.first_documents())
         self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images
         self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
         self.overlong_conversations = packing.overlong_conversations

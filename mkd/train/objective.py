@@ -35,7 +35,7 @@ def loss_terms(
     """
     if tags is not None and teachers:
         routed = routed_terms(kd, tags, teachers, with_ce_metric, data_term is not None)
-        return routed if data_term is None else (replace(data_term, factor=1 - kd.kd_ratio), *routed)
+        return routed if data_term is None else (*loss_terms(kd, (), False, data_term), *routed)
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
     if data_term is not None:

@@ -19,7 +19,7 @@ SHARES = (0.70, 0.25, 0.05)
 
 def tagged(i: int) -> dict:
     tag = TAGS[(i % 20 >= 14) + (i % 20 == 19)]
-    return {"text": f"{i}: " + f"{tag} the quick brown fox " * (i % 5 + 1), "domain": tag}
+    return {"text": f"{i}: " + f"{tag} the quick brown fox " * (i % 5 + 1), "domain": tag, "score": 1}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +114,18 @@ def test_files_with_tags_and_a_teacher_without_records(files, ranks):
         assert record["teacher_weight/lawyer"] == pytest.approx(2 / 3)
         assert record["kd_loss"] == pytest.approx(2 / 3 * record["kd_loss/law"], rel=1e-6)
         assert record["tokens/code"] == 0 and record["kd_loss/idle"] is None
+
+
+def test_weights_of_records_beside_tags(files, ranks):
+    """With a weight of 1 everywhere, the loss of records with weights is that without."""
+    found = []
+    for run, more in (("plain", ()), ("scored", ("--weight-key", "score"))):
+        (result,) = run_main(ranks, command(files, run, *more))
+        assert result.exit_code == 0, result.stderr
+        found.append(read_metrics(files / run))
+    for ours, theirs in zip(*found, strict=True):
+        for key in ("loss", "kd_loss", "kd_loss/math", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
 
 
 def lengths(random, count: int, most: int):

@@ -10,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tiny_models import make_model
 from tests.train.command import flags, read_metrics, run_main, write_records
 from tests.train.cross_tokenizer_invariance import make_files
 from tests.train.invariance import SP, worst_relative_error
+from tests.train.rollout_run import EOS, argv
+from tests.train.rollout_run import make_files as make_rollout_files
+from tests.xtoken.small_tokenizers import train_byte_level
 
 TP2 = ("--tensor-model-parallel-size", "2")
 CASES = {
@@ -125,3 +129,41 @@ def test_the_loss_of_a_tag_is_that_of_its_teacher_alone(files, ranks):
         alone = next(one for one in read_metrics(files / f"{tag} alone") if one.get("split") == "valid")
         assert routed[f"kd_loss/{tag}"] == pytest.approx(alone["kd_loss"], rel=1e-4)
         assert routed[f"tokens/{tag}"] == alone["num_loss_tokens"]
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    """Make prompts with two tags, a cross-tokenizer teacher and one with the student's tokens."""
+    folder = make_rollout_files(tmp_path_factory.mktemp("routed-prompts"))
+    sizes = dict(hidden_size=56, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+    make_model(folder / "cross", "qwen2", seed=7, vocab_size=620, **sizes | EOS)
+    train_byte_level(600).save_pretrained(folder / "cross")
+    words = ("quick brown", "fox jumps over", "lazy", "the dog is not")
+    prompts = ({"prompt": f"{i}: {words[i % 4]}", "domain": ("web", "code")[i % 2]} for i in range(10))
+    write_records(folder / "tagged.jsonl", *prompts)
+    return folder
+
+
+@pytest.mark.slow
+def test_completions_of_each_tag_are_read_by_its_teacher_alone(prompted, ranks):
+    """Chunks of a tag count with the share of its sampled tokens."""
+    teachers = [
+        {"name": "cross", "hf": str(prompted / "cross"), "xtoken": {}, "tags": ["web"]},
+        {"name": "same", "hf": str(prompted / "teacher"), "tags": ["code"]},
+    ]
+    path = prompted / "routed.yaml"
+    kd = {"teacher_combination": "route", "tag_key": "domain"}
+    path.write_text(json.dumps({"teachers": teachers, "kd": kd}), encoding="utf-8")
+    words = argv(prompted, "run", "--config", path)
+    for flag, value in (("--teacher-hf", None), ("--prompt-data-path", "tagged.jsonl")):
+        place = words.index(flag)
+        words[place : place + 2] = [] if value is None else [flag, str(prompted / value)]
+    (result,) = run_main(ranks, words)
+    assert result.exit_code == 0, result.stderr
+    for record in read_metrics(prompted / "run"):
+        tokens = {tag: record[f"tokens/{tag}"] for tag in ("web", "code")}
+        assert min(tokens.values()) > 0
+        parts = (tokens[tag] * record[f"kd_loss/{tag}"] for tag in tokens)
+        assert record["kd_loss"] == pytest.approx(sum(parts) / sum(tokens.values()), rel=1e-6)
+        nll = [record[f"rollout/teacher_nll/{tag}"] for tag in tokens]
+        assert min(nll) <= record["rollout/teacher_nll"] <= max(nll)
