@@ -127,6 +127,8 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
             os.environ["NCCL_HOSTID"] = str(index)  # NCCL refuses two ranks of one host on one GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # As in torchrun's processes: workers of --num-workers would import everything anew, for 10 s each.
+        multiprocessing.set_start_method("fork", force=True)
     poison_freed_memory()
     import torch
 
