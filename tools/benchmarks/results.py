@@ -24,6 +24,7 @@ BENCHMARKS = (
     "chunks",
     "step",
     "graphs",
+    "layouts",
     "trainers",
     "pipeline",
     "mixer",

@@ -15,7 +15,9 @@ from tools.benchmarks.random_engine import PairSettings
 
 PAIR = PairSettings("student", "teacher", 64, num_microbatches=8)
 PEAK = RankPeak(peak=40.0, planned=50.0, reserved=44.0, graphs=2.0, outside=8.0, planned_outside=8.5)
-ROW = Row(100.0, 80.0, int(4e14), 4000, 4, 1.5, (2, 3), 2.5, False, (PEAK, replace(PEAK, peak=45.0)))
+ROW = Row(
+    100.0, 80.0, int(4e14), 4000, 4, 1.5, (2, 3), 2.5, False, (PEAK, replace(PEAK, peak=45.0, reserved=47.0))
+)
 
 
 def config_of(words: str, world_size: int):
@@ -50,8 +52,9 @@ def test_a_row_of_gpus_has_its_figures_beside_those_of_the_plan():
     times, memory = ROW.times("tp4"), ROW.memory("tp4")
     assert len(times) == len(TIMES) and len(memory) == len(MEMORY)
     assert times[1:7] == ["100.0", "80.0", "1.250", "10000", "12500", "1e+03"]
-    assert memory[1:4] == ["45.000", "50.000", "0.900"]
-    assert {one.quantity for one in ROW.others("case", "tp4")} >= {"MFU", "planned peak", "planned rate"}
+    assert memory[1:5] == ["45.000", "50.000", "0.940", "47.000"], "replayed graphs are in what is reserved"
+    assert replace(PEAK, graphs=0.0).ratio == 0.8
+    assert {one.quantity for one in ROW.others("case", "tp4")} >= {"MFU", "planned memory", "planned rate"}
 
 
 def test_a_layout_with_another_loss_is_wrong():
