@@ -173,8 +173,12 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
     conversation, images = reader.of_messages(fields[key])
     check_size(MESSAGES, (conversation,))
     if images:
-        what, why = "the prompt has images", "completions are sampled from text only"
-        raise DataError(what, why, "remove the record", code="images-not-read")
+        raise DataError(
+            f"the prompt has {counted(len(images), 'image')}, and completions are sampled after text alone",
+            "the sampler fills its cache from token ids, and packs of completions carry no pictures",
+            "remove the record; answers that are stored may have images: --data-path (docs/vision.md)",
+            code="images-not-read",
+        )
     last = max((i for i, one in enumerate(conversation.messages) if one["role"] != ASSISTANT), default=-1)
     if last < 0:
         what = "all messages are the assistant's"

@@ -91,12 +91,15 @@ def read_prompts_of(settings: GenerateSettings, reader: Reader) -> TeacherPrompt
 
 def _identity(settings: GenerateSettings, reader: Reader, prompts: TeacherPrompts) -> dict[str, Any]:
     """Return what decides the completions."""
-    generation, served = settings.generation, isinstance(reader, ServedReader)
+    generation, dtype = settings.generation, "bf16" if reader.plan.config.training.bf16 else "fp32"
+    is_served = isinstance(reader, ServedReader)
     return {
-        "teacher": reader.fingerprint if served else reader.source.ends_fingerprint(),
+        "teacher": reader.fingerprint
+        if isinstance(reader, ServedReader)
+        else reader.source.ends_fingerprint(),
         "prompts": prompts.fingerprint,
         "stop_ids": sorted(reader.stops),
-        "dtype": "server" if served else "bf16" if reader.plan.config.training.bf16 else "fp32",
+        "dtype": "server" if is_served else dtype,
         "max_new_tokens": generation.max_new_tokens,
         "temperature": generation.temperature,
         "top_p": generation.top_p,

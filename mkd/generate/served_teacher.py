@@ -93,7 +93,7 @@ def _find(client: ServerClient, server: Server, longest: int) -> tuple[str, int]
     name = server.model
     if name is None and len(models) == 1:
         (name,) = models
-    if name not in models:
+    if name is None or name not in models:
         named = f"not {name}" if name else "and none is chosen"
         what = f"the server {client.url} has the models {', '.join(models) or 'none'}, {named}"
         do = "name one of them: --server-model NAME"

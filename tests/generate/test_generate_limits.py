@@ -21,6 +21,10 @@ def folder(tmp_path_factory):
     (folder / "prompts.jsonl").write_text('{"prompt": "x"}\n{"prompt": 3}\n')
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "one_two_three_four " * 20}) + "\n")
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]
+    (folder / "images.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n"
+    )
     (folder / "taken.jsonl").write_text("mine\n")
     (folder / "text").mkdir()
     return folder
@@ -60,6 +64,10 @@ def test_refused_early(argv, codes, folder, monkeypatch):
 
 
 LATE = (
+    (
+        "--teacher model --prompts images.jsonl --out out.jsonl",
+        "images-not-read: the prompt has 1 image, and",
+    ),
     ("--teacher model --prompts prompts.jsonl --out out.jsonl", "record-field-not-text: prompts.jsonl:2"),
     ("--teacher base --prompts chat.jsonl --out out.jsonl", "chat-template-missing"),
     ("--teacher model --prompts long.jsonl --out out.jsonl", "longer-than-seq-length: long.jsonl:1"),

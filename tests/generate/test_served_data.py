@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from mkd.tokenizers.load import open_tokenizer
-from tests.generate.written_data import generated, make_teacher
+from tests.generate.written_data import generated, make_teacher, records_in
 from tests.kinds.sampled.small_server import SmallServer, small_server
 from tests.reported import reported_codes
 
@@ -15,10 +13,6 @@ from tests.reported import reported_codes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_teacher(tmp_path_factory.mktemp("served"))
-
-
-def records_in(data: bytes) -> list[dict]:
-    return [json.loads(line) for line in data.decode().splitlines()]
 
 
 def test_a_server_writes_and_a_lost_one_is_resumed(folder, ranks):

@@ -66,3 +66,13 @@ def torn(folder: Path, out: str, lines: int, *more: object) -> tuple[int, str, s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "add", add)
         return generated(folder, out, *more)
+
+
+def records_in(data: bytes) -> list[dict]:
+    """Return the records of an output."""
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def without_logp(data: bytes) -> list[dict]:
+    """Return the records without ln p, whose last digit depends on the batch."""
+    return [{**one, "generated": {**one["generated"], "logp": 0}} for one in records_in(data)]
