@@ -100,7 +100,7 @@ def test_recomputation_and_stages_change_no_bit(layout, times, single, pair, ran
 def test_tensor_parallel_processes_round_too(single, pair, ranks):
     """Scales are those of a process's share, so that losses differ a little."""
     layout = Layout("TP2 + SP", 2, tp=2, micro=4, flags=SP)
-    found = ranks.run(train, 2, layout, BLOCKWISE, *pair)
+    found = ranks.run(train, 2, layout, FP8, *pair)
     assert found[0]["rounded"] == [NUM_LAYERS * NUM_PACKS // 4] * 2
     assert found[0]["steps"][0][0] == pytest.approx(single[1]["steps"][0][0], rel=0.02)
 
