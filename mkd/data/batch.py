@@ -169,6 +169,7 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
     loss_mask = as_row(np.concatenate([pack.loss_mask for pack in packs]))
     of_teachers = zip(*(pack.teacher_inputs for pack in packs), strict=True)
     row_values = _joined_row_values(packs)
+    of_packs = tuple(int(np.count_nonzero(pack.loss_mask)) for pack in packs)  # of any lengths
     weighed = {name: loss_mask * values for name, values in row_values.items() if name.startswith(RECORD)}
     return PackedBatch(
         tokens=as_row(np.concatenate([pack.tokens for pack in packs])),
@@ -186,8 +187,8 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         row_sums={name: float(values.sum(dtype=torch.float64)) for name, values in weighed.items()},
         num_pairs=sum(pack.num_pairs for pack in packs),
         tags=tuple(pack.tag for pack in packs),
-        pack_loss_tokens=_by_pack(loss_mask, len(packs)),
-        pack_loss_rows=_by_pack(loss_mask, len(packs)),
+        pack_loss_tokens=of_packs,
+        pack_loss_rows=of_packs,
     )
 
 

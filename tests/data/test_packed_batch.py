@@ -46,6 +46,7 @@ def test_an_empty_pack_is_one_document_without_tokens():
 def test_loss_rows_are_the_positions_with_loss():
     batch = collate([pack_of([3, 2], [3, 5]), empty_pack(4, pad_id=7), pack_of([8], [8])])
     assert batch.loss_rows.tolist() == [0, 1, 12, 13] and batch.loss_rows.dtype == torch.int64
+    assert batch.pack_loss_tokens == batch.pack_loss_rows == (2, 0, 2)  # packs of any lengths
 
 
 def test_context_parallel_ranks_share_the_rows():
