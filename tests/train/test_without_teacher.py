@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.train.without_teacher import (
-    EXPORT,
+    EXPORTS,
     LAYOUTS,
     RUNS,
     SINGLE,
@@ -24,13 +24,14 @@ QUICK = {
     ("GRPO, 3 updates", "PP2 VPP2"),
 }
 NUM_STEPS = STEPS if os.environ.get("MKD_SLOW") else 3  # the old communicator gave NaN in the first
-CASES = [(kind, layout) for kind in (*RUNS, EXPORT) for layout in LAYOUTS]
+CASES = [(kind, layout) for kind in (*RUNS, *EXPORTS) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, ranks):
     folder = make_files(tmp_path_factory.mktemp("without_teacher"))
-    run(folder, EXPORT, ranks, SINGLE, "stored")
+    for kind, out in EXPORTS.items():
+        run(folder, kind, ranks, SINGLE, out)
     return folder
 
 

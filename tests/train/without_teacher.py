@@ -64,11 +64,15 @@ RUNS = {
         *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1),
     ),
     "stored teacher": ("--teacher-topk", "stored", "--kd-ratio", 0.5, "--data-path", "text.jsonl"),
+    "stored hidden states": (
+        *("--teacher-hidden", "states", "--kd-divergence", "jsd", "--kd-temperature", 2),
+        *("--kd-ratio", 0.5, "--data-path", "text.jsonl"),
+    ),
     "DPO": ("--dpo-beta", 0.3, "--kd-ratio", 0, "--data-path", "pairs.jsonl"),
     "GRPO": (*REWARDS, *SAMPLING),
     "GRPO, 3 updates": (*REWARDS, *SAMPLING, "--rollout-updates", 3),
 }
-EXPORT = "mkd topk"
+EXPORTS = {"mkd topk": "stored", "mkd hidden": "states"}  # command -> folder that the runs read
 
 
 def make_files(folder: Path) -> Path:
@@ -98,40 +102,38 @@ def argv(files: Path, kind: str, log: str, layout: tuple[object, ...], steps: in
     return [str(files / word) if word in is_path else str(word) for word in words]
 
 
-def export_argv(files: Path, out: str, layout: tuple[object, ...] = ()) -> list[str]:
-    """Return the command line that stores the teacher's predictions, in 20 shards of 8 packs at most."""
+def export_argv(files: Path, kind: str, out: str, layout: tuple[object, ...] = ()) -> list[str]:
+    """Return the command line that stores the teacher's outputs, in 20 shards of 8 packs at most."""
     words = ["--teacher-hf", files / "teacher", "--data-path", files / "text.jsonl", "--seq-length", 48]
-    words += ["--data-cache-path", files / "cache", "--out", files / out, "--k", 16]
-    words += [
-        "--logprob-dtype",
-        "float32",
-        "--samples-per-shard",
-        4,
-        "--log-dir",
-        files / f"{out} log",
-        *layout,
-    ]
+    words += ["--data-cache-path", files / "cache", "--out", files / out, "--samples-per-shard", 4]
+    words += ["--k", 16, "--logprob-dtype", "float32"] if kind == "mkd topk" else []
+    words += ["--log-dir", files / f"{out} log", *layout]
     return [str(word) for word in words]
 
 
 def stored_values(folder: Path) -> np.ndarray:
-    """Return all log-probabilities and statistics of a stored teacher, in order."""
+    """Return all log-probabilities and statistics of a stored teacher, or all hidden states, in order."""
     import pyarrow.parquet as pq
 
     tables = [pq.read_table(path) for path in sorted(folder.glob("*.parquet"))]
-    columns = ("logprobs", "statistics")
+    columns = [name for name in ("logprobs", "statistics") if name in tables[0].column_names]
     values = [np.concatenate(table[name].to_numpy()) for table in tables for name in columns]
+    if not values:
+        states = (b"".join(row) for table in tables for row in table["states"].to_pylist())
+        values = [np.frombuffer(one, np.float32) for one in states]
     return np.concatenate([one.astype(np.float64) for one in values])
 
 
 def run(files: Path, kind: str, pool: RankPool, layout: Layout, name: str, steps: int = STEPS):
     """Run the command of this kind in a layout. Raises AssertionError unless it ends well."""
-    is_export = kind == EXPORT
+    is_export = kind in EXPORTS
     shutil.rmtree(files / name, ignore_errors=True)
     words = (
-        export_argv(files, name, layout.flags) if is_export else argv(files, kind, name, layout.flags, steps)
+        export_argv(files, kind, name, layout.flags)
+        if is_export
+        else argv(files, kind, name, layout.flags, steps)
     )
-    command = "mkd.commands.topk" if is_export else "mkd.run.main"
+    command = kind.replace("mkd ", "mkd.commands.") if is_export else "mkd.run.main"
     results = run_main(pool, words, layout.ranks, command)
     assert [one.exit_code for one in results] == [0] * layout.ranks, "\n".join(one.stderr for one in results)
 
@@ -142,7 +144,7 @@ def worst_error(
     """Return the worst relative errors of a layout against the run "single" of one process, by figure."""
     name = "layout"
     run(files, kind, pool, layout, name, steps)
-    if kind == EXPORT:
+    if kind in EXPORTS:
         ours, theirs = (stored_values(files / folder) for folder in (name, "single"))
         assert ours.shape == theirs.shape
         return {"stored": float(np.abs(ours - theirs).max() / np.abs(theirs).max())}
@@ -163,9 +165,10 @@ def main() -> int:
     pool, failed = RankPool(), 0
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder))
-        run(files, EXPORT, pool, SINGLE, "stored")
+        for kind, out in EXPORTS.items():
+            run(files, kind, pool, SINGLE, out)
         print(f"worst relative error of {STEPS} steps to one process, fp32, freed memory is NaN\n")
-        for kind in (*RUNS, EXPORT):
+        for kind in (*RUNS, *EXPORTS):
             run(files, kind, pool, SINGLE, "single")
             for layout in LAYOUTS:
                 errors = worst_error(files, kind, pool, layout)

@@ -57,8 +57,9 @@ class ModelAlone:
     def of_teacher(self) -> RunFacts:
         """Facts of the configuration with this teacher only, in which it runs."""
         assert self.teacher is not None, "it is a teacher"
-        running = self.config.teachers[self.teacher].as_model()
-        alone = replace(self.config, teachers=(running,), kd=KDConfig())
+        running = replace(self.config.teachers[self.teacher].as_model(), tags=())
+        data = replace(self.config.data, data_tags=())  # tags choose among several teachers
+        alone = replace(self.config, teachers=(running,), kd=KDConfig(), data=data)
         return self._facts(alone, None, (self.shape,))
 
     @cached_property

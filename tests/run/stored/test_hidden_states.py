@@ -141,6 +141,33 @@ def test_an_export_of_one_layout_trains_in_another(cache, files, ranks):
     assert_near(trained(ranks, files, argv, 2), online)
 
 
+PAIRS = {  # what a run has besides -> (processes, flags of both, flags of the run)
+    "TP2 SP, micro-batch 2": (2, (*TP2_SP[1], "--micro-batch-size", 2), ()),
+    "bf16, logits in fp32": (1, ("--bf16",), ("--kd-fp32-logits",)),
+    "adapters": (1, (), ("--lora-rank", 4)),
+    "experts of two models": (2, ("--expert-model-parallel-size", 2), ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_settings_make_no_difference(name, files, ranks):
+    """Losses and weights are those of the running teacher; exchanged experts round differently."""
+    world_size, shared, own = PAIRS[name]
+    models = {}
+    if "experts" in name:
+        models = {"student_hf": "moe student", "teacher_hf": "moe teacher"}
+        for model, family in (("student", "qwen3_moe"), ("teacher", "mixtral")):
+            add_tokenizer(make_model(files / f"moe {model}", family, num_hidden_layers=2))
+    cache, more = f"cache {name}", (*JSD, *EVALUATED, *shared, *own, "--export-hf")
+    exported(ranks, files, cache, *shared, world_size=world_size, command=HIDDEN, **models)
+    online = flags(files, f"on {name}", *DATA, *more, files / f"on {name} hf", **models)
+    alone = models | {"teacher_hf": None}
+    offline = stored(files, f"off {name}", cache, *more, files / f"off {name} hf", **alone)
+    compare = assert_near if models else assert_equal
+    compare(*(trained(ranks, files, argv, world_size) for argv in (offline, online)))
+
+
 def entry(path, **more) -> str:
     words = [f"{name}: {value}" for name, value in more.items()]
     return "{" + ", ".join([path, *words]) + "}"
@@ -166,6 +193,33 @@ def test_stored_states_beside_a_teacher_that_runs(how, cache, files, ranks):
         hf = files / f"{how} {name} hf"
         argv = flags(files, f"{how} {name}", *DATA, *more, "--export-hf", hf, teacher_hf=None)
         runs.append(trained(ranks, files, argv, 2))
+    assert_equal(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tags", "tokenizers"])
+def test_stored_states_beside_teachers_of_other_text(how, files, ranks):
+    """The other teacher has records of another tag, or another tokenizer."""
+    records = [
+        {"text": f"{i}: " + "the quick brown fox " * (i % 7 + 1), "tag": "ab"[i % 2]} for i in range(60)
+    ]
+    write_records(files / "tagged.jsonl", *records)
+    make_model(files / "stranger of text", **dict(TEACHER, seed=7))
+    add_tokenizer(files / "stranger of text", text="pack my box with five dozen liquor jugs. ")
+    is_tagged, teacher = how == "tags", f"hf: '{files / 'teacher'}'"
+    first = f"hf: '{files / ('teacher' if is_tagged else 'stranger of text')}'"
+    rest = "kd: {tag_key: tag, teacher_combination: route}" if is_tagged else ""
+    tags = [{"tags": "[a]"}, {"tags": "[b]"}] if is_tagged else [{"xtoken": "{loss: partition_kl}"}, {}]
+    runs, paths = [], {"teacher_hf": None, "data_path": "tagged.jsonl"}
+    for name, second in (("export", teacher), ("on", teacher), ("off", f"hidden: '{files / f'of {how}'}'")):
+        entries = [entry(first, name="x", **tags[0]), entry(second, name="y", **tags[1])]
+        config = files / f"{how} {name}.yaml"
+        config.write_text(f"teachers: [{', '.join(entries[:: -1 if name == 'export' else 1])}]\n{rest}\n")
+        if name == "export":  # of the first teacher
+            exported(ranks, files, f"of {how}", "--config", config, command=HIDDEN, **paths)
+            continue
+        more = (*EVALUATED, "--config", config, "--export-hf", files / f"{how} {name} hf")
+        runs.append(trained(ranks, files, flags(files, f"{how} {name}", *DATA, *more, **paths)))
     assert_equal(*runs)
 
 
