@@ -196,7 +196,8 @@ def summary(request: Request, state: State) -> str:
         *(f"  {name:{width}}  {text}" for name, text in rows.items()),
         "next:",
     ]
-    lines.append(f"  {mkd} chat {export}    # talk with the student")
+    lines.append(f"  {mkd} chat {export} --teacher {quoted(request.teacher)}    # talk with both")
+    lines.append(f"  {mkd} serve-check {export}    # a server computes the same")
     lines.append(f"  {mkd} evaluate --student-hf {export} --completions FILE.jsonl    # your own task")
     lines.append(f"  {mkd} train --config {quoted(path)} --train-iters N    # more steps, N in all")
     return "\n".join(lines)

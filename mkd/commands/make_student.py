@@ -11,6 +11,7 @@ removed. The student is a Hugging Face folder with the teacher's tokenizer, read
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser, whole_number
 from mkd.errors import returns_exit_code
+from mkd.parent_process import STAGE
 
 METHODS = ("block", "one-by-one", "even")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -109,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from mkd.run_command import mkd_command, quoted
 
     make_student(request)
+    if STAGE in os.environ:
+        return
     data = " ".join(map(quoted, text)) or "FILE.jsonl"
     models = f"--teacher-hf {quoted(args.hf)} --student-hf {quoted(args.out)}"
     print(f"next     {mkd_command()} train {models} --data-path {data} --train-iters N --lr 1e-4")

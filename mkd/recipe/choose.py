@@ -107,7 +107,7 @@ def choose_batch(request: Request, settings: Settings, text: Survey) -> None:
     steps = settings.put("training.train_iters", steps, why)
     settings.put(
         "training.eval_interval",
-        max(1, steps // EVALUATIONS[has_gpu]),
+        math.ceil(steps / EVALUATIONS[has_gpu]),  # rounded down, the last two would be side by side
         "held-out text, also before the first step",
     )
     settings.put(

@@ -90,6 +90,7 @@ def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
         time.sleep(0.02)
     text = finish(start(["--out", str(out)], tmp_path))
     assert f"resuming in {out}" in text and "the student is distilled" in text
+    assert text.count("next:\n") == 1 and "the same command" not in text  # that would be `mkd train`
     assert [one["iteration"] for one in read_metrics(out / "run") if "split" not in one] == list(range(1, 9))
     assert (out / "hf/model.safetensors").exists() and (out / "run/report.html").exists()
     state = json.loads((out / "distill.json").read_text())

@@ -104,7 +104,7 @@ def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
         "--out",
         tmp_path / "run",
     ]
-    words += ["--lr", "3e-4", "--seq-length", 64]
+    words += ["--lr", "3e-4", "--seq-length", 64, "--train-iters", 6]
     code = "import sys; from mkd.commands.init import main; code = main(sys.argv[1:]); "
     code += "sys.exit(code or 'torch' in sys.modules)"
     done = subprocess.run(
@@ -114,6 +114,7 @@ def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
     path = tmp_path / "run/run.yaml"
     config = load_config(["--config", str(path)]).config
     assert (config.optimizer.lr, config.training.seq_length) == (3e-4, 64)
+    assert config.training.eval_interval == 2  # after steps 2, 4 and 6
     assert (config.student.hf, config.teachers[0].hf) == (str(files / "student"), str(files / "teacher"))
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/run")
     text = path.read_text()
