@@ -98,13 +98,14 @@ def test_if_no_graph_can_be_made_one_warning_names_the_cause(decoder, monkeypatc
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(decoder, "_training_pass", fails)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another pool")
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             assert run(decoder, 300, 212).mean() == 1
     (record,) = caplog.records
     cause = "operation not permitted when stream is capturing"
     assert record.getMessage() == f"the student continues without CUDA graphs: {cause}"
-    assert not decoder.is_on
+    assert not decoder.is_on and decoder.memory.scratch == "another pool"
 
 
 def test_a_later_stage_goes_on_with_the_input_that_it_received(decoder, monkeypatch):
