@@ -115,6 +115,7 @@ def test_a_later_stage_goes_on_with_the_input_that_it_received(decoder, monkeypa
         decoder.decoder.set_input_tensor("that of the capture")
         raise RuntimeError("no graph")
 
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another pool")
     monkeypatch.setattr(decoder, "_training_pass", fails)
     received = torch.ones(512, 1, 1)
     for _ in range(2):
