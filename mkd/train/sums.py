@@ -237,7 +237,9 @@ class LossSums:
         return found
 
     def per_tag(self, with_ce: bool) -> dict[str, tuple[float, float]]:
-        """Return metric key -> (sum, divisor)."""
+        """Return metric key -> (sum, divisor); none without tags."""
+        if not self.tags:
+            return {}
         metrics = {f"kd_loss/{tag}": (one.kd, one.weight) for tag, one in self._routed("tag").items()}
         metrics |= {f"tokens/{tag}": (tokens, 1) for tag, (_, tokens) in self.tags.items()}
         if with_ce:

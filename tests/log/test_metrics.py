@@ -45,7 +45,9 @@ def test_registry_holds_the_contract_keys_once_in_order():
     ]
     more += [f"reward/{name}" for name in ("mean", "std0_groups", "failed", "clipped")]
     more.append("weighted_ce_loss")
-    more += [f"rollout/{name}" for name in (*own_text, "coverage", "logp_gap", "version_lag", "time_ms")]
+    records = ["stale", "duplicate", "left_out", "bad_records"]
+    own_text += ["coverage", "logp_gap", "version_lag", *records, "time_ms"]
+    more += [f"rollout/{name}" for name in own_text]
     assert [metric.name for metric in METRICS.metrics] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS.metrics)
 
