@@ -11,9 +11,9 @@ from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from mkd.config.field import Range
-from mkd.config.models import ContextConfig
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
+from mkd.kinds.context.context_settings import ContextConfig
 
 FIRST_TEACHER = "teachers[0]"
 XTOKEN = ".xtoken"  # after a teacher's section: the section of its cross-tokenizer settings

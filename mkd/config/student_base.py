@@ -30,8 +30,8 @@ def with_student_base(config: Config) -> Config:
 def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     student = config.student
     if teacher.weights == LIVE and not teacher.is_given:
-        given = dict(hf=student.hf, load=student.load, name=teacher.name or STUDENT_LIVE)
-        return replace(teacher, **given, residency="student", pipeline_layout=student.pipeline_layout)
+        teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_LIVE)
+        return replace(teacher, residency="student", pipeline_layout=student.pipeline_layout)
     if teacher.hf == STUDENT_BASE:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
     layout, experts = teacher.pipeline_layout, teacher.expert_model_parallel_size

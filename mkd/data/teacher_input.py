@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from mkd.parallel.image_row import ImageRow
@@ -51,7 +52,7 @@ class TeacherInput(Protocol):
 class PackPart(Protocol):
     """One teacher's part of a pack."""
 
-    def collate(self, others: Sequence[PackPart], student_labels) -> TeacherInput:
+    def collate(self, others: Sequence[PackPart], student_labels: np.ndarray) -> TeacherInput:
         """Join this part and `others`, those of the following packs, into the part of a micro-batch.
 
         `student_labels`: labels of the student's packs one after the other, int64 [k * s].
@@ -70,5 +71,5 @@ class SharedTokens:
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
         return (student,)
 
-    def collate(self, others: Sequence[SharedTokens], student_labels) -> SharedTokens:
+    def collate(self, others: Sequence[SharedTokens], student_labels: np.ndarray) -> SharedTokens:
         return self

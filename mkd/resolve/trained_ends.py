@@ -52,8 +52,8 @@ def _ends_of_records(path: str, config: Config, tokenizers: Tokenizers, wanted: 
     kinds = kinds_of_records("--data-path", path, config.data.max_bad_records, wanted)
     roles = tokenizers.student.roles
     has_texts = bool(kinds - WITHOUT_EOS) and config.data.append_eod
-    wanted = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts
-    return {roles[name] for name in wanted if name in roles}
+    names = ["end_of_turn"] * bool(kinds & CONVERSATIONS) + ["eos"] * has_texts
+    return {roles[name] for name in names if name in roles}
 
 
 def _ends_of_store(store: TokenStore, tokenizers: Tokenizers) -> set[int]:

@@ -53,12 +53,11 @@ class ContextTemplate:
         given = self._given(record)
         if len(given) > 1:
             raise _bad(f"the record has {' and '.join(given)}", "each says what the teacher reads")
+        found: Conversation | str | None = None
         if record.kind == MESSAGES:
             found = self._messages(before_answer(record.values[0]), given, record)
         elif record.kind == PROMPT_COMPLETION:
             found = self._text(record.values[0], given, record)
-        else:
-            found = None
         if isinstance(found, Conversation) and self.template_kwargs:
             found = replace(found, template_kwargs={**found.template_kwargs, **self.template_kwargs})
         return found
@@ -122,13 +121,11 @@ class ContextTemplate:
             raise _bad(what, why, f"write {{{PRIVILEGED}}} where it belongs, or remove the key")
         check_string(question, "the last user message")
         values = {**record.context, **given, PROMPT: question}
-        found = []
-        for text in (user, self.system):
-            filled = None if text is None else self._filled(text, values)
-            if text is not None and filled is None:
-                return None
-            found.append(filled)
-        return found[0], found[1]
+        filled = self._filled(user, values)
+        if filled is None or self.system is None:
+            return None if filled is None else (filled, None)
+        system = self._filled(self.system, values)
+        return None if system is None else (filled, system)
 
     def _filled(self, text: str, values: Mapping[str, Any]) -> str | None:
         names = template_fields(text)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from mkd.data.corpus.drafts import draft_name, remove_left_behind
 from mkd.data.dataset import BlendedDataset
 from mkd.data.stored.cache_meta import CacheMeta
 from mkd.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
 
 OPEN_FILES = 64
 CACHED_GROUPS = 8
@@ -51,7 +55,7 @@ class ShardWriter:
         self._partial = path.with_name(draft_name(path.name))
         types = {"sample_id": self._pa.int64(), "digest": self._pa.binary(16)}
         self._schema = self._pa.schema(types | self._types(self._pa))
-        self._rows: list[dict] = []
+        self._rows: list[dict[str, Any]] = []
 
     def _types(self, pa: ModuleType) -> dict[str, Any]:
         """Return the types of the columns besides number and digest."""
@@ -65,7 +69,7 @@ class ShardWriter:
         """Return the values of a pack, from what the export has of its n loss positions."""
         raise NotImplementedError
 
-    def _array(self, name: str, values: list) -> Any:
+    def _array(self, name: str, values: list[Any]) -> Any:
         """Return a column of some packs."""
         return self._pa.array(values, self._schema.field(name).type)
 
@@ -88,11 +92,11 @@ class ShardWriter:
         if len(self._rows) == self._meta.samples_per_group:
             self._write_group()
 
-    def __exit__(self, error_type, *_) -> None:
-        if error_type is None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
             self._write_group()
         self._file.close()
-        if error_type is None:
+        if kind is None:
             with open(self._partial, "rb") as file:
                 os.fsync(file.fileno())
             self._partial.replace(self._path)
@@ -139,7 +143,7 @@ class CachePart:
         self._file = lru_cache(OPEN_FILES)(self._open)
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.part, self.meta)
 
     def rows(self, sample_id: int, digest: bytes) -> Any:
@@ -167,7 +171,7 @@ class CachePart:
         """Names of the columns that are read; None: all."""
         return None
 
-    def _decoded(self, table, place: int) -> Any:
+    def _decoded(self, table: Table, place: int) -> Any:
         """Return the teacher's part of a pack of a row group."""
         raise NotImplementedError
 
@@ -188,7 +192,7 @@ class CachePart:
     def shard_path(self, shard: int) -> Path:
         return self.meta.shard_path(self.folder, self.part, shard)
 
-    def _open(self, shard: int):
+    def _open(self, shard: int) -> ParquetFile:
         pa, pq = load_pyarrow()
         path = self.shard_path(shard)
         try:
@@ -196,7 +200,7 @@ class CachePart:
         except (pa.ArrowException, OSError) as error:
             raise damaged(path, str(error)) from error
 
-    def _read_group(self, shard: int, group: int):
+    def _read_group(self, shard: int, group: int) -> Table:
         """Return a table of packs."""
         pa, _ = load_pyarrow()
         try:

@@ -35,7 +35,7 @@ class CacheMeta:
     teacher: str  # place of its weights, for people
     weights_fingerprint: str  # SHA-256 over config and weights
     vocabulary_fingerprint: str  # `Tokenizer.vocabulary_fingerprint`
-    data: dict  # the settings that decide which tokens make a pack
+    data: dict[str, Any]  # the settings that decide which tokens make a pack
     parts: dict[str, int]  # data set -> packs
     samples_per_shard: int
     format_version: int = field(default=FORMAT_VERSION)

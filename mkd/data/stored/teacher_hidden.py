@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from mkd.data.stored.cache_files import CachePart, ShardWriter, damaged
 from mkd.data.stored.cache_meta import HiddenMeta
 from mkd.data.stored.teacher_rows import StoredStates
 from mkd.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 # File in the format of safetensors, and the tensor [v, h] in it. The folder is not that of a model.
 HEAD_FILE, HEAD = "head.tensor", "head"
@@ -35,7 +38,7 @@ class HiddenWriter(ShardWriter):
         (states,) = columns
         return {"states": states}
 
-    def _array(self, name: str, values: list) -> Any:
+    def _array(self, name: str, values: list[np.ndarray]) -> Any:
         if name != "states":
             return super()._array(name, values)
         whole = np.ascontiguousarray(np.concatenate(values))
@@ -59,14 +62,14 @@ class HiddenPart(CachePart):
         super().__init__(folder, part, meta)
         self._is_read = is_read
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.part, self.meta, self._is_read)
 
     @property
     def _columns(self) -> list[str] | None:
         return None if self._is_read else ["sample_id", "digest"]
 
-    def _decoded(self, table, place: int) -> StoredStates:
+    def _decoded(self, table: Table, place: int) -> StoredStates:
         if not self._is_read:
             return self.empty()
         rows, width = table["states"][place].values, self.meta.row_bytes

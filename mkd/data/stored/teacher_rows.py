@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class TeacherRows:
         """Return the rows of a pack without loss."""
         return cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, 2), vocab_size)
 
-    def collate(self, others: Sequence[TeacherRows], student_labels) -> TeacherRows:
+    def collate(self, others: Sequence[TeacherRows], student_labels: np.ndarray) -> TeacherRows:
         """Return these rows and those of `others`, the following packs, one after the other."""
         parts = (self, *others)
         tensors = {
@@ -57,7 +58,7 @@ class StoredStates:
     # They are as large as a stage's activations: they come to the device for the loss of their micro-batch.
     stays_on_host: ClassVar[bool] = True
 
-    def collate(self, others: Sequence[StoredStates], student_labels) -> StoredStates:
+    def collate(self, others: Sequence[StoredStates], student_labels: np.ndarray) -> StoredStates:
         """Return these rows and those of `others`, the following packs, one after the other."""
         return replace(self, states=torch.cat([part.states for part in (self, *others)]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ import torch
 from mkd.data.stored.cache_files import CachePart, ShardWriter
 from mkd.data.stored.cache_meta import TopKMeta
 from mkd.data.stored.teacher_rows import TeacherRows
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray, Table
 
 DTYPES = {"float16": np.float16, "float32": np.float32}
 
@@ -45,7 +48,7 @@ class TopKPart(CachePart):
 
     meta: TopKMeta
 
-    def _decoded(self, table, place: int) -> TeacherRows:
+    def _decoded(self, table: Table, place: int) -> TeacherRows:
         ids, logprobs, statistics = (
             _values(table[name], place) for name in ("ids", "logprobs", "statistics")
         )
@@ -64,6 +67,6 @@ class TopKPart(CachePart):
         return TeacherRows.empty(self.meta.k, self.meta.vocab_size)
 
 
-def _values(column, place: int) -> np.ndarray:
+def _values(column: ChunkedArray, place: int) -> np.ndarray:
     """Return a copy of the numbers of one pack in a column of lists."""
     return np.array(column[place].values.to_numpy(zero_copy_only=False))

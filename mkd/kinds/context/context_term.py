@@ -82,7 +82,7 @@ class ContextTeacher:
         Communication: with sequence parallelism an all-gather of its row over the tensor-parallel group, with
         context parallelism an all-to-all of the compared rows.
         """
-        model, side = given.stage.compared[self.index], self._chunks(given.batch).teacher
+        model, side = given.stage.teachers[self.index], self._chunks(given.batch).teacher
         hidden = given.output.teacher_hiddens[self.index].squeeze(1)
         hidden = whole_sequence(hidden, given.context.tp_group, model.config.sequence_parallel)
         if side.exchange is not None:
