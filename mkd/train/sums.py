@@ -57,7 +57,8 @@ class TermSums:
 
     def __add__(self, other: TermSums) -> TermSums:
         numbers = {name: getattr(self, name) + getattr(other, name) for name in NUMBERS}
-        both = {name: value + other.measures[name] for name, value in self.measures.items()}
+        names = {**self.measures, **other.measures}  # teachers of one tag may measure different things
+        both = {name: self.measures.get(name, 0.0) + other.measures.get(name, 0.0) for name in names}
         return TermSums(**numbers, measures=both)
 
 

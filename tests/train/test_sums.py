@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from mkd.train.sums import CROSS_ENTROPY, LossSums, ReportLayout, TermSums, mean
+from mkd.train.sums import CROSS_ENTROPY, TAG_CHUNKS, TAG_TOKENS, LossSums, ReportLayout, TermSums, mean
 
 ONE = TermSums(
     kd=6.0, weight=3.0, rows=4.0, ce=8.0, entropy=2.0, tokens=4.0, top1_agreement=3.0, compared=4.0
@@ -104,3 +104,20 @@ def test_saved_sums_follow_the_names_of_the_run():
     assert (saved.named_as(now) + now).teachers["new"].kd == 3.0
     assert saved.named_as(LossSums(0.7, 1.0, 2, now.teachers)) is None
     assert saved.named_as(LossSums(0.5, 1.0, 2, {})) is None
+
+
+def test_teachers_of_one_tag_may_measure_different_things():
+    """One with another tokenizer, whichever comes first, is compared on chunks."""
+    chunks = TermSums(kd=6.0, weight=4.0, rows=4.0, measures={TAG_TOKENS: 10.0, TAG_CHUNKS: 4.0})
+    same = TermSums(kd=5.0, weight=10.0, rows=10.0, measures={TAG_TOKENS: 10.0})
+    found = []
+    for terms in ({"far/math": chunks, "near/math": same}, {"near/math": same, "far/math": chunks}):
+        sums = LossSums(0.5, 1.0, 20, terms, tags={"math": (1.0, 10.0)})
+        found.append(sums.per_tag(True) | sums.per_teacher())
+    assert found[0] == found[1]
+    assert found[0]["num_aligned/far"][0] == 4 and found[0]["num_aligned/near"][0] == 10
+    assert "kd_loss/math" in found[0]
+
+
+def test_runs_without_tags_have_no_metrics_of_tags():
+    assert LossSums(0.5, 1.0, 20, {"near": TermSums(kd=1.0, weight=2.0, rows=2.0)}).per_tag(True) == {}
