@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from mkd.kinds.sampled.records.record_folder import RecordFolder
 from mkd.kinds.sampled.records.record_inbox import RecordInbox
 from mkd.kinds.sampled.records.record_queue import RecordQueue
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
+from mkd.kinds.sampled.records.record_source import _publish
 from mkd.kinds.sampled.records.taken_steps import TakenSteps
 from tests.reported import refused
 
@@ -205,6 +207,22 @@ def test_a_resumed_run_takes_the_same_records_and_none_twice(tmp_path):
     assert {*other.steps.known_ids(3)} == set(), "steps of other settings are taken again"
     assert not other.steps.read_files()
     assert make_inbox(tmp_path).steps.run_name(resumes=False) != "R"
+
+
+def test_published_weights_stay_beside_higher_numbers_of_an_earlier_start(tmp_path):
+    """A run that died before its first checkpoint starts again at step 0, with the folders of later steps."""
+    weights = tmp_path / "weights"
+    for age, step in enumerate((28, 27, 29)):  # from the newest to the oldest
+        (weights / f"step_{step:07d}").mkdir(parents=True)
+        os.utime(weights / f"step_{step:07d}", (1e9 - age, 1e9 - age))
+    inbox = make_inbox(tmp_path)
+    for version, kept in ((0, {0, 28}), (1, {0, 1}), (2, {1, 2})):
+        path = weights / f"step_{version:07d}"
+        path.mkdir()
+        _publish(inbox, version, path)
+        told = json.loads((tmp_path / "in" / "progress.json").read_text())
+        assert told["weights"] == str(path)
+        assert {one.name for one in weights.iterdir()} == {f"step_{step:07d}" for step in kept}
 
 
 def test_a_damaged_step_is_refused(tmp_path):
