@@ -64,6 +64,18 @@ def read_masked_ids(
     return ((known, tuple(map(int, loss))),)
 
 
+def read_both_masks(ids: Any, completion: Any, assistant: Any) -> tuple[Tokens]:
+    """Return ids with loss where both masks are 1. Raises DataError for anything else.
+
+    TRL writes both masks for conversations of prompt and completion with `assistant_only_loss`. Its
+    `DataCollatorForLanguageModeling.torch_call` (trl/trainer/sft_trainer.py) sets a label to -100 where the
+    one mask is 0, and then where the other is.
+    """
+    ((known, completed),) = read_masked_ids(ids, completion, name="completion_mask")
+    ((_, answered),) = read_masked_ids(ids, assistant, name="assistant_masks")
+    return ((known, tuple(one & other for one, other in zip(completed, answered, strict=True))),)
+
+
 def read_labelled_ids(ids: Any, labels: Any) -> tuple[Tokens]:
     """Return ids with labels, which are the same ids or -100. Raises DataError for anything else.
 

@@ -11,6 +11,7 @@ from mkd.data.records.format_hints import format_hint
 from mkd.data.records.given_loss import (
     are_segments,
     are_tokens,
+    read_both_masks,
     read_labelled_ids,
     read_masked_ids,
     read_segments,
@@ -21,6 +22,8 @@ from mkd.errors import DataError
 TEXT, MESSAGES, PROMPT_COMPLETION, PAIR = "text", "messages", "prompt-completion", "pair"
 SEGMENTS, TOKENS = "segments", "tokens"
 """The forms of documents: how a record is tokenised, which of its tokens have loss, and how it is aligned."""
+GIVEN_LOSS = (SEGMENTS, TOKENS)
+"""Forms that count only in a record of no other kind: many files keep their tokens beside the text."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ KINDS: Mapping[str, RecordKind] = {
     "labels": RecordKind(("input_ids", "labels"), TOKENS, read_labelled_ids, is_alias=True),
     "completion-mask": RecordKind(("input_ids", "completion_mask"), TOKENS, read_masked_ids, is_alias=True),
     "assistant-masks": RecordKind(("input_ids", "assistant_masks"), TOKENS, read_masked_ids, is_alias=True),
+    "both-masks": RecordKind(
+        ("input_ids", "completion_mask", "assistant_masks"), TOKENS, read_both_masks, is_alias=True
+    ),
     "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION, optional=PROMPTED_KEYS),
 }
 """To add a kind of record, name its keys here, and convert their values into those of a form."""

@@ -8,7 +8,18 @@ from typing import Any
 from mkd.data.records.conversations import ConversationReader
 from mkd.data.records.format_hints import PAIR_HINT, format_hint
 from mkd.data.records.given_loss import other_segment_keys
-from mkd.data.records.kinds import FORMS, KINDS, MESSAGES, PAIR, SEGMENTS, TEXT, TOKENS, Record, unknown_keys
+from mkd.data.records.kinds import (
+    FORMS,
+    GIVEN_LOSS,
+    KINDS,
+    MESSAGES,
+    PAIR,
+    SEGMENTS,
+    TEXT,
+    TOKENS,
+    Record,
+    unknown_keys,
+)
 from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
@@ -45,7 +56,7 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         read = reader.of_messages if kind.form == MESSAGES else reader.of_completion
         conversation, images = read(*kind.convert(*given))
         form, values = MESSAGES, (conversation,)
-    elif kind.form in (SEGMENTS, TOKENS):
+    elif kind.form in GIVEN_LOSS:
         values = kind.convert(*given)
     else:
         for key, value in zip(kind.keys, given, strict=True):
@@ -62,9 +73,18 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
 
 
 def _named(fields: Mapping[str, Any]) -> list[str]:
-    """Return the kinds whose keys the record has, with values that fit if some do."""
+    """Return the kinds whose keys the record has.
+
+    Those whose loss is given count only if there are no others: if some values fit, these, and of two masks
+    both together.
+    """
     named = [name for name, kind in KINDS.items() if all(fields.get(key) is not None for key in kind.keys)]
-    return [name for name in named if KINDS[name].fits(fields[KINDS[name].keys[0]])] or named
+    others = [name for name in named if KINDS[name].form not in GIVEN_LOSS]
+    if others:
+        return others
+    named = [name for name in named if KINDS[name].fits(fields[KINDS[name].keys[0]])] or named
+    keys = {name: set(KINDS[name].keys) for name in named}
+    return [name for name in named if not any(keys[name] < more for more in keys.values())]
 
 
 def _check_images(fields: Mapping[str, Any], keys: Sequence[str], used: Sequence[str]) -> None:

@@ -92,6 +92,23 @@ def test_dumps_become_records_and_tokens(tmp_path, capsys, program, name, sample
         assert parse_row(line).values == (((1, 2, 3, 4, 5), (0, 0, 1, 0, 1)),)
 
 
+def test_dumps_of_one_name_have_different_ids(tmp_path, capsys):
+    """Two runs have a folder `out` with a file `0.jsonl`, and a group has a record of each."""
+    paths = []
+    for run, reward in (("a", 1.0), ("b", 0.0), ("copy", 1.0)):
+        (tmp_path / run / "out").mkdir(parents=True)
+        paths.append(dump(tmp_path / run / "out", "0.jsonl", VERL | dict(reward_score=reward)))
+    convert = ["convert-records", "--from", "verl", *VERSION, "--out"]
+    ids = []
+    for name, dumps in (("both", paths[:2]), ("again", paths[:1])):
+        assert main([*convert, str(tmp_path / name), *dumps]) == 0
+        ids.append([json.loads(line)["id"] for line in (tmp_path / name).read_text().splitlines()])
+    assert len({*ids[0]}) == 2 and ids[1] == ids[0][:1], "a dump that is converted again keeps its ids"
+    capsys.readouterr()
+    assert main([*convert, str(tmp_path / "twice"), *paths]) == 65
+    assert reported_codes(capsys.readouterr().err) == ["record-value-not-valid: has the same content as"]
+
+
 def test_samples_of_slime_that_failed_or_are_removed(tmp_path, capsys):
     failed = [
         SAMPLE | dict(status="aborted"),
