@@ -51,6 +51,8 @@ def same_records(tokenizer):
         {"input_ids": ids, "labels": labels},
         {"input_ids": ids, "completion_mask": loss, "attention_mask": [1] * len(ids)},
         {"input_ids": ids, "assistant_masks": [one == 1 for one in loss]},
+        {"input_ids": ids, "completion_mask": loss, "assistant_masks": [1] * len(ids)},
+        {"input_ids": ids, "completion_mask": [1] * len(ids), "assistant_masks": loss},
     ]
 
 
@@ -110,7 +112,27 @@ def test_a_token_over_a_border_of_segments_has_loss(tokenizer):
         ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "labels has 6 at token 1, and input_ids 5"),
         ({"input_ids": [5], "labels": [5, 6]}, "input_ids has 1 numbers, and labels 2"),
         ({"input_ids": [5]}, "the record has input_ids, but no labels"),
-        ({"tokens": {"ids": [1], "loss": [0]}, "text": "a"}, "the record is text and tokens at once"),
+        (
+            {"input_ids": [5], "labels": [5], "tokens": {"ids": [5]}},
+            "the record is tokens and labels at once",
+        ),
+        (
+            {"input_ids": [5], "labels": [5], "completion_mask": [1]},
+            "the record is labels and completion-mask",
+        ),
+        ({"input_ids": [5], "completion_mask": [1], "assistant_masks": [2]}, "assistant_masks: 2 at token 1"),
+        (
+            {"input_ids": [5], "completion_mask": [], "assistant_masks": [1]},
+            "input_ids has 1 numbers, and comp",
+        ),
+        (
+            {"completion_mask": [1], "assistant_masks": [1]},
+            "the record has completion_mask and assistant_masks, ",
+        ),
+        (
+            {"text": "a", "messages": MESSAGES, "input_ids": [5], "labels": [5]},
+            "the record is text and messages",
+        ),
         ({"tokens": {"ids": [1], "loss": [0]}, "images": ["a"]}, "the record has images beside tokens"),
         ({"tokens": {"ids": [1], "loss": [0]}, "label": True}, "the record has label beside tokens"),
     ],
@@ -119,6 +141,50 @@ def test_records_that_are_refused(record, what):
     with pytest.raises(DataError) as caught:
         parse_row(json.dumps(record).encode())
     assert caught.value.what.startswith(what) and caught.value.why and caught.value.do, caught.value
+
+
+def test_of_two_masks_a_token_has_loss_if_both_are_1():
+    masks = {"completion_mask": [0, 0, 1, 1], "assistant_masks": [False, True, False, True]}
+    record = parse_row(json.dumps({"input_ids": [5, 6, 7, 8], **masks, "tokens": 4}).encode())
+    assert record.values == (((5, 6, 7, 8), (0, 0, 0, 1)),) and record.ignored == ("tokens",)
+
+
+OTHER_KINDS = {
+    "text": {"text": "The fox."},
+    "messages": {"messages": MESSAGES},
+    "conversations": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "prompt-completion": {"prompt": "Which fox?", "completion": " The quick one."},
+    "chat-completion": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]},
+    "pair": {"prompt": "Which fox?", "chosen": " This.", "rejected": " That."},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_tokens_beside_another_kind_are_ignored_and_named(kind, tokenizer, tmp_path):
+    alone = OTHER_KINDS[kind]
+    ids = {"input_ids": [5, 6], "labels": [5, -100], "completion_mask": [0, 1], "assistant_masks": [1, 1]}
+    given = {**ids, "tokens": {"ids": [5], "loss": [1]}, "segments": [{"text": "a", "loss": True}]}
+    expected = parse_row(json.dumps(alone).encode())
+    for keys in (("input_ids", "labels"), ("input_ids", "completion_mask"), ("tokens",), tuple(given)):
+        record = parse_row(json.dumps({**alone, **{key: given[key] for key in keys}}).encode())
+        assert record == expected and record.ignored == keys  # `ignored` is not compared
+    if kind in ("text", "messages"):
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([{**alone, **ids}]), tmp_path / "both.parquet")
+        (tmp_path / "alone.jsonl").write_text(json.dumps(alone) + "\n")
+        stores = []
+        for name in ("alone.jsonl", "both.parquet"):
+            build_store([str(tmp_path / name)], str(tmp_path / name[:4]), tokenizer, append_eod=True)
+            stores.append(TokenStore(str(tmp_path / name[:4])))
+        assert [one.tolist() for one in stores[0].document(0)] == [
+            one.tolist() for one in stores[1].document(0)
+        ]
+        notes = [note for one in stores[1].meta["notes"].values() for note in one]
+        assert [set(note.removeprefix("ignored keys: ").split(", ")) for note in notes] == [
+            {f"{key} (1)" for key in ids}
+        ]
 
 
 def test_other_meanings_of_the_keys_are_ignored():
