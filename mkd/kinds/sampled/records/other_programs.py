@@ -39,14 +39,20 @@ def convert_dumps(
 ) -> Iterator[Fields]:
     """Yield the records of dumps. Groups are those of the dump, else equal prompts.
 
-    Raises DataError for a dump of another format, and for a record that no run would take.
+    Ids have a hash of the dump's content: files of several runs or steps often have one name.
+
+    Raises DataError for a dump of another format, for one that comes twice, and for a record that no run
+    would take.
     """
     records: list[Fields] = []
+    known: dict[str, Path] = {}  # dumps by the hash of their content
     for path in map(Path, paths):
-        for number, found in enumerate(READERS[program](path), 1):
+        samples = list(READERS[program](path))
+        begin = _begin_of_ids(path, known)
+        for number, found in enumerate(samples, 1):
             place = f"{path}, record {number}"
             with_reward = found | {"reward": _reward(found.get("reward"), reward_key, place)}
-            records.append(with_reward | {"id": f"{path.parent.name}-{path.stem}-{number}", "place": place})
+            records.append(with_reward | {"id": f"{begin}-{number}", "place": place})
     for record in records:
         record["group"] = record.get("group") or _prompt_hash(record)
     sizes = Counter(record["group"] for record in records)
@@ -169,6 +175,18 @@ def _after_prompt(
     none = [None] * len(prompt)
     known = {"ids": [*prompt, *answer], "loss": [0] * len(prompt) + [int(one) for one in mask]}
     return known | {"logp": None if logp is None else [*none, *logp]} | more
+
+
+def _begin_of_ids(path: Path, known: dict[str, Path]) -> str:
+    """Return how the ids of a dump begin, and remember it in `known`. Raises DataError if it is known."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    if digest in known:
+        what = f"{path} has the same content as {known[digest]}"
+        why = "their records would have equal ids, and a run takes one record of each id"
+        raise DataError(what, why, "give each dump once", code="record-value-not-valid")
+    known[digest] = path
+    return f"{path.stem}-{digest}"
 
 
 def _one_version(versions: Any, place: str) -> str:

@@ -77,8 +77,13 @@ class RecordSource:
 
 
 def _publish(inbox: RecordInbox, version: int, path: Path) -> None:
+    """Tell the writer of new weights. Remove all others but the newest, whatever their numbers.
+
+    A run that starts again from an earlier step finds higher numbers than its own.
+    """
     inbox.publish(version, path.resolve())
-    for old in sorted(path.parent.glob("step_*"))[:-KEPT_WEIGHTS]:
+    others = [one for one in path.parent.glob("step_*") if one != path]
+    for old in sorted(others, key=lambda one: one.stat().st_mtime)[: 1 - KEPT_WEIGHTS]:
         shutil.rmtree(old, ignore_errors=True)
 
 
