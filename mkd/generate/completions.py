@@ -18,6 +18,7 @@ class Completion:
     tokens: int  # with the one that ends it
     logp: float  # ln p of all of them at temperature 1, nats
     control: int = 0  # control tokens in the text
+    is_utf8: bool = True  # False: the text has U+FFFD where the tokens have other bytes
     reward: float | None = None  # None: not judged, or the function failed
     failure: str | None = None  # why the function failed
 

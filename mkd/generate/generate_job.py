@@ -15,7 +15,7 @@ from mkd.generate.journal import Journal, Lines, write_lines
 from mkd.generate.judge import Judge
 from mkd.generate.selection import Index, Selection, summary_lines
 from mkd.generate.teacher_prompts import TeacherPrompts
-from mkd.generate.teacher_records import begun_text, num_control_tokens, text_after, without_stop
+from mkd.generate.teacher_records import begun_text, is_utf8, num_control_tokens, text_after, without_stop
 from mkd.generate.work_folder import WorkFolder
 from mkd.human import counted, duration
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
@@ -98,6 +98,7 @@ def completion_of(reader: Reader, rollout: Rollout) -> Completion:
         tokens=len(ids),
         logp=float(rollout.logp.sum(dtype="float64")),
         control=num_control_tokens(reader.tokenizer, body),
+        is_utf8=is_utf8(reader.tokenizer, body),
     )
 
 

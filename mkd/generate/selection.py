@@ -15,11 +15,12 @@ from mkd.generate.teacher_prompts import TeacherPrompt
 from mkd.generate.teacher_records import record_of
 from mkd.human import counted
 
-KEPT, EMPTY, CONTROL, TRUNCATED = "kept", "empty", "control", "truncated"
+KEPT, EMPTY, CONTROL, BYTES, TRUNCATED = "kept", "empty", "control", "bytes", "truncated"
 FAILED, LOW, NOT_BEST = "failed", "low", "not_best"
 WHY = {  # in the order in which they are looked for
     EMPTY: "have no text",
     CONTROL: "have control tokens inside, which a text cannot hold",
+    BYTES: "have bytes that are not UTF-8, which a text cannot hold",
     TRUNCATED: "were cut off",
     FAILED: "have no reward",
     LOW: "have a reward below {min_reward:g}",
@@ -35,6 +36,7 @@ class _Known:
     place: int
     has_text: bool
     has_control: bool
+    is_utf8: bool
     is_truncated: bool
     tokens: int
     reward: float | None
@@ -57,6 +59,7 @@ class Index:
                     place,
                     bool(one.text.strip()),
                     one.control > 0,
+                    one.is_utf8,
                     one.is_truncated,
                     one.tokens,
                     one.reward,
@@ -122,6 +125,8 @@ class Selection:
             return EMPTY
         if one.has_control:
             return CONTROL
+        if not one.is_utf8:
+            return BYTES
         if one.is_truncated and rule.truncated == "drop":
             return TRUNCATED
         if rule.reward is not None and one.reward is None:

@@ -42,6 +42,17 @@ def num_control_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
     return sum(one >= len(known) or known[one] is None for one in ids)
 
 
+def is_utf8(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """Return False if the bytes of the ids are not valid UTF-8, so that their text has U+FFFD instead."""
+    known = tokenizer.token_bytes
+    pieces = (known[one] if one < len(known) else None for one in ids)
+    try:
+        b"".join(piece or b"" for piece in pieces).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def begun_text(tokenizer: Tokenizer, prompt: TeacherPrompt) -> str:
     """Return what the teacher's template has written of the answer: the tag that opens its reasoning."""
     if not isinstance(prompt.prompt, Conversation):
