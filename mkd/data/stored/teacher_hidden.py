@@ -92,7 +92,11 @@ def write_head(folder: Path, weight: Tensor) -> str:
     from safetensors.torch import save_file
 
     partial = folder / (HEAD_FILE + ".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode  # follows the umask; safetensors makes files that only their owner may read
     save_file({HEAD: weight.contiguous()}, partial)
+    partial.chmod(mode)
     digest = sha256_of(partial)
     partial.replace(folder / HEAD_FILE)
     return digest

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mkd.data.stored.cache_meta import HiddenMeta
-from mkd.data.stored.teacher_hidden import HEAD_FILE
+from mkd.data.stored.teacher_hidden import HEAD_FILE, write_head
 from tests.reported import reported_codes, reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import (
@@ -235,6 +235,12 @@ def test_training_resumes_bit_for_bit(cache, files, ranks):
     del records[2]  # the evaluation at the end of the first part
     assert [one["loss"] for one in records] == [one["loss"] for one in whole[0]]
     assert all(torch.equal(weights[name], tensor) for name, tensor in whole[1].items())
+
+
+def test_everybody_who_may_read_the_folder_may_read_the_head(tmp_path):
+    (tmp_path / "other").touch()
+    write_head(tmp_path, torch.zeros(3, 2))
+    assert (tmp_path / HEAD_FILE).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_an_export_resumes(cache, files, ranks):
