@@ -20,6 +20,7 @@ class TagRules:
     files: Mapping[str, str]  # path of data -> tag of its records that have none
     weights: Mapping[str, float]  # tag -> weight; {}: one mean over all tokens
     of_prompts: tuple[str, ...] = ()  # tags of the prompts that the student completes
+    key: str | None = None  # of a record's tag; None: only files have tags
 
     @classmethod
     def of(cls, config: Config, of_prompts: Iterable[str] = ()) -> TagRules | None:
@@ -30,7 +31,7 @@ class TagRules:
         teachers = {name: one.tags for name, one in zip(names, config.teachers, strict=True)}
         weights = {name: _weight(value) for name, value in pairs(config.kd.tag_weights)}
         files = dict(pairs(config.data.data_tags))
-        return cls(teachers, files, weights, tuple(sorted(set(of_prompts))))
+        return cls(teachers, files, weights, tuple(sorted(set(of_prompts))), config.kd.tag_key)
 
     @property
     def named(self) -> list[str]:

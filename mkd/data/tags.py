@@ -80,6 +80,7 @@ def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str,
     """
     found: dict[str, tuple[int, int]] = {}
     for part in parts:
+        require_tag_key(part.store, rules, part.path)
         for tag, (documents, tokens) in part.counts().items():
             before = found.get(tag, (0, 0))
             found[tag] = before[0] + documents, before[1] + tokens
@@ -92,6 +93,28 @@ def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str,
         LOG.info(f"prompts of the tag {tag}: taught by {' and '.join(rules.taught_by(tag))}")
     warn_of_idle(rules, {*found, *rules.of_prompts})
     return tuple(sorted({*found, *rules.named}))
+
+
+def require_tag_key(store: TokenStore, rules: TagRules, path: str) -> None:
+    """Raise DataError unless the tokenised corpus at `path` has the tags that the run reads."""
+    again = "make it again: mkd preprocess" + (
+        f" --tag-key {rules.key}" if rules.key else " without --tag-key"
+    )
+    if store.tags is not None:
+        known = store.meta.get("tag_key")
+        if known != rules.key:
+            of = f"by the key {known}" if known else "by a key that it does not name"
+            what = f"{path} was tokenised with tags {of}, but " + (
+                f"tag-key is {rules.key}" if rules.key else "the run has no tag-key"
+            )
+            why = "these tags would choose the teachers of its records"
+            do = f"give --tag-key {known}, or {again}" if known else again
+            raise DataError(what, why, do, code="corpus-of-another-model")
+    elif rules.key and path not in rules.files:
+        what = f"{path} was tokenised without the tags of its records"
+        why = f"--teacher-combination route chooses the teachers of a record by its {rules.key}"
+        do = f"{again}; or give all its records one tag: --data-tags {path}=TAG"
+        raise DataError(what, why, do, code="corpus-of-another-model")
 
 
 def require_teachers(rules: TagRules, tags: Iterable[str], of: str = "the data") -> None:

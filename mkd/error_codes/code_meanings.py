@@ -187,7 +187,7 @@ MEANINGS: dict[int, dict[str, str]] = {  # exit code -> code -> meaning
             "The loss reads a number of each record that the corpus was made without: make it with --numbers."
         ),
         "corpus-of-another-model": (
-            "A corpus was tokenised for another model: tokenise the raw files for this run."
+            "A corpus was tokenised for another model or run: tokenise the raw files for this run."
         ),
         "corpus-without-loss-tokens": "Nothing in the data has loss: check how the records are written.",
         "data-file-empty": "A file of data holds nothing: check how it was made.",

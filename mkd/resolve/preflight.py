@@ -15,6 +15,7 @@ from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
 from mkd.config.data_files import KNOWN_FILES, is_raw
 from mkd.config.schema import Config
+from mkd.config.tag_rules import TagRules
 from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs, require_records
 from mkd.data.corpus.sources import find_prefix, require_text, require_vocabulary
 from mkd.data.corpus.store import TokenStore
@@ -22,6 +23,7 @@ from mkd.data.first_records import CONVERSATION_PAIR, CONVERSATIONS, WITHOUT_EOS
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.records.kinds import PAIR
 from mkd.data.records.wanted import WantedRecords
+from mkd.data.tags import require_tag_key
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
 from mkd.resolve.chat_setup import chat_problems, chat_settings
@@ -190,9 +192,10 @@ def data_problems(
     """
     problems: list[MkdError] = []
     kinds: set[str] = set()
+    rules = TagRules.of(config)
     for path, flag in paths.items():
         max_bad_records = config.data.max_bad_records
-        read = partial(_kinds_in, flag, path, tokenizers, max_bad_records, wanted)
+        read = partial(_kinds_in, flag, path, tokenizers, max_bad_records, wanted, rules)
         found = collect_error(problems, read)
         kinds |= found or set()
         if found:
@@ -206,7 +209,12 @@ def data_problems(
 
 
 def _kinds_in(
-    flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int, wanted: WantedRecords
+    flag: str,
+    path: str,
+    tokenizers: Tokenizers | None,
+    max_bad_records: int,
+    wanted: WantedRecords,
+    rules: TagRules | None,
 ) -> set[str]:
     """Return the kinds of a corpus's first records; an empty set if it is tokenised. Raises DataError."""
     if is_raw(path):
@@ -217,6 +225,8 @@ def _kinds_in(
         raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore(find_prefix(path, flag))
     require_numbers(store, wanted, f"{flag} {path}")
+    if rules is not None:
+        require_tag_key(store, rules, path)
     require_records(wanted, f"{flag} {path}")
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")

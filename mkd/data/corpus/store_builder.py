@@ -112,6 +112,7 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **summary.described(),
+            **({} if wanted.tag is None else {"tag_key": wanted.tag}),
             **(tokenizer.chat_description if summary.has_conversations else {}),
             **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
             "sha256": content_hashes(partial, progress),

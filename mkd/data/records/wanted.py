@@ -36,7 +36,7 @@ class WantedRecords:
     def settings(self) -> list[list[str]]:
         """Keys that decide what is in a tokenised corpus, as JSON values."""
         found = [list(keys) for keys in (self.numbers, self.weights) if keys]
-        found += [] if self.tag is None else [["tag", self.tag]]
+        found += [] if self.tag is None else [["tag key", self.tag]]
         return [*found, ["context", *self.context]] if self.context else found
 
     def __or__(self, other: WantedRecords) -> WantedRecords:
