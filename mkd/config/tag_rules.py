@@ -81,3 +81,12 @@ def wrong_pairs(config: Config) -> Iterator[UsageError]:
                     "they are divided by their sum",
                 )
                 yield UsageError(what, why, f"write {name}=1 or another number", code="value-not-valid")
+
+
+def equal_names(rules: TagRules, tags: Collection[str]) -> Iterator[UsageError]:
+    """Yield teachers with the name of a tag that is not all that they teach, and they alone."""
+    for name, own in rules.teachers.items():
+        is_alone = own == (name,) and rules.taught_by(name) == [name]
+        if name in tags and not is_alone:
+            what, why = f"a teacher and a tag have the name {name}", "both have a metric kd_loss/NAME"
+            yield UsageError(what, why, "give the teacher another name", code="names-equal")

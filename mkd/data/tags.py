@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mkd.config.tag_rules import TagRules
+from mkd.config.tag_rules import TagRules, equal_names
 from mkd.data.corpus.store import TokenStore
 from mkd.errors import DataError, UsageError
 from mkd.human import counted
@@ -76,7 +76,7 @@ def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str,
     """Return all tags of a run, sorted: of its documents and prompts, of teachers and of weights.
 
     Log how much text each has. Raises DataError for a document without a tag, and UsageError
-    for a tag that nobody teaches.
+    for a tag that nobody teaches, or with the name of a teacher that has other tags too.
     """
     found: dict[str, tuple[int, int]] = {}
     for part in parts:
@@ -86,6 +86,8 @@ def tags_of_run(rules: TagRules, parts: Iterable[TaggedDocuments]) -> tuple[str,
             found[tag] = before[0] + documents, before[1] + tokens
     require_teachers(rules, found)
     require_teachers(rules, rules.of_prompts, "the prompts")
+    for problem in equal_names(rules, {*found, *rules.named}):
+        raise problem
     for tag, (documents, tokens) in sorted(found.items()):
         teachers = " and ".join(rules.taught_by(tag))
         LOG.info(f"tag {tag}: {counted(documents, 'document')}, {tokens} tokens, taught by {teachers}")

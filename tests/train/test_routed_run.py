@@ -94,6 +94,7 @@ def test_a_resumed_run_has_the_same_bits(files, ranks):
         (dict(kd={"teacher_combination": "average"}), "remove-flag"),
         (dict(teachers=({"tags": ["math"], "context": {"user": "{prompt} !"}}, {})), "exclude-each-other"),
         (dict(teachers=({"name": "code", "tags": ["math"]}, {"tags": ["code"]})), "names-equal"),
+        (dict(teachers=({"tags": ["math"]}, {"name": "law"})), "names-equal"),  # a tag of the data alone
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from mkd.config.data_files import data_paths
 from mkd.config.schema import Config
-from mkd.config.tag_rules import TagRules, wrong_pairs
+from mkd.config.tag_rules import TagRules, equal_names, wrong_pairs
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import UsageError
 from mkd.kinds.kind import NOTHING, Kind, Row
@@ -39,7 +39,7 @@ class Routed(Kind):
                 what, why = f"tag-weights has the tag {tag}, which no teacher has", "nobody would teach it"
                 do = "add the tag to a teacher, or give one teacher no tags: it takes what no other names"
                 yield UsageError(what, why, do, code="add-flag")
-        yield from _equal_names(rules)
+        yield from equal_names(rules, rules.named)
         yield from _refused(facts)
 
     def records(self, config: Config) -> WantedRecords:
@@ -79,15 +79,6 @@ def _unread(config: Config) -> Iterator[UsageError]:
     for index, teacher in enumerate(config.teachers):
         if teacher.tags:
             yield no_effect(f"teachers[{index}].tags {' '.join(teacher.tags)}", why, do)
-
-
-def _equal_names(rules: TagRules) -> Iterator[UsageError]:
-    """Yield teachers with the name of a tag that is not all that they teach, and they alone."""
-    for name, tags in rules.teachers.items():
-        is_alone = tags == (name,) and rules.taught_by(name) == [name]
-        if name in rules.named and not is_alone:
-            what, why = f"a teacher and a tag have the name {name}", "both have a metric kd_loss/NAME"
-            yield UsageError(what, why, "give the teacher another name", code="names-equal")
 
 
 def _refused(facts: RunFacts) -> Iterator[UsageError]:
