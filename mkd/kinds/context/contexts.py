@@ -145,10 +145,7 @@ def _run(config: Config) -> Iterator[UsageError]:
         do = "use --teacher-combination weighted_sum"
         yield UsageError(what, why, do, code="exclude-each-other")
     if config.kd.teacher_combination == ROUTE:
-        what, why = (
-            f"teacher-combination route, but {given}",
-            "tags are counted in loss tokens, not completions",
-        )
+        what, why = (f"teacher-combination route, but {given}", "its loss has rows of its own, without tags")
         yield UsageError(what, why, "use --teacher-combination weighted_sum", code="exclude-each-other")
     if config.pair_loss is not None:
         what, why = (

@@ -82,16 +82,9 @@ def _unread(config: Config) -> Iterator[UsageError]:
 
 
 def _refused(facts: RunFacts) -> Iterator[UsageError]:
-    """Yield what does not go together with tags."""
+    """Yield what does not go together with tags, besides contexts (see Contexts)."""
     config, given = facts.config, "teacher-combination is route"
     do = "remove one of them"
     if config.pair_loss is not None:
         what = f"{given}, but {config.pair_loss.flag[2:]} is {config.pair_loss.beta}"
         yield UsageError(what, "a reference has no tags", do, code="exclude-each-other")
-    for index, teacher in enumerate(config.teachers):
-        if teacher.context is not None:
-            what, why = (
-                f"{given}, but teachers[{index}] has a context",
-                "its loss has rows of its own, without tags",
-            )
-            yield UsageError(what, why, do, code="exclude-each-other")
