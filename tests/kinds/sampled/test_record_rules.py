@@ -38,7 +38,7 @@ def make_inbox(tmp_path, *, bad=0, staleness=1, groups=1, save=True, timeout_s=6
     if steps is not None:
         steps.folder.mkdir(exist_ok=True)
         (steps.folder / "run.json").write_text('{"run": "R"}')
-        assert steps.run_name(resumes) == "R"
+        assert steps.begin(resumes, last) == "R"
     inbox = RecordInbox(
         folder=RecordFolder(tmp_path / "in"),
         queue=RecordQueue(staleness, LIMITS.seq_length),
@@ -49,7 +49,7 @@ def make_inbox(tmp_path, *, bad=0, staleness=1, groups=1, save=True, timeout_s=6
         max_bad_records=bad,
         refused_file=tmp_path / "refused.jsonl",
     )
-    inbox.start(last)
+    inbox.start()
     inbox.publish(last, tmp_path / "weights")
     return inbox
 
@@ -202,11 +202,30 @@ def test_a_resumed_run_takes_the_same_records_and_none_twice(tmp_path):
     )
     third = make_inbox(tmp_path, last=3)
     assert third.folder.known == {"1.jsonl", "2.jsonl", "3.jsonl"}, "nothing waits in them"
-    other = make_inbox(tmp_path, last=4)
-    other.steps.settings = "others"
-    assert {*other.steps.known_ids(3)} == set(), "steps of other settings are taken again"
-    assert not other.steps.read_files()
-    assert make_inbox(tmp_path).steps.run_name(resumes=False) != "R"
+    assert make_inbox(tmp_path).steps.begin(resumes=False, last=3) != "R"
+
+
+def test_records_of_an_abandoned_branch_are_of_another_run(tmp_path):
+    """The agent sampled with weights after 4 updates; the run goes back, twice with other settings."""
+    inbox = make_inbox(tmp_path)
+    put(tmp_path, "1.jsonl", dict(id="1"), dict(id="2"))
+    put(tmp_path, "2.jsonl", dict(id="3", group="b"), dict(id="4", group="b"))
+    assert inbox.poll(4)[1] and inbox.poll(5)[1]
+    others = TakenSteps(tmp_path / "save", "others", max_staleness=1)
+    assert others.begin(resumes=True, last=5) == "R", "no step is taken back"
+    name = others.begin(resumes=True, last=4)
+    assert name != "R" and others.begin(resumes=True, last=4) == name
+    assert {*others.known_ids()} == {"1", "2"} and others.read_files() == {"1.jsonl"}
+    limits = replace(LIMITS, run=name)
+    inbox = replace(inbox, steps=others, limits=limits, queue=RecordQueue(1, LIMITS.seq_length))
+    put(tmp_path, "3.jsonl", dict(id="5", version="R-4"), dict(id="6", version="R-4"))
+    assert inbox.poll(5) == (0, None) and inbox.queue.counted()["rollout/stale"] == 2
+    put(tmp_path, "4.jsonl", *(dict(id=f"{one}", group="n", version=f"{name}-4") for one in (7, 8)))
+    assert [one.lag for one in inbox.poll(5)[1]] == [0, 0]
+    back = TakenSteps(tmp_path / "save", "settings", max_staleness=1)
+    assert back.begin(resumes=True, last=3) not in ("R", name), "step 5 of the others is removed"
+    again = back.read(4, replace(LIMITS, run=back.run))
+    assert [one.id for one in again] == ["1", "2"], "a step that stays keeps records of its own name"
 
 
 def test_published_weights_stay_beside_higher_numbers_of_an_earlier_start(tmp_path):

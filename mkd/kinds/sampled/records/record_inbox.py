@@ -51,10 +51,10 @@ class RecordInbox:
     _came: float = 0.0  # time of the last new file
     _said: float = 0.0
 
-    def start(self, last: int) -> None:
-        """Remember what the steps took, of a run that resumes after step `last`."""
+    def start(self) -> None:
+        """Remember what the steps took, of a run that resumes."""
         if self.steps is not None:
-            self.queue.seen.update(self.steps.known_ids(last))
+            self.queue.seen.update(self.steps.known_ids())
             self.queue.taken = set(self.queue.seen)
             self._done = self.steps.read_files()
             self.folder.known |= self._done

@@ -41,7 +41,7 @@ def build_record_source(parts: SourceParts) -> RecordSource:
     )
     if engine.context.rank == 0:
         source.inbox = _inbox(parts)
-    source.start(parts.last_iteration)
+    source.start()
     return source
 
 
@@ -56,7 +56,7 @@ def _inbox(parts: SourceParts) -> RecordInbox:
         oldest = partial(_oldest_checkpoint, folder)
         steps = TakenSteps(folder / "rollouts", digest, rollout.max_staleness, oldest)
     limits = RecordLimits(
-        run=steps.run_name(parts.resumes) if steps else new_run_name(),
+        run=steps.begin(parts.resumes, parts.last_iteration) if steps else new_run_name(),
         vocab_size=plan.known_ids,
         seq_length=config.training.seq_length,
         group_size=rollout.samples_per_prompt,

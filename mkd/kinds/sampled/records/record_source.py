@@ -36,9 +36,9 @@ class RecordSource:
     inbox: RecordInbox | None  # on rank 0
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the last step
 
-    def start(self, last_iteration: int) -> None:
-        """Remember what earlier steps took, of a run that resumes after `last_iteration`. Collective."""
-        self._shared(lambda inbox: inbox.start(last_iteration))
+    def start(self) -> None:
+        """Remember what earlier steps took, of a run that resumes. Collective."""
+        self._shared(lambda inbox: inbox.start())
 
     def sample(
         self,

@@ -14,7 +14,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,37 @@ class TakenSteps:
     settings: str  # fingerprint of the run; steps of others are replaced
     max_staleness: int
     oldest_checkpoint: Callable[[], int] = lambda: 0  # steps in it
+    run: str = ""  # its name, of records that are taken from now on
 
-    def run_name(self, resumes: bool) -> str:
-        """Return the name of the run that resumes, or of a new one, whose folder is emptied."""
+    def begin(self, resumes: bool, last: int) -> str:
+        """Return the name of the run that resumes after step `last`, or of a new one in an emptied folder.
+
+        Steps after `last` of other settings are removed. Their weights sampled records that may still wait or
+        come, with the numbers of weights that the run is about to have: it gets a new name, so that they
+        are of another run.
+        """
         path = self.folder / "run.json"
+        gone: list[Path] = []
         if resumes and path.is_file():
-            return str(json.loads(path.read_text(encoding="utf-8"))["run"])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in (*(path for _, path in self._files()), self._read_files):
-            old.unlink(missing_ok=True)
-        name = new_run_name()
-        _write(path, json.dumps({"run": name}).encode() + b"\n")
-        return name
+            after = [file for step, file in self._files() if step > last]
+            gone = [file for file in after if self._read(file)[0]["settings"] != self.settings]
+            if not gone:
+                self.run = str(json.loads(path.read_text(encoding="utf-8"))["run"])
+                return self.run
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in (*(path for _, path in self._files()), self._read_files):
+                old.unlink(missing_ok=True)
+        self.run = new_run_name()
+        _write(path, json.dumps({"run": self.run}).encode() + b"\n")
+        for old in gone:  # after the name: a start that is cut off here finds the rest, and names it again
+            old.unlink()
+        return self.run
 
-    def known_ids(self, last: int) -> Iterator[str]:
-        """Yield the ids of all records that steps took. Remove steps after `last` of other settings first."""
-        for step, path in self._files():
-            header, lines = self._read(path)
-            if step > last and header["settings"] != self.settings:
-                path.unlink()
-            else:
-                yield from (str(one["record"]["id"]) for one in map(json.loads, lines))
+    def known_ids(self) -> Iterator[str]:
+        """Yield the ids of all records that steps took."""
+        for _, path in self._files():
+            yield from (str(one["record"]["id"]) for one in map(json.loads, self._read(path)[1]))
 
     def read_files(self) -> set[str]:
         """Return the names of files that need not be read again. Forget those of steps that are gone."""
@@ -67,7 +77,8 @@ class TakenSteps:
         path = self._path(iteration)
         if not path.exists():
             return None
-        _, lines = self._read(path)
+        header, lines = self._read(path)
+        limits = replace(limits, run=header.get("run") or limits.run)  # it may have had another name
         found = map(json.loads, lines)
         return [read_record(one["record"], limits, (one["file"], one["line"])) for one in found]
 
@@ -82,7 +93,7 @@ class TakenSteps:
             json.dumps({"file": one.place[0], "line": one.place[1], "record": one.raw}) for one in records
         ]
         body = "".join(line + "\n" for line in lines).encode()
-        header = {"iteration": iteration, "settings": self.settings, "sha256": _sha256(body)}
+        header = {"iteration": iteration, "run": self.run, "settings": self.settings, "sha256": _sha256(body)}
         _write(self._path(iteration), json.dumps(header).encode() + b"\n" + body)
         self.forget()
 
