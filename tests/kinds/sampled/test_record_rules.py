@@ -205,6 +205,23 @@ def test_a_resumed_run_takes_the_same_records_and_none_twice(tmp_path):
     assert make_inbox(tmp_path).steps.begin(resumes=False, last=3) != "R"
 
 
+def test_lost_records_of_taken_groups_are_counted_once(tmp_path):
+    """Their file is read again at each resume, because another group in it waits."""
+    inbox = make_inbox(tmp_path, bad=3)
+    lost = dict(id="2", group_size=4, finish="error"), dict(id="3", group_size=4, logp=[0])
+    several = dict(id="1", group_size=4), *lost, dict(id="4", group_size=3), '{"torn', dict(id="5", group="b")
+    put(tmp_path, "1.jsonl", *several)
+    assert [one.id for one in inbox.poll(4)[1]] == ["1"]
+    assert inbox.queue.counted()["rollout/bad_records"] == 3
+    refused_before = (tmp_path / "refused.jsonl").read_text()
+    again = make_inbox(tmp_path, bad=0, last=4)
+    put(tmp_path, "2.jsonl", dict(id="6", group="b"))
+    assert [one.id for one in again.poll(5)[1]] == ["5", "6"]
+    assert not again.queue.groups and not any(again.queue.counted().values())
+    assert (tmp_path / "refused.jsonl").read_text() == refused_before
+    assert make_inbox(tmp_path, last=4).folder.known == {"1.jsonl", "2.jsonl"}, "nothing waits in them"
+
+
 def test_records_of_an_abandoned_branch_are_of_another_run(tmp_path):
     """The agent sampled with weights after 4 updates; the run goes back, twice with other settings."""
     inbox = make_inbox(tmp_path)

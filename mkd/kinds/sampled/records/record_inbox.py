@@ -20,7 +20,7 @@ from mkd.kinds.sampled.records.agent_record import (
     read_record,
 )
 from mkd.kinds.sampled.records.record_folder import RecordFolder
-from mkd.kinds.sampled.records.record_queue import STALE, RecordQueue
+from mkd.kinds.sampled.records.record_queue import STALE, LostLine, RecordQueue
 from mkd.kinds.sampled.records.taken_steps import TakenSteps
 
 LOG = logging.getLogger("mkd")
@@ -44,6 +44,7 @@ class RecordInbox:
     _bad: list[BadRecord] = field(default_factory=list)  # the first ones
     _num_bad: int = 0
     _others: set[str] = field(default_factory=set)  # names of other runs in the records
+    _lost: set[tuple[str, int]] = field(default_factory=set)  # file and line, known to the steps
     _done: set[str] = field(default_factory=set)  # files that the steps know to be done
     _weights: Path | None = None
     _version: int = 0  # of `_weights`
@@ -56,6 +57,9 @@ class RecordInbox:
         if self.steps is not None:
             self.queue.seen.update(self.steps.known_ids())
             self.queue.taken = set(self.queue.seen)
+            lost = [LostLine(*one) for one in self.steps.lost_lines()]
+            self.queue.seen.update(one.id for one in lost if one.id is not None)
+            self._lost = {(one.file, one.line) for one in lost}
             self._done = self.steps.read_files()
             self.folder.known |= self._done
 
@@ -85,8 +89,9 @@ class RecordInbox:
         assert records is not None, "so many are ready"
         if self.steps is not None:
             done = sorted(self.folder.known - self.queue.pending_files - self._done)
-            self.steps.write(iteration, records, done)
+            self.steps.write(iteration, records, done, self.queue.lost)
             self._done |= set(done)
+        self.queue.lost.clear()
         self._tell("training", ready - self.groups)
         return ready, [one.rollout(iteration) for one in records]
 
@@ -96,6 +101,8 @@ class RecordInbox:
             self._add(file, number, line)
 
     def _add(self, file: str, number: int, line: bytes) -> None:
+        if (Path(file).name, number) in self._lost:
+            return  # counted before the run was cut off; its group may be taken, and would never be complete
         fields: dict[str, Any] = {}
         try:
             fields = read_fields(line)
@@ -104,16 +111,15 @@ class RecordInbox:
             self._others.add(str(other))
             self.queue.skip(STALE)
         except DataError as error:
-            self._refuse(BadRecord.from_row(file, number, line, error), fields, file)
+            self._refuse(BadRecord.from_row(file, number, line, error), fields, file, number)
 
-    def _refuse(self, bad: BadRecord, fields: Mapping[str, Any], file: str) -> None:
+    def _refuse(self, bad: BadRecord, fields: Mapping[str, Any], file: str, number: int) -> None:
         name, group = (fields.get(key) for key in ("id", "group"))
         size = fields.get("group_size", self.limits.group_size)
         self.queue.lose(
-            str(name) if name is not None else None,
+            LostLine(Path(file).name, number, str(name) if name is not None else None),
             str(group) if group is not None else None,
             size if type(size) is int else self.limits.group_size,
-            Path(file).name,
         )
         append([bad.entry], self.refused_file)
         self._num_bad += 1

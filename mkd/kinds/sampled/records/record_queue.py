@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from mkd.errors import DataError
 from mkd.kinds.sampled.records.agent_record import ERROR, AgentRecord
 
 STALE, DUPLICATE, LEFT_OUT, BAD = "stale", "duplicate", "left_out", "bad"
+
+
+class LostLine(NamedTuple):
+    """A line whose record cannot be used: bad, too long, or an error."""
+
+    file: str  # its name
+    line: int
+    id: str | None  # if it has one
 
 
 @dataclass
@@ -18,12 +27,12 @@ class Group:
 
     size: int
     records: list[AgentRecord] = field(default_factory=list)
-    lost: int = 0  # records that cannot be used, which the group does not wait for
+    lost: list[LostLine] = field(default_factory=list)  # which the group does not wait for
     files: set[str] = field(default_factory=set)  # that its records are in
 
     @property
     def is_complete(self) -> bool:
-        return len(self.records) + self.lost >= self.size
+        return len(self.records) + len(self.lost) >= self.size
 
     @property
     def oldest(self) -> int | None:
@@ -53,6 +62,7 @@ class RecordQueue:
     groups: dict[str, Group] = field(default_factory=dict)  # in the order of their first records
     seen: set[str] = field(default_factory=set)  # ids
     taken: set[str] = field(default_factory=set)  # ids of earlier steps, whose files are read again
+    lost: list[LostLine] = field(default_factory=list)  # since the last step, of groups that are gone
     counts: Counter[str] = field(default_factory=Counter)  # since the last step
 
     def add(self, record: AgentRecord) -> None:
@@ -64,20 +74,21 @@ class RecordQueue:
             raise DataError(what, why, do, code="record-value-not-valid")
         if self._is_known(record.id):
             return
-        group = self._of(record.group, record.group_size, Path(record.place[0]).name)
+        file, number = Path(record.place[0]).name, record.place[1]
+        group = self._of(record.group, record.group_size, file)
         if len(record.ids) > self.seq_length or record.finish == ERROR:
             self.counts[LEFT_OUT] += 1
-            group.lost += 1
+            group.lost.append(LostLine(file, number, record.id))
             return
         group.records.append(record)
 
-    def lose(self, name: str | None, group: str | None, size: int, file: str) -> None:
+    def lose(self, line: LostLine, group: str | None, size: int) -> None:
         """Count a bad record, which its group does not wait for if it names one."""
-        if name is not None and self._is_known(name):
+        if line.id is not None and self._is_known(line.id):
             return
         self.counts[BAD] += 1
-        if group is not None:
-            self._of(group, size, file).lost += 1
+        lost = self.lost if group is None else self._of(group, size, line.file).lost
+        lost.append(line)
 
     def skip(self, reason: str, count: int = 1) -> None:
         """Count records that are not used for another reason."""
@@ -89,9 +100,9 @@ class RecordQueue:
         for name, group in list(self.groups.items()):
             if group.oldest is None:
                 if group.is_complete:
-                    del self.groups[name]
+                    self._pop(name)
             elif iteration - 1 - group.oldest > self.max_staleness:
-                self.skip(STALE, len(self.groups.pop(name).records))
+                self.skip(STALE, len(self._pop(name)))
             elif group.is_complete and group.newest < iteration:
                 found.append(name)
         return found
@@ -101,7 +112,7 @@ class RecordQueue:
         names = self.ready(iteration)[:count]
         if len(names) < count:
             return None
-        return [record for name in names for record in self.groups.pop(name).records]
+        return [record for name in names for record in self._pop(name)]
 
     @property
     def pending_files(self) -> set[str]:
@@ -122,6 +133,12 @@ class RecordQueue:
             return True
         self.seen.add(name)
         return False
+
+    def _pop(self, name: str) -> list[AgentRecord]:
+        """Return the records of a group that is not waited for any more."""
+        group = self.groups.pop(name)
+        self.lost += group.lost
+        return group.records
 
     def _of(self, name: str, size: int, file: str) -> Group:
         group = self.groups.setdefault(name, Group(size))

@@ -20,6 +20,7 @@ from typing import Any
 
 from mkd.errors import DataError
 from mkd.kinds.sampled.records.agent_record import AgentRecord, RecordLimits, read_record
+from mkd.kinds.sampled.records.record_queue import LostLine
 from mkd.kinds.sampled.server.rollout_record import STEP_FILE
 
 
@@ -63,6 +64,11 @@ class TakenSteps:
         for _, path in self._files():
             yield from (str(one["record"]["id"]) for one in map(json.loads, self._read(path)[1]))
 
+    def lost_lines(self) -> Iterator[list[Any]]:
+        """Yield file, line and id of the records that were lost in or before these steps."""
+        for _, path in self._files():
+            yield from self._read(path)[0].get("lost", ())
+
     def read_files(self) -> set[str]:
         """Return the names of files that need not be read again. Forget those of steps that are gone."""
         steps = max((step for step, _ in self._files()), default=0)
@@ -82,8 +88,17 @@ class TakenSteps:
         found = map(json.loads, lines)
         return [read_record(one["record"], limits, (one["file"], one["line"])) for one in found]
 
-    def write(self, iteration: int, records: Sequence[AgentRecord], files: Sequence[str]) -> None:
-        """Record what a step takes, and which `files` are done. Remove steps that no resumed run needs."""
+    def write(
+        self,
+        iteration: int,
+        records: Sequence[AgentRecord],
+        files: Sequence[str],
+        lost: Sequence[LostLine] = (),
+    ) -> None:
+        """Record what a step takes, which `files` are done, and which lines are `lost`.
+
+        Remove steps that no resumed run needs.
+        """
         if files:
             with self._read_files.open("ab") as names:
                 names.write(json.dumps({"step": iteration, "files": list(files)}).encode() + b"\n")
@@ -93,7 +108,13 @@ class TakenSteps:
             json.dumps({"file": one.place[0], "line": one.place[1], "record": one.raw}) for one in records
         ]
         body = "".join(line + "\n" for line in lines).encode()
-        header = {"iteration": iteration, "run": self.run, "settings": self.settings, "sha256": _sha256(body)}
+        header: dict[str, Any] = {
+            "iteration": iteration,
+            "run": self.run,
+            "settings": self.settings,
+            "sha256": _sha256(body),
+        }
+        header["lost"] = list(lost)
         _write(self._path(iteration), json.dumps(header).encode() + b"\n" + body)
         self.forget()
 
