@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+from mkd.torchrun_report import rank_0_has_reported, tell_torchrun
+
 EXIT_DONE = 0
 EXIT_USAGE = 64
 EXIT_DATA = 65
@@ -205,9 +207,10 @@ def first_line(error: BaseException) -> str:
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 
-    Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its
-    own error itself. If the reader of stdout leaves, as `| head` does, end without a word. What is printed to
-    a stream that was closed before the start is discarded.
+    Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. The others wait
+    for it, because a launcher ends all ranks with the first one. A rank prints its own error itself. If the
+    reader of stdout leaves, as `| head` does, end without a word. What is printed to a stream that was closed
+    before the start is discarded.
     """
 
     @wraps(main)
@@ -245,8 +248,10 @@ def _open_closed_streams() -> None:
 
 def _print(error: MkdError) -> None:
     rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
-    if rank == 0 or not error.on_all_ranks:
-        print(f"rank {rank}: {error.report()}" if rank else error.report(), file=sys.stderr, flush=True)
+    text = f"rank {rank}: {error.report()}" if rank else error.report()
+    if rank == 0 or not error.on_all_ranks or not rank_0_has_reported():
+        print(text, file=sys.stderr, flush=True)
+    tell_torchrun(text)  # after the text is printed: the other ranks end when they see it
 
 
 def discard_closed_stdout() -> bool:

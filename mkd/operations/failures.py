@@ -18,11 +18,11 @@ from pathlib import Path
 
 from mkd.errors import ErrorList, MkdError
 from mkd.operations.launch.rendezvous import Problem, Rendezvous
+from mkd.torchrun_report import tell_torchrun
 
 PATIENCE_S = 60.0  # how long a rank that cannot start waits for the problems of the others
 WAIT_S = 2.0  # for the report of a peer that failed first
 POLL_S = 0.1
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which shows the file's content as the root cause
 GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 """Words in the RuntimeErrors of broken communication."""
 NCCL_ALLOCATES = re.compile(r"Failed to CUDA [cm]alloc(?: async)? (\d+) bytes")
@@ -142,22 +142,6 @@ def _report(text: str) -> None:
     """Print why this rank ends, and add it to torchrun's own report."""
     tell_torchrun(text)
     _print(text)
-
-
-def tell_torchrun(text: str) -> None:
-    """Leave `text` for torchrun, which reports it as the root cause.
-
-    Without it torchrun prints a bare exit code. The file has the format of torch.distributed.elastic's
-    ErrorHandler. If a process writes several texts, the first one stays.
-    """
-    path = os.environ.get(ERROR_FILE)
-    if not path or os.path.exists(path):
-        return
-    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-    try:
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-    except OSError as error:
-        _print(f"cannot write {path}: {error}")
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -97,8 +97,9 @@ def test_the_report_of_torchrun_ends_with_the_error(tmp_path, monkeypatch, capsy
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     from mkd.errors import UsageError
-    from mkd.operations.failures import ERROR_FILE, FailureReports, end_of_rank
+    from mkd.operations.failures import FailureReports, end_of_rank
     from mkd.operations.launch.rendezvous import Rendezvous
+    from mkd.torchrun_report import ERROR_FILE
 
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from mkd import torchrun_report
 from mkd.errors import EXIT_DATA, EXIT_USAGE, DataError, ErrorList, returns_exit_code
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,6 +52,30 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # only this process reports
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == REPORT
+
+
+@pytest.mark.parametrize("has_rank_0", [True, False])
+def test_an_error_of_all_ranks_is_printed_before_a_launcher_ends_them(
+    has_rank_0, tmp_path, monkeypatch, capsys
+):
+    """torchrun ends rank 0 with the first rank that ends: the others wait until it has printed the error."""
+    files = [tmp_path / str(rank) / "error.json" for rank in range(2)]
+    for file in files:
+        file.parent.mkdir()
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), (torchrun_report.ERROR_FILE, str(files[1]))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun_report, "PATIENCE_S", 60.0 if has_rank_0 else 0.1)
+    written = threading.Timer(0.3, lambda: files[0].write_text("{}"))
+    if has_rank_0:
+        written.start()
+
+    @returns_exit_code
+    def main():
+        raise ErrorList([DataError("no text", "", "give some", code="example")])
+
+    assert main() == EXIT_DATA and files[0].exists() == has_rank_0
+    assert capsys.readouterr().err == ("" if has_rank_0 else "rank 1: " + REPORT)
+    assert json.loads(files[1].read_text())["message"]["message"] == "rank 1: " + REPORT.rstrip()
 
 
 def test_ctrl_c_ends_a_tool_without_a_traceback(capsys):
