@@ -29,10 +29,25 @@ RECORDS = (
 
 def make_teacher(folder: Path) -> Path:
     """Make a teacher, a student of another family, and prompts."""
-    make_chat_model(folder / "teacher", "qwen3", seed=1)
+    write_ascii(make_chat_model(folder / "teacher", "qwen3", seed=1))
     make_chat_model(folder / "student", num_hidden_layers=2)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
     return folder
+
+
+def write_ascii(model: Path) -> None:
+    """Give tokens with other bytes ASCII names: a random model would write hardly any text that is UTF-8."""
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept = {chr(byte) for byte in range(33, 127)} | {"\u0120", "\u010a"}  # with space and newline
+    bpe = content["model"]
+    bpe["vocab"] = {
+        name if set(name) <= kept or name.startswith("<|") else f"~{one}": one
+        for name, one in bpe["vocab"].items()
+    }
+    pairs = [one.split(" ") if isinstance(one, str) else one for one in bpe["merges"]]
+    bpe["merges"] = [one for one in pairs if set("".join(one)) <= kept]
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def arguments(folder: Path, out: str, *more: object) -> list[object]:
