@@ -130,7 +130,7 @@ def split_default(option: Option) -> tuple[str, str]:
         return option.help, ""
     if option.kind is bool:
         return option.help, "on" if option.default else "off"
-    text = " ".join(option.default) if option.kind is tuple else option.default
+    text = " ".join(option.default) if option.kind is tuple else str(option.default).replace("\n", "\\n")
     return option.help, f"`{text}`"
 
 

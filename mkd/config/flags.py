@@ -63,7 +63,8 @@ class FlagParser(argparse.ArgumentParser):
         try:
             found, unknown = self.parse_known_args(args, namespace)
         except UsageError:
-            self._refuse_unknown(sys.argv[1:] if args is None else args)  # it explains what is missing
+            if self._subparsers is None:  # else the words are those of a subcommand
+                self._refuse_unknown(sys.argv[1:] if args is None else args)  # it explains what is missing
             raise
         self._refuse_unknown(unknown)
         if unknown:

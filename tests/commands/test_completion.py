@@ -21,7 +21,7 @@ def completed(*words: str) -> list[str]:
     ("words", "found"),
     [
         (("dis",), ["distill"]),
-        (("train", "--teacher-h"), ["--teacher-hf"]),
+        (("train", "--teacher-h"), ["--teacher-hf", "--teacher-hidden"]),
         (("init", "--gpu"), ["--gpu-memory-gib", "--gpus"]),
         (("train", "--config", "fi"), []),  # a file
         (("",), list(COMMANDS)),

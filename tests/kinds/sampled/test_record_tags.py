@@ -1,13 +1,11 @@
-"""Check that records of agents go to the teachers of their tags, and others are refused."""
+"""Check that records of agents go to the teachers of their tags."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from mkd.errors import DataError
 from mkd.kinds.sampled.records.agent_record import RecordedRollout
 from mkd.kinds.sampled.records.record_stream import RecordStream
 from mkd.kinds.sampled.sampler.rollouts import STOP, Request
@@ -21,9 +19,5 @@ def test_tags_of_records_are_those_of_the_run():
     stream.tag_names = ("code", "math")
     tagged = [replace(RECORD, tag=tag) for tag in ("math", "code", "math")]
     assert stream._tags(tagged).tolist() == [1, 0, 1]
-    for tag in ("law", None):
-        with pytest.raises(DataError) as refused:
-            stream._tags([replace(RECORD, tag=tag)])
-        assert refused.value.code == "record-value-not-valid" and "in.jsonl:3" in str(refused.value)
     stream.tag_names = ()
     assert stream._tags([RECORD]) is None
