@@ -60,6 +60,7 @@ def require_state(engine, planned_gib: float) -> None:
 
 def compare(args: argparse.Namespace, machine: Machine, context) -> None:
     """Print step over ideal for every number of micro-batches, without forwards ahead and with them."""
+    from mkd.train.layer_graphs import graph_bytes
     from mkd.train.step import train_step, training_objective
     from tools.benchmarks.pipeline_benchmark import _stage_times
 
@@ -68,6 +69,8 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
         for ahead in (0, 2 * context.pp_size):
             engine, plan, batches = engine_of(args, microbatches, ahead, machine, context)
             train_step(engine, batches)
+            if machine.is_cuda:  # what was allocated while graphs were captured counts once
+                torch.cuda.reset_peak_memory_stats()
             memory = plan.forecast.memory.ranks[context.pp_rank]
             require_state(engine, memory.optimizer_gib)
             objective = training_objective(engine, batches)
@@ -83,7 +86,8 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
                 stage_ms = _stage_times(machine, engine, plan, batches[0], objective)
                 ideal_ms = microbatches * sum(stage_ms) / context.pp_size
                 balance = max(stage_ms) * len(stage_ms) / sum(stage_ms)
-            peak = torch.cuda.max_memory_allocated() / GIB if machine.is_cuda else 0
+            peak = torch.cuda.max_memory_allocated() + graph_bytes(engine.stages) if machine.is_cuda else 0
+            peak /= GIB
             peaks = [None] * context.world_size
             planned = memory.allocated_gib
             dist.all_gather_object(peaks, f"{peak:.2f} GiB (plan {planned:.2f}, ratio {peak / planned:.3f})")
@@ -99,7 +103,6 @@ def compare(args: argparse.Namespace, machine: Machine, context) -> None:
             gc.collect()
             if machine.is_cuda:
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
 
 
 def endure(args: argparse.Namespace, machine: Machine, context) -> int:

@@ -11,12 +11,12 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mkd.data.batch import PackedBatch
 from mkd.models.packed import packed_documents
-from mkd.parallel.context import ParallelContext
 from mkd.plan.footprint.memory import predict_memory
 from mkd.plan.forecast import PEAK_TFLOPS
 from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
+from mkd.train.layer_graphs import graph_bytes
 from mkd.train.step import Engine, train_step
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.host_times import step_profile
@@ -46,7 +46,7 @@ def benchmark(
             for _ in range(settings.num_microbatches)
         ]
         arms = [Arm(KD, step_of(engine, batches))]
-        memory = memory_note(machine, plan, arms[0], context)
+        memory = memory_note(machine, plan, arms[0], engine)
         plain = PairSettings(**{**vars(settings), "kd_ratio": 0.0})
         arms += [Arm(SFT, step_of(random_engine(plain, machine, context)[0], batches))]
         if context.pp_size == 1:
@@ -106,18 +106,21 @@ def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
     }
 
 
-def memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext) -> str:
-    """Measure each pipeline rank's peak over two steps, beside the plan's.
+def memory_note(machine: Machine, plan: Plan, arm: Arm, engine: Engine) -> str:
+    """Measure each pipeline rank's peak in the second step, beside the plan's.
 
-    The first step creates the optimizer state.
+    The first one captures graphs and creates the optimizer state. Tensors of a graph that is replayed are not
+    allocated to torch, so what graphs keep is added.
     """
     if not machine.is_cuda:
         return "peak memory: measured on GPUs only"
+    arm.run()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        arm.run()
+    arm.run()
+    context = engine.context
+    peak = torch.cuda.max_memory_allocated() + graph_bytes(engine.stages)
     measured: list = [None] * context.world_size
-    dist.all_gather_object(measured, (context.pp_rank, torch.cuda.max_memory_allocated() / GIB))
+    dist.all_gather_object(measured, (context.pp_rank, peak / GIB))
     planned = predict_memory(plan.facts)
     lines = []
     for rank, memory in enumerate(planned.ranks):
