@@ -170,10 +170,22 @@ def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: 
     try:
         return getattr(_module(file), name)(*args)
     finally:
+        free_graphs()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         gc.collect()  # cycles keep groups alive, and gloo has some polling threads for each of them
         gc.freeze()  # what is left are modules: the next call need not look at them
+
+
+def free_graphs() -> None:
+    """Free the CUDA graphs of contexts that a test left open: NCCL waits for graphs that have work of it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.cuda.CUDAGraph):
+                one.reset()
 
 
 def _meet(rank: int, world_size: int, store: str) -> None:
