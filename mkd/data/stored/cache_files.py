@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OPEN_FILES = 64
 CACHED_GROUPS = 8
+EXPORT_ID = "mkd.export_id"  # in a shard's metadata
 
 
 def pack_digest(pack: Pack) -> bytes:
@@ -54,7 +55,8 @@ class ShardWriter:
         self._path, self._meta = path, meta
         self._partial = path.with_name(draft_name(path.name))
         types = {"sample_id": self._pa.int64(), "digest": self._pa.binary(16)}
-        self._schema = self._pa.schema(types | self._types(self._pa))
+        metadata = {EXPORT_ID: meta.export_id} if meta.export_id else None
+        self._schema = self._pa.schema(types | self._types(self._pa), metadata)
         self._rows: list[dict[str, Any]] = []
 
     def _types(self, pa: ModuleType) -> dict[str, Any]:
@@ -196,9 +198,12 @@ class CachePart:
         pa, pq = load_pyarrow()
         path = self.shard_path(shard)
         try:
-            return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+            file = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise damaged(path, str(error)) from error
+        if (file.metadata.metadata or {}).get(EXPORT_ID.encode(), b"").decode() != self.meta.export_id:
+            raise not_usable(f"{path} was written by another export", "its teacher or settings may differ")
+        return file
 
     def _read_group(self, shard: int, group: int) -> Table:
         """Return a table of packs."""
@@ -261,10 +266,11 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
 
 
 def damaged(path: Path, why: str) -> DataError:
-    """Return the error of a file of a cache that cannot be used."""
-    return DataError(
-        f"{path} is damaged",
-        why,
-        "delete this file and export again: only what is missing is made",
-        code="teacher-cache-incomplete",
-    )
+    """Return the error of a damaged file of a cache."""
+    return not_usable(f"{path} is damaged", why)
+
+
+def not_usable(what: str, why: str) -> DataError:
+    """Return the error of a file of a cache that must be made again."""
+    do = "delete this file and export again: only what is missing is made"
+    return DataError(what, why, do, code="teacher-cache-incomplete")

@@ -40,6 +40,7 @@ class CacheMeta:
     samples_per_shard: int
     format_version: int = field(default=FORMAT_VERSION)
     precision: str = UNKNOWN_PRECISION  # of the teacher's products: fp32, bf16, or fp8 and its recipe
+    export_id: str = ""  # every shard repeats it; empty in exports of version 0.1.0
 
     command: ClassVar[str]  # that writes such a cache
     flag: ClassVar[str]  # that trains from it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.corpus.known_files import sha256_of_file
 from mkd.data.stored.cache_files import CachePart, ShardWriter, damaged
 from mkd.data.stored.cache_meta import HiddenMeta
 from mkd.data.stored.teacher_rows import StoredStates
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # File in the format of safetensors, and the tensor [v, h] in it. The folder is not that of a model.
 HEAD_FILE, HEAD = "head.tensor", "head"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-READ_BYTES = 1 << 22
 
 
 class HiddenWriter(ShardWriter):
@@ -97,7 +96,7 @@ def write_head(folder: Path, weight: Tensor) -> str:
     mode = partial.stat().st_mode  # follows the umask; safetensors makes files that only their owner may read
     save_file({HEAD: weight.contiguous()}, partial)
     partial.chmod(mode)
-    digest = sha256_of(partial)
+    digest = sha256_of_file(partial)
     partial.replace(folder / HEAD_FILE)
     return digest
 
@@ -110,7 +109,7 @@ def require_head(folder: Path, meta: HiddenMeta) -> None:
         why = f"the teacher's head, {HEAD_FILE}, is missing: the export has not finished"
         do = f"start the same `{meta.command}` command again; it resumes where it stopped"
         raise DataError(what, why, do, code="teacher-cache-incomplete")
-    if sha256_of(path) != meta.head_sha256:
+    if sha256_of_file(path) != meta.head_sha256:
         raise damaged(path, "its content is not that of the export")
 
 
@@ -125,12 +124,3 @@ def read_head_rows(folder: Path, first: int, rows: int, dtype: torch.dtype) -> T
     whole = torch.zeros(rows, width, dtype=dtype)
     whole[: len(found)] = found
     return whole
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

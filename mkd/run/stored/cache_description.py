@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from mkd.run.one_model import ModelPlan
 from mkd.tokenizers.tokenizer import Tokenizer
 
 SHARD = re.compile(r"(train|valid)-\d{5,}\.parquet")
-NOT_COMPARED = ("teacher", "head_sha256")  # a text for people, and what the export writes later
+NOT_COMPARED = ("teacher", "head_sha256", "export_id")  # a text for people, and what the export writes
 KEYS_OF_ALL_VERSIONS = {"format_version", "weights_fingerprint", "vocabulary_fingerprint", "parts"}
 
 
@@ -89,11 +90,13 @@ def write_description(plan: ExportPlan, settings: ExportSettings, meta: CacheMet
             meta = _as_found(out, meta)
         else:
             _require_no_shards(out)
+            meta = replace(meta, export_id=_export_id(meta))
     except DataError:
         if not (settings.overwrite and _holds_cache(out)):
             raise
         for path in (*_shards(out), out / HEAD_FILE):
             path.unlink(missing_ok=True)
+        meta = replace(meta, export_id=_export_id(meta))
     meta.write(out)
     return meta
 
@@ -116,6 +119,12 @@ def require_room(settings: ExportSettings, describe: Callable[[dict[str, int]], 
         error.on_all_ranks = True
         raise
     return False
+
+
+def _export_id(meta: CacheMeta) -> str:
+    """Return a hash of everything that decides what the shards hold."""
+    compared = {name: value for name, value in asdict(meta).items() if name not in NOT_COMPARED}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
 def _shards(out: Path) -> list[Path]:
@@ -155,6 +164,7 @@ def _found(out: Path) -> CacheMeta:
 def _as_found(out: Path, meta: CacheMeta) -> CacheMeta:
     """Return `meta` with what the cache in `out` has. Raises DataError if that is another cache."""
     found = _found(out)
+    meta = replace(meta, export_id=found.export_id)
     if found.precision == UNKNOWN_PRECISION and not meta.is_rounded:
         meta = replace(meta, precision=UNKNOWN_PRECISION)  # of the shards that are there
     compared = (field.name for field in fields(meta) if field.name not in NOT_COMPARED)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
+from mkd.data.corpus.known_files import sha256_of_file
 from mkd.data.stored.cache_meta import HiddenMeta
-from mkd.data.stored.teacher_hidden import HEAD_FILE, HiddenWriter, as_bytes, sha256_of, write_head
+from mkd.data.stored.teacher_hidden import HEAD_FILE, HiddenWriter, as_bytes, write_head
 from mkd.losses.lm_head import whole_sequence
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
@@ -46,7 +47,7 @@ class HiddenExport:
         path, last = out / HEAD_FILE, models[-1]
         if last.post_process and context.is_first_replica:
             weight = _whole_head(last, context)
-            if weight is not None and not (path.is_file() and digest and sha256_of(path) == digest):
+            if weight is not None and not (path.is_file() and digest and sha256_of_file(path) == digest):
                 digest = write_head(out, weight[: meta.vocab_size])
                 replace(meta, head_sha256=digest).write(out)
         digests: list[str] = [""] * context.world_size

@@ -224,3 +224,15 @@ def test_damaged_shards(dataset, cache):
     assert_refused(
         lambda: TopKPart(cache, "train", part.meta).rows(0, digest), "pack 0 is not where it should be"
     )
+
+
+def test_a_shard_of_another_export(dataset, cache, tmp_path):
+    """Its packs are those of this export, its teacher's predictions are not."""
+    part = write(cache, dataset, describe(len(dataset), export_id="of this"))
+    part.require_shards()
+    taken = [part.shard_path(0), part.meta.shard_path(tmp_path / "other", "train", 0)]
+    for export_id in ("of another", ""):
+        write(tmp_path / "other", dataset, describe(len(dataset), export_id=export_id))
+        taken[0].write_bytes(taken[1].read_bytes())
+        assert_refused(TopKPart(cache, "train", part.meta).require_shards, f"{taken[0]} was written by another")
+    write(cache, dataset, describe(len(dataset))).require_shards()  # of an earlier version: no ids

@@ -301,6 +301,11 @@ DAMAGES = {  # name -> (damage to the folder, code, text)
     "no head": (lambda f: (f / HEAD_FILE).unlink(), "teacher-cache-incomplete", "head.tensor, is missing"),
     "other head": (lambda f: flipped(f / HEAD_FILE), "teacher-cache-incomplete", "is damaged"),
     "width": (lambda f: changed_meta(f, hidden_size=36), "teacher-cache-incomplete", "36 numbers"),
+    "of two exports": (
+        lambda f: changed_meta(f, export_id="1"),
+        "teacher-cache-incomplete",
+        "train-00000.parquet was written by another export",
+    ),
     "nothing": (lambda f: (f / "meta.json").unlink(), "teacher-cache-not-found", "there is no meta.json"),
 }
 
