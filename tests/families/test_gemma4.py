@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,9 @@ from mkd.pruning.sizes import StudentSizes
 from tests.plan.shapes import STUDENT, config
 from tests.reported import refused
 from tests.run_facts import facts_of
+from tests.tiny_families import FURTHER
+from tests.tiny_models import FAMILIES as TINY
+from tests.tiny_models import config_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZES = dict(
@@ -168,3 +173,19 @@ def test_a_cut_keeps_full_attention_at_its_end():
     assert config["per_layer_config"] == {"2": written["per_layer_config"]["5"]}
     assert ModelShape.from_hf_config(config).layers == tuple(teacher.layers[layer] for layer in (0, 2, 5))
     assert first_parts(StudentSizes(3, 96, 4, 48), teacher).layers == (0, 1, 7)
+
+
+def test_the_page_of_families_names_those_with_soft_caps():
+    """The others ignore the key and say so, or refuse it."""
+    capped, refusing = set(), set()
+    for config in map(config_of, TINY | FURTHER):
+        try:
+            shape = ModelShape.from_hf_config(config | {"final_logit_softcapping": 9.0})
+        except MkdError as refusal:
+            assert refusal.code == "model-feature-not-supported", refusal
+            refusing.add(config["model_type"])
+        else:
+            capped |= {config["model_type"]} if shape.logits_cap == 9.0 else set()
+    assert refusing == {"gemma3_text"}
+    (sentence,) = re.findall(r"^\* (Soft-capped .*?),", Path("docs/families.md").read_text(), re.M | re.S)
+    assert set(re.findall(r"`(gemma\w+)`", sentence)) == capped | {"gemma4"} and "gemma4_text" in capped

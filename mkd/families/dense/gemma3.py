@@ -23,7 +23,7 @@ GLOBAL, LOCAL = FULL, SLIDING
 THETA = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
 THETA_KEY = {GLOBAL: "rope_theta", LOCAL: "rope_local_base_freq"}  # the keys of older configurations
 UNSUPPORTED = (  # switches that no released Gemma 3 has set
-    ("final_logit_softcapping", "mkd's losses read logits as the head makes them"),
+    ("final_logit_softcapping", "mkd reads soft caps of logits for Gemma 4 alone"),
     ("attn_logit_softcapping", "mkd's attention has no soft-cap"),
     ("use_bidirectional_attention", "mkd's attention never looks at later tokens"),
     ("attention_bias", "Gemma 3 normalises the output of attention, which has no bias"),

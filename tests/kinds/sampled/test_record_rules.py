@@ -214,12 +214,18 @@ def test_lost_records_of_taken_groups_are_counted_once(tmp_path):
     assert [one.id for one in inbox.poll(4)[1]] == ["1"]
     assert inbox.queue.counted()["rollout/bad_records"] == 3
     refused_before = (tmp_path / "refused.jsonl").read_text()
-    again = make_inbox(tmp_path, bad=0, last=4)
+    again = make_inbox(tmp_path, bad=1, last=4)
     put(tmp_path, "2.jsonl", dict(id="6", group="b"))
     assert [one.id for one in again.poll(5)[1]] == ["5", "6"]
     assert not again.queue.groups and not any(again.queue.counted().values())
     assert (tmp_path / "refused.jsonl").read_text() == refused_before
     assert make_inbox(tmp_path, last=4).folder.known == {"1.jsonl", "2.jsonl"}, "nothing waits in them"
+    put(tmp_path, "3.jsonl", "torn")
+    again.poll(6)  # the limit is of this start: this is its first bad record
+    put(tmp_path, "4.jsonl", "torn")
+    with pytest.raises(ErrorList) as caught:
+        again.poll(6)
+    assert "2 bad records" in caught.value.report()
 
 
 def test_records_of_an_abandoned_branch_are_of_another_run(tmp_path):
