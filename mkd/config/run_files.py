@@ -66,8 +66,8 @@ class DataConfig:
     max_bad_records: int = option(
         0,
         "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. They "
-        "are listed in quarantine.jsonl in the log folder. One more ends the run and names the first ten. Records "
-        "of agents: in all that a run reads since its start or resumption",
+        "are listed in quarantine.jsonl in the log folder. One more ends the run and names the first ten. Of "
+        "records of agents: in all that a run reads after its start or resumption",
     )
     image_root: str | None = option(
         None,

@@ -178,14 +178,14 @@ def test_a_cut_keeps_full_attention_at_its_end():
 def test_the_page_of_families_names_those_with_soft_caps():
     """The others ignore the key and say so, or refuse it."""
     capped, refusing = set(), set()
-    for config in map(config_of, TINY | FURTHER):
+    for json_of in map(config_of, TINY | FURTHER):
         try:
-            shape = ModelShape.from_hf_config(config | {"final_logit_softcapping": 9.0})
+            shape = ModelShape.from_hf_config(json_of | {"final_logit_softcapping": 9.0})
         except MkdError as refusal:
             assert refusal.code == "model-feature-not-supported", refusal
-            refusing.add(config["model_type"])
+            refusing.add(json_of["model_type"])
         else:
-            capped |= {config["model_type"]} if shape.logits_cap == 9.0 else set()
+            capped |= {json_of["model_type"]} if shape.logits_cap == 9.0 else set()
     assert refusing == {"gemma3_text"}
     (sentence,) = re.findall(r"^\* (Soft-capped .*?),", Path("docs/families.md").read_text(), re.M | re.S)
     assert set(re.findall(r"`(gemma\w+)`", sentence)) == capped | {"gemma4"} and "gemma4_text" in capped

@@ -234,5 +234,7 @@ def test_a_shard_of_another_export(dataset, cache, tmp_path):
     for export_id in ("of another", ""):
         write(tmp_path / "other", dataset, describe(len(dataset), export_id=export_id))
         taken[0].write_bytes(taken[1].read_bytes())
-        assert_refused(TopKPart(cache, "train", part.meta).require_shards, f"{taken[0]} was written by another")
+        assert_refused(
+            TopKPart(cache, "train", part.meta).require_shards, f"{taken[0]} was written by another"
+        )
     write(cache, dataset, describe(len(dataset))).require_shards()  # of an earlier version: no ids
