@@ -94,20 +94,17 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
         why = "the student is a teacher too, whose packs are longer"
         yield from [why] * (1 + len(facts.planned_teachers))
         return
-    reason = _of_shape(facts.pair.student, facts.sizes.expert)
+    reason = _of_shape(facts.pair.student)
     if facts.config.lora.is_on:
         reason = "layers with adapters have not been tried in graphs"
     if facts.config.rounding.round_activations:
         reason = "rounded inputs have not been tried in graphs"
     yield reason
     for teacher in facts.planned_teachers:
-        streams, expert_size = teacher.place.streams, teacher.sizes.expert
-        yield "layers that move run one by one" if streams else _of_shape(teacher.shape, expert_size)
+        yield "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
 
 
-def _of_shape(shape: ModelShape, expert_size: int) -> str | None:
-    if shape.moe is not None and expert_size > 1:
-        return "experts on several processes have not been timed"
+def _of_shape(shape: ModelShape) -> str | None:
     if shape.vision is not None:
         return "rows with images differ in shape"
     if any(layer.mixer is not None for layer in shape.layers):
