@@ -1,6 +1,6 @@
 """Provide a pool of ranks for tests: processes start once and serve many tests.
 
-Importing torch and Megatron takes seconds.
+Importing torch and Megatron takes seconds. CPU ranks are therefore forked from a process that has imported them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import tempfile
@@ -99,7 +100,7 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if self.on_gpus else _forking_context()
         while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -116,6 +117,23 @@ class RankPool:
         for process, _ in self._workers:
             process.join()
         self._workers.clear()
+
+
+def _forking_context() -> multiprocessing.context.BaseContext:
+    """Return a context whose processes are forked from one that has imported tests/rank_imports.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rank_imports"])
+    own = {name: os.environ.get(name) for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [own["PYTHONPATH"]])])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has looked for GPUs cannot be forked
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in own.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+    return context
 
 
 def _serve(pipe, index: int, on_gpu: bool) -> None:
