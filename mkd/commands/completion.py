@@ -4,7 +4,8 @@
     mkd completion bash >> ~/.bash_completion           # in every new one
     mkd completion zsh >> ~/.zshrc
 
-Commands and flags are those of the installed version. Anything else is completed as a file.
+Commands, their parts, flags and error codes are those of the installed version. Anything else is completed
+as a file.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mkd.config.flags import FlagParser, known_flags
+from mkd.error_codes.code_meanings import MEANINGS
 from mkd.errors import returns_exit_code
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-TAKE_RUN_FLAGS = ("train", "plan", "evaluate", "topk", "hidden", "init", "distill")
+TAKE_RUN_FLAGS = ("train", "plan", "evaluate", "topk", "hidden", "init", "distill", "data check")
+PARTS = {"data": ("preview", "check", "convert-records")}
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
@@ -36,15 +39,22 @@ def script() -> str:
     """Return the script, which zsh reads too."""
     from mkd.__main__ import COMMANDS
 
-    cases = "".join(f"        {name}) words='{' '.join(flags_of(name))}' ;;\n" for name in COMMANDS)
+    names = [f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, ("*",))]
+    cases = "".join(f"        {_pattern(name)}) words='{' '.join(_flags(name))}' ;;\n" for name in names)
+    second = PARTS | {"explain": sorted(code for codes in MEANINGS.values() for code in codes)}
+    second |= {"completion": ["bash", "zsh"]}
+    places = "".join(f"        {name}) words='{' '.join(words)}' ;;\n" for name, words in second.items())
     return f"""_mkd() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
     COMPREPLY=()
     if [ "$COMP_CWORD" -eq 1 ]; then
         words='{" ".join(COMMANDS)}'
     elif [ "${{word#--}}" != "$word" ]; then
-        case "${{COMP_WORDS[1]}}" in
+        case "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" in
 {cases}        esac
+    elif [ "$COMP_CWORD" -eq 2 ]; then
+        case "${{COMP_WORDS[1]}}" in
+{places}        esac
     fi
     [ -z "$words" ] || COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
@@ -52,14 +62,23 @@ complete -o default -F _mkd mkd
 """
 
 
+def _pattern(name: str) -> str:
+    return name.replace(" ", "\\ ")
+
+
 def flags_of(command: str) -> list[str]:
-    """Return the flags in the help of a command, and those of a run if it takes them."""
-    if command == "completion":
+    """Return the flags in the help of a command and of its parts, and those of a run if it takes them."""
+    return sorted({flag for part in PARTS.get(command, ("*",)) for flag in _flags(f"{command} {part}")})
+
+
+def _flags(name: str) -> list[str]:
+    """Return the flags of `COMMAND PART`, or of `COMMAND *`: a command without parts."""
+    name = name.removesuffix(" *")
+    if name == "completion":
         return ["--help"]
+    command, *part = name.split()
     text = io.StringIO()
-    parts = [["preview"], ["convert-records"]] if command == "data" else [[]]
-    for part in parts:
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            import_module(f"mkd.commands.{command.replace('-', '_')}").main([*part, "--help"])
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        import_module(f"mkd.commands.{command.replace('-', '_')}").main([*part, "--help"])
     found = FLAG.findall(text.getvalue())
-    return sorted({*found, *(known_flags() if command in TAKE_RUN_FLAGS else ())})
+    return sorted({*found, *(known_flags() if name in TAKE_RUN_FLAGS else ())})

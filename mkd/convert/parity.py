@@ -23,6 +23,7 @@ from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
 from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
+from mkd.progress_bars import without_progress_bars
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def random_documents(vocab_size: int, num_documents: int, num_tokens: int, seed:
 
 
 @torch.no_grad()
+@without_progress_bars()
 def transformers_logits(folder: Path, documents: list[Tensor], device: torch.device) -> Tensor:
     """Return logits [tokens of all documents, v] fp32 on the CPU, computed one document at a time."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

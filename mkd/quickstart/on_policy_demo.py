@@ -12,6 +12,7 @@ from pathlib import Path
 from mkd.config.packaged import packaged
 from mkd.log.records import read_records, split_of
 from mkd.operations.launch.child_command import ChildCommands
+from mkd.progress_bars import without_progress_bars
 from mkd.quickstart.demo_picture import draw_on_policy
 from mkd.quickstart.demo_text import write_prompts
 from mkd.quickstart.function_bodies import bodies_table, held_out_heads, write_bodies, write_samples
@@ -52,6 +53,7 @@ def learn(folder: Path, start: Path, commands: ChildCommands) -> int:
     return run(commands, *words, "--export-hf", folder / "distilled", "--overwrite", "--no-save")
 
 
+@without_progress_bars()
 def measure(student_dir: Path, teacher_dir: Path, prompts: Sequence[str]) -> dict[str, float]:
     """Return the mean figures of the student's own samples of `prompts`, nats per token."""
     import torch

@@ -12,6 +12,7 @@ def main(asked_file: str, answer_file: str) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     with open(asked_file, encoding="utf-8") as file:
         asked = json.load(file)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[asked["dtype"]]

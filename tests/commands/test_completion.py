@@ -25,6 +25,12 @@ def completed(*words: str) -> list[str]:
         (("init", "--gpu"), ["--gpu-memory-gib", "--gpus"]),
         (("train", "--config", "fi"), []),  # a file
         (("",), list(COMMANDS)),
+        (("data", ""), ["preview", "check", "convert-records"]),
+        (("data", "preview", "--hist"), ["--histogram"]),
+        (("data", "preview", "--teacher-h"), []),  # no flag of this part
+        (("data", "check", "--teacher-h"), ["--teacher-hf", "--teacher-hidden"]),
+        (("explain", "already-"), ["already-exists"]),
+        (("completion", ""), ["bash", "zsh"]),
     ],
 )
 def test_bash_completes(words, found):

@@ -13,21 +13,36 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES += sorted((ROOT / "docs/questions").glob("*.md"))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 SHELLS = ("", "bash", "sh", "console")
-PROGRAM = re.compile(r"(mkd|torchrun|python3?|make|pip3?|sbatch|srun|source|docker|git|launch/\S+|\S+\.sh)\b")
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+PROGRAM = re.compile(
+    r"(mkd|torchrun|python3?|make|pip3?|lm_eval|sbatch|srun|source|docker|git|launch/\S+|\S+\.sh)\b"
+)
+FOLDER = re.compile(r"[\w./-]*\bbin/(?=[a-z])")  # of an environment
 GPU, NETWORK, INSTALLS, SLURM = "a GPU", "a network", "a fresh environment", "Slurm"
+NEEDS = (GPU, NETWORK, INSTALLS, SLURM)
 
 RUN_BY = {  # start of a command -> the test that runs it, or what it needs
+    "mkd --help": "tests/commands/test_command_line.py",
+    "mkd COMMAND --help": "tests/commands/test_command_line.py",
     "make install": "tests/test_install.py",  # the same packages, from wheels
     "make SYSTEM_SITE=1 install": "tests/test_install.py",
     "make test": "tests/test_workflows.py",  # targets exist; CI runs them
     "make check": "tests/test_workflows.py",
     "make docs": "tests/docs/test_site.py",
     "make quickstart": NETWORK,
+    "make invariance": "tests/train/test_invariance.py",
+    "make faults": "tests/test_faults.py",
+    "make help": "tests/test_workflows.py",
+    "make clean": "tests/test_workflows.py",
     "pip install": NETWORK,
+    "pip uninstall": INSTALLS,
+    "python -m pip": NETWORK,
+    "lm_eval": NETWORK,
     "python3.12 -m venv": INSTALLS,
     "source": INSTALLS,
     "docker": GPU,
     "git clone": NETWORK,
+    "git worktree": NETWORK,  # a commit that a shallow clone does not have
     "python -m mkd.lm_eval": NETWORK,  # a task of the harness; tests/evaluation/test_harness_model.py scores
     "sbatch": SLURM,
     "DIR/launch/local.sh": "tests/test_launch.py",
@@ -35,11 +50,14 @@ RUN_BY = {  # start of a command -> the test that runs it, or what it needs
     "python pretrain_kd.py": "tests/run/test_main.py",
     "torchrun --nproc-per-node N pretrain_kd.py": "tests/test_install.py",
     "python tools/make_docs.py": "tests/tools/test_docs.py",
+    "python tools/check_types.py": "tests/tools/test_check_types.py",
     "python tools/fetch_smollm2.py": NETWORK,
     "python tools/benchmark": GPU,  # their arithmetic is tested by tests/tools/benchmarks
     "torchrun --nproc-per-node N tools/benchmark.py": GPU,
     "torchrun --nproc-per-node N -m tests.": GPU,
     "python -m tests.": GPU,
+    "python -m tests.checkpoint.save_cost": "tests/checkpoint/test_save_cost.py",
+    "python -m tests.fixed_runs": "tests/test_fixed_runs.py",
     "python -m vllm": GPU,
     "python -m pytest": "tests/docs/test_extending.py",
     "python -c": "tests/docs/test_extending.py",
@@ -76,8 +94,9 @@ class Shown:
 
 
 def shown_commands() -> Iterator[Shown]:
-    """Yield every command of a shell in a fenced or indented block."""
+    """Yield every command: in fenced or indented blocks, and with its arguments in sentences and tables."""
     for page in PAGES:
+        yield from _in_sentences(page)
         text = page.read_text(encoding="utf-8")
         blocks = [block for language, block in FENCE.findall(text) if language in SHELLS]
         rest = FENCE.sub("", text)
@@ -85,9 +104,17 @@ def shown_commands() -> Iterator[Shown]:
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             line = re.split(r"\s+#", line.strip().removeprefix("$ "))[0].strip()
             line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)
-            for part in line.split(" && "):
+            for part in (FOLDER.sub("", part, count=1) for part in line.split(" && ")):
                 if PROGRAM.match(part) and not re.match(r"\w+(?:: |\.$|,)", part):
                     yield Shown(page.relative_to(ROOT).as_posix(), re.sub(r"\s+", " ", part))
+
+
+def _in_sentences(page: Path) -> Iterator[Shown]:
+    """Yield the commands of inline code; a name alone, such as `mkd train`, stands for the command."""
+    for code in CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        text = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", re.sub(r"\s+", " ", code))
+        if PROGRAM.match(text) and text.startswith(("mkd ", "make ", "pip ", "git ", "python ", "lm_eval ")):
+            yield Shown(page.relative_to(ROOT).as_posix(), text)
 
 
 @cache
