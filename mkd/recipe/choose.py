@@ -107,12 +107,19 @@ def choose_batch(request: Request, settings: Settings, text: Survey) -> None:
     steps = settings.put("training.train_iters", steps, why)
     settings.put(
         "training.eval_interval",
-        math.ceil(steps / EVALUATIONS[has_gpu]),  # rounded down, the last two would be side by side
-        "held-out text, also before the first step",
+        math.ceil(steps / num_evaluations(steps, settings.get("training.eval_iters"), has_gpu)),
+        "held-out text, also before the first step",  # rounded up: the last two are not side by side
     )
-    settings.put(
-        "optimizer.lr_warmup_iters", min(100, max(1, steps // 20)), "a twentieth of the run, 100 at most"
-    )
+    # A step of warm-up has rate 0: too much of a run of a few steps.
+    settings.put("optimizer.lr_warmup_iters", min(100, steps // 20), "a twentieth of the run, 100 at most")
+
+
+def num_evaluations(steps: int, batches: int, has_gpu: bool) -> int:
+    """Return how often a run evaluates after its first step.
+
+    A batch of an evaluation takes about half a step, and all of them take a quarter of the run at most.
+    """
+    return max(1, min(EVALUATIONS[has_gpu], steps // max(2 * batches, 1)))
 
 
 def cpu_seconds(request: Request, tokens: int) -> float:

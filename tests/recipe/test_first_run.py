@@ -20,6 +20,7 @@ from mkd.config.load import load_config
 from mkd.errors import EXIT_DATA, EXIT_USAGE, UsageError
 from mkd.plan.times.hardware import USABLE
 from mkd.pruning.sizes import Sizes
+from mkd.recipe.choose import num_evaluations
 from mkd.recipe.choose_layout import fullest_rank
 from mkd.recipe.distill_stages import Stage, State
 from mkd.recipe.first_request import Request, parse_size
@@ -93,6 +94,16 @@ def test_a_stage_is_done_while_what_it_leaves_is_there(tmp_path):
     assert state.is_done(stage)
 
 
+@pytest.mark.parametrize(
+    ("steps", "has_gpu", "number"),
+    [(1, False, 1), (15, False, 1), (16, False, 2), (1000, False, 4), (100, True, 5), (1000, True, 10)],
+)
+def test_evaluations_take_a_quarter_of_the_run_at_most(steps, has_gpu, number):
+    batches = 10 if has_gpu else 4
+    assert num_evaluations(steps, batches, has_gpu) == number
+    assert number == 1 or number * batches / 2 <= steps / 4
+
+
 def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
     """Given flags stay, every choice has its reason, and torch is never imported."""
     words = [
@@ -114,7 +125,8 @@ def test_the_file_of_two_models_loads_and_plans(files, tmp_path, capsys):
     path = tmp_path / "run/run.yaml"
     config = load_config(["--config", str(path)]).config
     assert (config.optimizer.lr, config.training.seq_length) == (3e-4, 64)
-    assert config.training.eval_interval == 2  # after steps 2, 4 and 6
+    assert config.training.eval_interval == 6  # four batches take as long as two steps
+    assert config.optimizer.lr_warmup_iters == 0  # a step of warm-up has rate 0
     assert (config.student.hf, config.teachers[0].hf) == (str(files / "student"), str(files / "teacher"))
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/run")
     text = path.read_text()
