@@ -18,6 +18,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 EVERY_S = 10.0  # between two lines of progress
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class TimedBatches(list[T]):
@@ -27,16 +28,32 @@ class TimedBatches(list[T]):
         """`say` gets a line at most every `every_s` seconds."""
         super().__init__(batches)
         self._say, self._every_s = say, every_s
+        self._done, self._shown = 0, time.monotonic()
 
     def __iter__(self) -> Iterator[T]:
-        start = shown = time.monotonic()
+        start = self._shown = time.monotonic()
         for done, batch in enumerate(super().__iter__()):
-            now = time.monotonic()
-            if done and now - shown >= self._every_s:
-                left = duration((now - start) / done * (len(self) - done))
+            self._done = done
+            if done and self._is_time():
+                left = duration((time.monotonic() - start) / done * (len(self) - done))
                 self._say(f"measured {done} of {counted(len(self), 'batch')}, at most {left} left")
-                shown = now
             yield batch
+
+    def cuts(self, cuts: Sequence[U]) -> Iterator[U]:
+        """Yield the cuts that are measured on this batch, and say how far they are: one batch may take long."""
+        for done, cut in enumerate(cuts):
+            if done and self._is_time():
+                place = f"batch {self._done + 1} of {len(self)}"
+                self._say(f"measured {done} of {counted(len(cuts), 'cut')} on {place}")
+            yield cut
+
+    def _is_time(self) -> bool:
+        """Return True if a line is due, which then counts as shown."""
+        now = time.monotonic()
+        if now - self._shown < self._every_s:
+            return False
+        self._shown = now
+        return True
 
 
 def read_batches(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mkd.data.batch import PackedBatch
+from mkd.data.measured_text import TimedBatches
 from mkd.pruning.cut import may_end, without_block
 from mkd.pruning.probe import Probe, Score
 
@@ -69,7 +70,7 @@ def measure(
         states = probe.trace(row, base)
         whole = states[-1] if len(base) == len(everything) else probe.run(row, everything)
         teacher_logits = probe.logits(row, whole)
-        for candidate in running:
+        for candidate in batches.cuts(running) if isinstance(batches, TimedBatches) else running:
             shared = _common_prefix(candidate.layers, base)
             hidden = probe.run(row, candidate.layers[shared:], states[shared])
             probe.add_score(candidate.score, row, probe.logits(row, hidden), teacher_logits)

@@ -22,3 +22,13 @@ def test_a_short_pass_is_quiet():
     lines: list[str] = []
     list(TimedBatches([None] * 4, lines.append))
     assert lines == []
+
+
+def test_the_cuts_of_a_batch_say_how_far_they_are():
+    lines: list[str] = []
+    batches = TimedBatches([None] * 2, lines.append, every_s=0)
+    for _ in batches:
+        assert list(batches.cuts("abc")) == ["a", "b", "c"]
+    assert [line for line in lines if "cuts" in line] == [
+        f"measured {done} of 3 cuts on batch {batch} of 2" for batch in (1, 2) for done in (1, 2)
+    ]
