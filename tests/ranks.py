@@ -1,6 +1,6 @@
 """Provide a pool of ranks for tests: processes start once and serve many tests.
 
-Importing torch and Megatron takes seconds. CPU ranks are therefore forked from a process that has imported them.
+Importing torch and Megatron takes seconds, so ranks on CPUs are forked from a process that has done so.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ fp8_layers.py                    layers that multiply in FP8 in training
 layer_parts.py                   RMSNorm, norms behind a block, the gated MLP
 rope.py                          rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
+attention_check.py               are Transformer Engine's gradients of attention right on this machine?
 head_norms.py                    norms over all heads, and behind the rotation
 own_heads.py                     attention whose heads differ by layer
 xielu.py                         the activation of Apertus

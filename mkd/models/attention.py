@@ -5,7 +5,6 @@ The latter is used on machines without Transformer Engine, or without its kernel
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mkd.families.layer_shape import WIDEST_HEAD
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import RowShard
+
+# Not those of cuDNN, which may have wrong gradients: see attention_check.py.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class UnrotatedAttention(SelfAttention):
@@ -281,7 +283,7 @@ class PackedAttention(nn.Module):
         is_wide = query.size(-1) > WIDEST_HEAD
         if query.is_cuda and (masked or is_wide or query.dtype == torch.float32):
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-        with sdpa_kernel(SDPBackend.MATH) if self.deterministic else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH if self.deterministic else KERNELS):
             output = F.scaled_dot_product_attention(
                 query.transpose(0, 1)[None],
                 key.transpose(0, 1)[None],

@@ -80,11 +80,12 @@ class LanguageModel(LanguageModule):
             _set_attention_factor(config, shape.ropes[0].attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine supports context parallelism in 16 bits only.
-        packed_attention = context.cp_size > 1 and options.dtype == torch.float32
+        in_fp32 = context.cp_size > 1 and options.dtype == torch.float32
+        own_attention = options.own_attention or in_fp32
         layers = shape.layers[first_layer : first_layer + num_layers]
         has_te = context.platform.transformer_engine
         kinds = options.lora, options.norms_apart
-        spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups, *kinds)
+        spec = block_spec(layers, shape.ropes, has_te, own_attention, context.groups, *kinds)
         if shape.vision is not None and shape.vision.deepstack > first_layer:
             spec = with_deepstack(spec, shape.vision.deepstack - first_layer)
         spec = with_released_layers(spec) if options.releases_layers else spec
@@ -92,6 +93,7 @@ class LanguageModel(LanguageModule):
         super().__init__(config, context.groups)
         self.shape, self.context = shape, context
         self.has_adapters = options.lora is not None
+        self.has_own_attention = own_attention  # which waits for the lengths of documents
         self.multiplies_in_fp8 = options.fp8_recipe is not None  # in training
         self.first_layer = first_layer
         self.vp_stage = virtual_stage if context.virtual_stages > 1 else None

@@ -38,6 +38,7 @@ class ModelOptions:
     lora: LoRAShape | None = None  # adapters; None: the model has none
     norms_apart: bool = False  # norms are never inside linear layers, as in a model with adapters
     fp8_recipe: str | None = None  # of products in training; None: they have the precision of the run
+    own_attention: bool = False  # mkd's in place of Transformer Engine's; see attention_check.py
 
 
 def transformer_config(

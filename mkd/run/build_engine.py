@@ -27,6 +27,7 @@ from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
 from mkd.kinds.placed.known_places import PLACES, PRECISIONS
 from mkd.kinds.routed.route_setup import run_tags
+from mkd.models.attention_check import agreed_own_attention
 from mkd.models.builder import (
     build_base_parts,
     build_model_parts,
@@ -111,7 +112,7 @@ def build_engine(
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
-        graph_layers(stages, context, *agreed_graphs(plan, context))
+        graph_layers(stages, context, *agreed_graphs(plan, context, students))
     optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context))
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
@@ -142,6 +143,7 @@ def build_students(
     apart = config.rounding.round_activations
     recipe = config.student.fp8_recipe if config.student.precision == "fp8" else None
     options = replace(options, lora=lora, norms_apart=apart, releases_layers=is_rounded, fp8_recipe=recipe)
+    options = replace(options, own_attention=agreed_own_attention(plan.student.shape, context, options.dtype))
     students = build_model_parts(plan.student.shape, plan.facts.layouts.student, options, context, vocab)
     load_weights(students, plan.student, context, rounded_loading if is_rounded else None)
     train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
@@ -245,7 +247,9 @@ def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | N
     return plan.forecast.prefetch if fewest else None
 
 
-def agreed_graphs(plan: Plan, context: ParallelContext) -> tuple[bool, list[bool], bool]:
+def agreed_graphs(
+    plan: Plan, context: ParallelContext, students: Sequence[LanguageModel]
+) -> tuple[bool, list[bool], bool]:
     """Return which models run as CUDA graphs: the student, and each teacher that runs.
 
     The last value is True if the student's packs without graphs are recomputed. The choice looks at the
@@ -253,7 +257,8 @@ def agreed_graphs(plan: Plan, context: ParallelContext) -> tuple[bool, list[bool
     all ranks.
     """
     planned = planned_graphs(plan.forecast)
-    has_room = [planned.student, not planned.recomputes, *planned.teachers]
+    is_graphed = planned.student and not any(part.has_own_attention for part in students)
+    has_room = [is_graphed, not planned.recomputes, *planned.teachers]
     mask = torch.tensor(has_room, dtype=torch.int32, device=context.device)
     dist.all_reduce(mask, op=dist.ReduceOp.MIN)
     student, keeps, *teachers = map(bool, mask.tolist())
