@@ -40,7 +40,7 @@ class TimedBatches(list[T]):
             yield batch
 
     def cuts(self, cuts: Sequence[U]) -> Iterator[U]:
-        """Yield the cuts that are measured on this batch, and say how far they are: one batch may take long."""
+        """Yield the cuts that are measured on this batch, and say how far they are: a batch may take long."""
         for done, cut in enumerate(cuts):
             if done and self._is_time():
                 place = f"batch {self._done + 1} of {len(self)}"

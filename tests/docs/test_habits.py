@@ -15,5 +15,7 @@ def test_every_no_has_its_reason():
     assert len(answers) > 30
     unclear = {habit: answer for habit, answer in answers.items() if not re.match(r"(yes|no:)", answer)}
     assert unclear == {}
-    bare = {habit for habit, answer in answers.items() if answer.startswith("no:") and len(answer.split()) < 8}
+    bare = {
+        habit for habit, answer in answers.items() if answer.startswith("no:") and len(answer.split()) < 8
+    }
     assert bare == set()
