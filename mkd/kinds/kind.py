@@ -12,6 +12,7 @@ from mkd.errors import MkdError
 from mkd.log.metrics import Metric
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.placement import TeacherPlace, TeacherPrecision, Variant
+from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.work import Work
 
 if TYPE_CHECKING:  # they load torch
@@ -83,6 +84,10 @@ class Kind:
     def precision(self, teacher: TeacherConfig) -> TeacherPrecision | None:
         """Return the precision of a teacher's layers; None from a kind that has no precisions."""
         return None
+
+    def forward_share(self, facts: RunFacts, number: int, teacher: Teacher) -> float:
+        """Return the expected share of micro-batches in which the teacher of that number runs."""
+        return 1.0
 
     def card(self, config: Config) -> CardTerm | None:
         """Return the loss that takes the place of the cross entropy; None if the kind has none."""

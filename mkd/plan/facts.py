@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Protocol
 
 from mkd.config.models import teacher_names, teacher_roles
@@ -43,6 +44,9 @@ class RunKind(Protocol):
 
     def precision(self, teacher: TeacherConfig) -> TeacherPrecision | None:
         """Return the precision of a teacher's layers; None from a kind that has no precisions."""
+
+    def forward_share(self, facts: RunFacts, number: int, teacher: Teacher) -> float:
+        """Return the expected share of micro-batches in which the teacher of that number runs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,11 @@ class RunFacts:
         """Teachers that run, with their settings. All of their shapes must be known."""
         shapes = [shape for shape in self.teachers if shape is not None]
         assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
-        return plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
+        teachers = plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
+        return tuple(replace(one, share=self._share(number, one)) for number, one in enumerate(teachers))
+
+    def _share(self, number: int, teacher: Teacher) -> float:
+        return prod(kind.forward_share(self, number, teacher) for kind in self.kinds)
 
     @cached_property
     def planned_heads(self) -> tuple[Teacher, ...]:

@@ -15,16 +15,17 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.memory import GIB, MemoryPlan, RankMemory, predict_memory
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.models.flops import distillation_flops
+from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.times.bubble import StepForecast, simulate
-from mkd.plan.times.cost import PairCost
+from mkd.plan.times.cost import PairCost, with_copies
 from mkd.plan.times.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.times.layer_time import WorkTime
 from mkd.plan.times.prefetch import PrefetchPlan, RankWork
 from mkd.plan.times.prefetch_replay import plan_prefetch
+from mkd.plan.times.replica_time import replica_ms
 from mkd.plan.times.update_time import update_ms
 
 MOST_PLANNED = 4096
@@ -91,9 +92,9 @@ class Forecast:
     @cached_property
     def _cost(self) -> PairCost:
         """Cost of a micro-batch, with copies of teachers' layers that nothing hides."""
-        cost = self.facts.cost
+        cost, element = self.facts.cost, 2 if self.config.training.bf16 else 4
         teachers = zip(self.teachers, cost.teachers, strict=True)
-        return replace(cost, teachers=tuple(self._with_copies(teacher, times) for teacher, times in teachers))
+        return replace(cost, teachers=tuple(with_copies(*teacher, element) for teacher in teachers))
 
     def rank_work(self) -> list[RankWork]:
         """Return the times of each pipeline rank, the teachers' apart. There are no virtual stages."""
@@ -150,17 +151,6 @@ class Forecast:
                 return None
             raise
 
-    def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
-        """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
-        element, layers = 2 if self.config.training.bf16 else 4, teacher.shape.layers
-        copies_ms = {
-            layer: teacher.place.transfer_ms(teacher.layer_bytes(layer, element)) for layer in set(layers)
-        }
-        return tuple(
-            replace(time, forward_ms=max(time.forward_ms, copies_ms[layer]))
-            for time, layer in zip(times, layers, strict=True)
-        )
-
     @property
     def updates(self) -> int:
         """Updates of a step, all with the same completions."""
@@ -185,6 +175,18 @@ class Forecast:
         return update_ms(self._with_state, self.config.training.bf16, clips) + self.optimizer_copies_ms()
 
     @cached_property
+    def replica_ms(self) -> float:
+        """Time of an update that replicas spend on gradients and weights, while nothing computes."""
+        student = replace(self._cost, teachers=()).stage_times(self.student_layout, ())
+        ranks, nothing = self.student_layout.pipeline_parallel, WorkTime(0.0, 0.0)
+        return replica_ms(self.facts, [sum(student[rank::ranks], start=nothing) for rank in range(ranks)])
+
+    @property
+    def after_ms(self) -> float:
+        """Time of an update beside forwards and backwards."""
+        return self.replica_ms + self.optimizer_ms
+
+    @cached_property
     def _with_state(self) -> Sequence[RankMemory]:
         """Memory of every pipeline rank while the optimizer's state is on the device."""
         return predict_memory(self.facts, optimizer_residency="device").ranks
@@ -192,20 +194,20 @@ class Forecast:
     def step_ms(self) -> float:
         """Predicted time of a step whose teachers are not ahead, with the update.
 
-        To compare settings where `planned_step_ms` would take long. Collectives of tensor, context and expert
-        parallelism count. Those of data parallelism and messages between stages do not.
+        To compare settings where `planned_step_ms` would take long. Collectives count, messages between
+        stages do not.
         """
-        return self.updates * (self.step.step_ms + self.optimizer_ms)
+        return self.updates * (self.step.step_ms + self.after_ms)
 
     def planned_step_ms(self) -> float:
         """Return `step_ms` of a run, whose teachers may be ahead."""
-        return self.updates * (self.pipeline_ms() + self.optimizer_ms)
+        return self.updates * (self.pipeline_ms() + self.after_ms)
 
     def least_step_ms(self) -> float:
         """Return a bound that `planned_step_ms` never falls below: the slowest rank never waits."""
         ranks, stages = self.student_layout.pipeline_parallel, self.stage_times
         slowest_ms = max(sum(time.total_ms for time in stages[rank::ranks]) for rank in range(ranks))
-        return self.updates * (self.batch.num_microbatches * slowest_ms + self.optimizer_ms)
+        return self.updates * (self.batch.num_microbatches * slowest_ms + self.after_ms)
 
     def pipeline_ms(self) -> float:
         """Predicted time of forwards and backwards of an update of a run, whose teachers may be ahead."""
@@ -225,7 +227,7 @@ class Forecast:
         return self.updates * self.batch.num_microbatches * sum(stages_ms) / ranks
 
     @cached_property
-    def flops_per_step(self) -> int:
+    def flops_per_step(self) -> float:
         """Model FLOPs of one iteration, all its updates and all processes together."""
         return self._flops(self.teachers)
 
@@ -233,14 +235,16 @@ class Forecast:
         """Proportion (0 to 1) of the step's FLOPs that are forward passes of teachers."""
         return 1 - self._flops(()) / self.flops_per_step
 
-    def _flops(self, teachers: Sequence[Teacher]) -> int:
+    def _flops(self, teachers: Sequence[Teacher]) -> float:
         pack = self.batch.seq_length
         length = min(self.facts.document_length, pack)
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
         lengths = [[round(one.seq_length / pack * document) for document in documents] for one in teachers]
         packs = self.updates * self.batch.global_batch_size
-        shapes, is_frozen = [one.shape for one in teachers], self.config.lora.is_on
-        return packs * distillation_flops(self.student, shapes, documents, lengths, is_frozen)
+        total: float = distillation_flops(self.student, (), documents, is_frozen=self.config.lora.is_on)
+        for one, own in zip(teachers, lengths, strict=True):
+            total += one.share * forward_flops(one.shape, own)
+        return packs * total
 
     @cached_property
     def memory(self) -> MemoryPlan:

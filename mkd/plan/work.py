@@ -27,6 +27,7 @@ class Work:
     """Changes to a step of cross entropy and divergences."""
 
     own_head_pass: bool = False  # the loss on the data cannot share a pass over the head with a divergence
+    one_head_pass: bool = False  # divergences share a pass, because each has rows of its own
     scores_tokens: bool = False  # one more pass over the student's head, without gradients
     scores_for_metrics: bool = False  # such a pass that takes memory, but is not timed
     updates: int = 1  # of each iteration
@@ -37,6 +38,7 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(
             own_head_pass=self.own_head_pass or other.own_head_pass,
+            one_head_pass=self.one_head_pass or other.one_head_pass,
             scores_tokens=self.scores_tokens or other.scores_tokens,
             scores_for_metrics=self.scores_for_metrics or other.scores_for_metrics,
             updates=max(self.updates, other.updates),

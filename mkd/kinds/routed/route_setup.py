@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mkd.config.tag_rules import TagRules
 from mkd.data.tags import TeacherRoutes
+from mkd.kinds.routed.tagged_records import in_step_of
 from mkd.parallel.context import ParallelContext
-from mkd.plan.models.planned_teachers import Teacher
 from mkd.resolve.run_plan import Plan
 from mkd.train.teachers.routed_terms import RunTags
 
@@ -26,15 +26,10 @@ def teacher_routes(plan: Plan, names: Sequence[str], context: ParallelContext) -
     row, data = context.sizes.row, context.dp_size
     running = zip((one for one in plan.setups if one.runs), plan.facts.planned_teachers, strict=True)
     replicas = {
-        setup.name: replicas_in_step(row, data, in_step(teacher), context.dp_rank)
+        setup.name: replicas_in_step(row, data, in_step_of(teacher), context.dp_rank)
         for setup, teacher in running
     }
     return TeacherRoutes.of(rules, names, replicas)
-
-
-def in_step(teacher: Teacher) -> int:
-    """Return how many neighbouring processes of a stage exchange a teacher's weights or tokens."""
-    return teacher.sizes.weight_shards * teacher.place.processes
 
 
 def replicas_in_step(row: int, replicas: int, block: int, replica: int) -> tuple[int, ...]:

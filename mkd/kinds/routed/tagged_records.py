@@ -10,8 +10,11 @@ from mkd.config.tag_rules import TagRules, equal_names, wrong_pairs
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import UsageError
 from mkd.kinds.kind import NOTHING, Kind, Row
+from mkd.kinds.routed.tag_shares import TagShares
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
+from mkd.plan.models.planned_teachers import Teacher
+from mkd.plan.work import Work
 
 
 class Routed(Kind):
@@ -57,10 +60,41 @@ class Routed(Kind):
             total = sum(rules.weights.values())
             shares = ", ".join(f"{tag} {weight / total:.4g}" for tag, weight in rules.weights.items())
             yield "tag weights", f"{shares}: KD of each tag is a mean over its own loss tokens"
+        yield "forwards", _forwards(config)
+
+    def work(self, config: Config) -> Work:
+        found = TagShares.of(config)
+        if found is None:
+            return Work()
+        is_shared = found.has_one_teacher_each and not found.rules.weights
+        is_shared &= all(one.xtoken is None for one in config.teachers)
+        return Work(one_head_pass=is_shared, lines=(lambda _: f"teachers by tag: {_forwards(config)}",))
+
+    def forward_share(self, facts: RunFacts, number: int, teacher: Teacher) -> float:
+        found = TagShares.of(facts.config)
+        if found is None:
+            return 1.0
+        in_step = max(1, in_step_of(teacher) // facts.sizes.row)  # replicas
+        packs = in_step * facts.config.training.micro_batch_size
+        return found.of_teacher(facts.teacher_names[number], packs, facts.batch.global_batch_size)
 
     def identity(self, config: Config) -> Mapping[str, object]:
         rules = TagRules.of(config)
         return NOTHING if rules is None else {"data.tags": dict(sorted(rules.files.items()))}
+
+
+def in_step_of(teacher: Teacher) -> int:
+    """Return how many neighbouring processes of a stage exchange a teacher's weights or tokens."""
+    return teacher.sizes.weight_shards * teacher.place.processes
+
+
+def _forwards(config: Config) -> str:
+    """Return the expected share of packs for which each teacher runs, and where it is from."""
+    found = TagShares.of(config)
+    assert found is not None, "the run has tags"
+    shares = ", ".join(f"{name} {found.of_teacher(name):.3g}" for name in found.rules.teachers)
+    tags = ", ".join(f"{tag or 'others'} {share:.3g}" for tag, share in found.shares.items())
+    return f"share of the packs for which each runs: {shares}; of tags: {tags} ({found.source})"
 
 
 def _shown(tags: tuple[str, ...]) -> str:

@@ -51,6 +51,9 @@ def _layouts(forecast: Forecast) -> Iterator[str]:
 
 def _features(forecast: Forecast) -> Iterator[str]:
     """Yield what features say about a step."""
+    for teacher in forecast.teachers:
+        if teacher.share < 1:
+            yield f"{teacher.role}: runs in {teacher.share:.3g} of the micro-batches of a process"
     for describe in forecast.facts.work.lines:
         yield describe(forecast.batch.global_batch_size)
 
@@ -147,7 +150,9 @@ def _times(forecast: Forecast) -> list[str]:
     by_stage = ", ".join(f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times)
     copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
     update = milliseconds(step_ms / forecast.updates)
-    optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}: {update}"
+    replicas = f" and {milliseconds(forecast.replica_ms)} of gradients and weights between replicas"
+    replicas = replicas if forecast.replica_ms else ""
+    optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}{replicas}: {update}"
     sent = {
         "all-to-all of experts": forecast.exchange_ms(),
         "tensor and context parallel collectives that nothing hides": forecast.collectives_ms(),

@@ -90,6 +90,12 @@ def predict_memory(
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in ranks))
 
 
+def learned_parameters(facts: RunFacts) -> list[Parameters]:
+    """Return the parameters that a process of each pipeline rank learns."""
+    models = _Models(facts, 0, "device")
+    return [models.learned(rank)[0] for rank in range(facts.layouts.student.pipeline_parallel)]
+
+
 def predict_graphs(facts: RunFacts, student: bool, teachers: Sequence[bool]) -> float:
     """Return the GiB that CUDA graphs keep on the fullest process, beside everything else.
 
@@ -175,20 +181,13 @@ class _Models:
     def rank_memory(self, rank: int) -> RankMemory:
         layout = self.facts.layouts.student
         layers, ends = _rank_layers(self.student, layout, rank), _ends(layout, rank)
-        learned = stage_parameters(self.student, layers, self.sizes, self.vocab_rows, *ends)
+        learned, own_frozen = self.learned(rank)
         teachers = zip(self.teachers, self.facts.layouts.teachers, strict=True)
         frozen = sum(self._teacher_bytes(teacher, layout, rank) for teacher, layout in teachers)
         frozen += self.head.stored_bytes() if ends[1] else 0
-        own_frozen = 0
         if rank == 0:  # the vision towers
-            tower, parts = tower_parameters(self.student), self.config.student.train_parts
-            learned += Parameters(tower.trained(parts))
-            own_frozen = tower.total - tower.trained(parts)
             loaded = (one.shape for one in self.teachers if not one.place.shares_base)
             frozen += sum(tower_parameters(shape).total for shape in loaded) * self.element
-        if self.lora is not None:  # all weights are frozen beside the adapters
-            own_frozen += learned.total
-            learned = Parameters(self.lora.parameters(self.student, layers, self.sizes.tensor))
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
         if self.optimizer_residency == "host":
@@ -207,6 +206,20 @@ class _Models:
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
             device_gib=device_gib(self.sizes, self._groups),
         )
+
+    def learned(self, rank: int) -> tuple[Parameters, int]:
+        """Return the student's parameters that learn on a pipeline rank, and the number of frozen ones."""
+        layout = self.facts.layouts.student
+        layers, ends = _rank_layers(self.student, layout, rank), _ends(layout, rank)
+        learned, frozen = stage_parameters(self.student, layers, self.sizes, self.vocab_rows, *ends), 0
+        if rank == 0:  # the vision tower
+            tower, parts = tower_parameters(self.student), self.config.student.train_parts
+            learned += Parameters(tower.trained(parts))
+            frozen = tower.total - tower.trained(parts)
+        if self.lora is not None:  # all weights are frozen beside the adapters
+            frozen += learned.total
+            learned = Parameters(self.lora.parameters(self.student, layers, self.sizes.tensor))
+        return learned, frozen
 
     @property
     def sizes(self) -> Sizes:

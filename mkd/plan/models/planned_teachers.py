@@ -26,6 +26,7 @@ class Teacher:
     precision: TeacherPrecision  # of their products
     has_own_row: bool = False  # it reads another row of tokens, in a pass over the heads of its own
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
+    share: float = 1.0  # expected share of the micro-batches in which it runs
 
     def layer_bytes(self, layer: LayerShape, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""

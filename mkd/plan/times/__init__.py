@@ -8,4 +8,5 @@ bubble.py            the time that ranks wait in a step
 prefetch.py          teacher forwards ahead of the student
 prefetch_replay.py   the replay of such a plan, message by message
 update_time.py       the time of the optimizer's update
+replica_time.py      the time of gradients and weights between replicas
 """

@@ -1,4 +1,4 @@
-"""Collectives of tensor, context and expert parallelism: the time that products and attention do not hide.
+"""Collectives of tensor, context, expert and data parallelism: the time that nothing hides.
 
 On n processes with a bus bandwidth of B an all-gather or a reduce-scatter takes S (n - 1) / n / B, where each
 process has S bytes in full, and an all-reduce of S bytes twice that (NCCL tests, doc/PERFORMANCE.md).
@@ -13,9 +13,10 @@ products and ends with a row-parallel one. Hidden states [t, h] need, in each bl
                  (weight gradient)                   all-gather of the input (input's gradient)
                                                      reduce-scatter of the input's gradient (weight gradient)
 
-Those with a product of the first weights in brackets run beside it: only what it does not hide counts. Latent
-attention gathers its latents in place of the input. Routed experts are whole, so that a layer with experts
-has a second block only for shared ones.
+Those with a product in brackets are started beside it. They count all the same: a product takes all
+multiprocessors, so that a collective waits for its end. Only 33 of 233 ms ran beside other kernels
+(docs/performance.md, "Tensor parallelism and the CPU"). Latent attention gathers its latents in place of the
+input. Routed experts are whole, so that a layer with experts has a second block only for shared ones.
 
 With context parallelism, keys and values of each of n processes go round in n - 1 sends. Each send runs
 beside the attention to one n-th of the keys. Backward sends gradients too and computes twice as much. Models
@@ -35,14 +36,19 @@ network. Both move at the same time, so that the slower part counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
-from mkd.plan.times.hardware import COLLECTIVE_BYTES_PER_MS, LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
+from mkd.plan.times.hardware import (
+    COLLECTIVE_BYTES_PER_MS,
+    LINK_BYTES_PER_MS,
+    MACHINE,
+    NETWORK_BYTES_PER_MS,
+    PAIR_BYTES_PER_MS,
+)
 
 
 def gather_ms(nbytes: float, processes: int) -> float:
@@ -51,7 +57,18 @@ def gather_ms(nbytes: float, processes: int) -> float:
     An all-reduce takes twice as long. Neighbouring processes share it.
     """
     moved = nbytes * (processes - 1) / processes
-    return moved / _bandwidth(processes, COLLECTIVE_BYTES_PER_MS)
+    return moved / _bandwidth(processes, PAIR_BYTES_PER_MS if processes == 2 else COLLECTIVE_BYTES_PER_MS)
+
+
+def replicas_gather_ms(nbytes: float, copies: int, on_machine: int) -> float:
+    """Return the milliseconds of such a collective of `copies` processes, so many of them on each machine.
+
+    Across machines each of them sends over a network link of its own.
+    """
+    if copies <= on_machine:
+        return gather_ms(nbytes, copies)
+    bandwidth = min(COLLECTIVE_BYTES_PER_MS, on_machine * NETWORK_BYTES_PER_MS)
+    return nbytes * (copies - 1) / copies / bandwidth
 
 
 def _bandwidth(span: int, on_machine: float) -> float:
@@ -59,32 +76,16 @@ def _bandwidth(span: int, on_machine: float) -> float:
     return on_machine if span <= MACHINE else NETWORK_BYTES_PER_MS
 
 
-class SplitBlock(NamedTuple):
-    """Attention, mixer or MLP whose products are split over tensor-parallel processes."""
-
-    width: int  # channels of a token that enter the column-parallel products
-    parameters: int  # matrix elements of these products, on all processes
-
-
-def split_blocks(shape: ModelShape, layer: LayerShape) -> Iterator[SplitBlock]:
-    """Yield the blocks of a layer that tensor parallelism splits."""
-    shape = shape.for_layer(layer)
-    hidden, heads, mla = shape.hidden_size, shape.num_attention_heads, layer.mla
-    if not layer.mixes_tokens:
-        pass
-    elif layer.mixer is not None:
-        yield SplitBlock(hidden, hidden * layer.mixer.projected_width)
-    elif mla is None:
-        heads += layer.output_gate * heads
-        groups = (2 - layer.shared_key_value) * shape.num_query_groups
-        yield SplitBlock(hidden, hidden * shape.head_dim * (heads + groups))
-    else:
-        query, latent = mla.q_lora_rank or hidden, mla.kv_lora_rank
-        per_head = query * mla.qk_head_dim + latent * (mla.qk_nope_head_dim + mla.v_head_dim)
-        yield SplitBlock(query + latent + mla.qk_rope_head_dim, heads * per_head)
-    ffn = layer.moe.shared_ffn_hidden_size if layer.moe else layer.ffn_hidden_size
-    if ffn:
-        yield SplitBlock(hidden, (layer.mlp_matrices - 1) * hidden * ffn)
+def split_widths(shape: ModelShape, layer: LayerShape) -> Iterator[int]:
+    """Yield the channels of a token that enter the blocks of a layer that tensor parallelism splits."""
+    shape, mla = shape.for_layer(layer), layer.mla
+    if layer.mixes_tokens:
+        if mla is None or layer.mixer is not None:
+            yield shape.hidden_size
+        else:
+            yield (mla.q_lora_rank or shape.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    if layer.moe.shared_ffn_hidden_size if layer.moe else layer.ffn_hidden_size:
+        yield shape.hidden_size
 
 
 @dataclass(frozen=True)
@@ -96,31 +97,25 @@ class ModelCollectives:
     shape: ModelShape
     channel_bytes: float  # of one channel, for all tokens of a context-parallel process
 
-    def forward_ms(self, block: SplitBlock) -> float:
-        """Return the time of a block's collectives in forward."""
-        entering = block.width if self.sequence_parallel else self.shape.hidden_size
+    def forward_ms(self, width: int) -> float:
+        """Return the time of the collectives in forward of a block that so many channels enter."""
+        entering = width if self.sequence_parallel else self.shape.hidden_size
         return self._gather_ms(entering) + self._gather_ms(self.shape.hidden_size)
 
-    def backward_ms(self, block: SplitBlock, product_ms: float) -> float:
-        """Return the time in backward that is not hidden by the first products, each of `product_ms`."""
-        gather_ms = self._gather_ms(block.width)
-        if self.sequence_parallel:
-            return self._gather_ms(self.shape.hidden_size) + 2 * max(0.0, gather_ms - product_ms)
-        return max(0.0, 2 * gather_ms - product_ms)
+    def backward_ms(self, width: int) -> float:
+        """Return the time of its collectives in backward."""
+        entering_ms = 2 * self._gather_ms(width)
+        return entering_ms + self.sequence_parallel * self._gather_ms(self.shape.hidden_size)
 
-    def layer_ms(self, layer: LayerShape, products_ms: Callable[[int], float]) -> tuple[float, float]:
-        """Return the time of forward and backward in a layer, without context parallelism.
-
-        `products_ms` returns the time of a product with so many matrix elements.
-        """
-        blocks = list(split_blocks(self.shape, layer))
-        backward_ms = sum(self.backward_ms(one, products_ms(one.parameters)) for one in blocks)
-        return sum(map(self.forward_ms, blocks)), backward_ms
+    def layer_ms(self, layer: LayerShape) -> tuple[float, float]:
+        """Return the time of forward and backward in a layer, without context parallelism."""
+        widths = list(split_widths(self.shape, layer))
+        return sum(map(self.forward_ms, widths)), sum(map(self.backward_ms, widths))
 
     def shared_experts_ms(self, layer: LayerShape) -> float:
         """Return the time of the forward of a layer's shared experts."""
         return (
-            sum(map(self.forward_ms, list(split_blocks(self.shape, layer))[layer.mixes_tokens :]))
+            sum(map(self.forward_ms, list(split_widths(self.shape, layer))[layer.mixes_tokens :]))
             if layer.moe
             else 0.0
         )
@@ -153,7 +148,7 @@ class ModelCollectives:
         gather_ms = self._gather_ms(self.shape.hidden_size)
         return (gather_ms, gather_ms) if self.sequence_parallel else (2 * gather_ms, 0.0)
 
-    def head_ms(self, reads: int, gradients: int) -> tuple[float, float]:
+    def head_ms(self, reads: float, gradients: float) -> tuple[float, float]:
         """Return the time of forward and backward around a vocabulary-parallel head.
 
         Forward reads the hidden states so many times, and backward has the gradients of some.

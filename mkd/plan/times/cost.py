@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.models.planned_teachers import Pair
+from mkd.plan.models.planned_teachers import Pair, Teacher
 from mkd.plan.models.towers import towers_time
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.layer_time import ModelTimer, Rates, WorkTime, milliseconds
@@ -105,14 +105,33 @@ def pair_cost(
     loss_share = 1.0 if pair.student.vision is None else 1 - config.data.image_token_share
     return PairCost(
         learning.student(num_stages),
-        tuple(one.teacher() for one in frozen),
+        tuple(
+            tuple(time.times(one.share) for time in timer.teacher())
+            for one, timer in zip(pair.teachers, frozen, strict=True)
+        ),
         milliseconds(loss_share * head_flops, rates.head),
         towers_time(config, pair.student, [one.shape for one in pair.teachers], rates),
         (
             learning.embedding(is_trained=not config.lora.is_on),
-            *(one.embedding(is_trained=False) for one in frozen),
+            *(
+                timer.embedding(is_trained=False).times(one.share)
+                for one, timer in zip(pair.teachers, frozen, strict=True)
+            ),
         ),
         _head_collectives(pair, learning, frozen),
+    )
+
+
+def with_copies(teacher: Teacher, times: Sequence[WorkTime], element: int) -> tuple[WorkTime, ...]:
+    """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
+    layers = teacher.shape.layers
+    copies_ms = {
+        layer: teacher.share * teacher.place.transfer_ms(teacher.layer_bytes(layer, element))
+        for layer in set(layers)
+    }
+    return tuple(
+        replace(time, forward_ms=max(time.forward_ms, copies_ms[layer]))
+        for time, layer in zip(times, layers, strict=True)
     )
 
 
@@ -125,9 +144,9 @@ class HeadPasses(NamedTuple):
     student's once more without gradient, because their coefficients come before the loss.
     """
 
-    student: int  # with gradients
+    student: float  # with gradients
     scored: int  # of the student without
-    teacher: int  # of each teacher
+    teacher: int  # of each teacher that runs
 
     @classmethod
     def from_pair(cls, pair: Pair) -> HeadPasses:
@@ -136,12 +155,14 @@ class HeadPasses(NamedTuple):
         has_own = any(teacher.has_own_row for teacher in teachers)
         divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
         is_shared = divergences < 2 and not has_own and not pair.work.own_head_pass
-        passes = 1 if is_shared else divergences + (kd.kd_ratio < 1)
+        is_shared |= pair.work.one_head_pass
+        left_out = sum(1 - teacher.share for teacher in teachers)
+        passes = 1 if is_shared else divergences - left_out + (kd.kd_ratio < 1)
         reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
         return cls(passes, int(pair.work.scores_tokens), reads)
 
 
-def _head_flops(pair: Pair) -> int:
+def _head_flops(pair: Pair) -> float:
     """Count the FLOPs of the heads for one pack.
 
     The student's head runs with both gradients (3 products) in a pass, without its weight's if that is
@@ -150,10 +171,11 @@ def _head_flops(pair: Pair) -> int:
     passes, student = HeadPasses.from_pair(pair), pair.student
     student_head = pair.config.training.seq_length * student.vocab_size * student.hidden_size
     of_pass = 4 if pair.config.lora.is_on else 6
-    total = (of_pass * passes.student + 2 * passes.scored) * student_head
+    total = (of_pass * passes.student + 2 * passes.scored) * float(student_head)
     for teacher in pair.compared:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
-        total += 2 * passes.teacher * teacher.seq_length * vocab_size * teacher.shape.hidden_size
+        rows = teacher.share * passes.teacher * teacher.seq_length
+        total += 2 * rows * vocab_size * teacher.shape.hidden_size
     return total
 
 
@@ -161,4 +183,5 @@ def _head_collectives(pair: Pair, student: ModelTimer, teachers: Sequence[ModelT
     """Return the time of the collectives of hidden states around all heads."""
     passes = HeadPasses.from_pair(pair)
     start = student.head(passes.student + passes.scored, passes.student)
-    return sum((one.head(passes.teacher, 0) for one in teachers), start=start)
+    running = zip(pair.teachers, teachers, strict=True)
+    return sum((timer.head(passes.teacher, 0).times(one.share) for one, timer in running), start=start)

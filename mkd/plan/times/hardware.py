@@ -11,11 +11,15 @@ USABLE = 0.95
 LINK_BYTES_PER_MS = 350e6
 """Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
 
-COLLECTIVE_BYTES_PER_MS = 300e6
+COLLECTIVE_BYTES_PER_MS = 200e6
 """Bus bandwidth of an all-reduce, all-gather or reduce-scatter of tens of MB between GPUs of a machine.
 
-Assumed: NCCL's rings reach about 370 of NVLink 4's 450 GB/s with large messages (nccl-tests' issue 212).
+Measured in steps of four H200s with CUDA graphs and without NVLink multicast: 836 ms for 166 GB, and 807 ms
+(docs/performance.md, "Four GPUs").
 """
+
+PAIR_BYTES_PER_MS = 166e6
+"""The same between two GPUs: 233 ms for 38.7 GB on H200s ("Tensor parallelism and the CPU")."""
 
 GATHER_BYTES_PER_MS = 145e6
 """Bandwidth at which a teacher's layers come from peers beside matrix products.

@@ -86,6 +86,13 @@ class WorkTime:
         """Time of forward and backward."""
         return self.forward_ms + self.backward_ms
 
+    def times(self, share: float) -> WorkTime:
+        """Return the expected time of work that is done in this share of the micro-batches."""
+        if share == 1:
+            return self
+        times = self.forward_ms, self.backward_ms, self.exchange_ms, self.collectives_ms
+        return WorkTime(*(share * one for one in times))
+
     def __add__(self, other: WorkTime) -> WorkTime:
         return WorkTime(
             self.forward_ms + other.forward_ms,
@@ -132,7 +139,7 @@ class ModelTimer:
         forward_ms, backward_ms = self.collectives.embedding_ms()
         return collectives_time(forward_ms, backward_ms if is_trained else 0.0)
 
-    def head(self, reads: int, gradients: int) -> WorkTime:
+    def head(self, reads: float, gradients: float) -> WorkTime:
         """Return the time of the collectives around the head, see `ModelCollectives.head_ms`."""
         return collectives_time(*self.collectives.head_ms(reads, gradients))
 
@@ -162,7 +169,7 @@ class ModelTimer:
 
     def _collectives_ms(self, layer: LayerShape) -> tuple[float, float]:
         """Time of collectives in forward and backward that nothing hides."""
-        tensor = self.collectives.layer_ms(layer, self._products_ms)
+        tensor = self.collectives.layer_ms(layer)
         context = self.collectives.context_ms(layer, self._mixing_ms(layer))
         return tensor[0] + context[0], tensor[1] + context[1]
 

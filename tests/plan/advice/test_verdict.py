@@ -211,4 +211,4 @@ def test_remedies_are_compared_as_runs(monkeypatch):
     monkeypatch.setattr("mkd.plan.advice.verdict.QUICKLY_COMPARED", 0)
     behind = remedies(pair, 26.6)
     assert [one.step_ms for one in behind] == sorted(one.forecast.step_ms() for one in behind)
-    assert "by predicted step time without teachers ahead (as it is: 3140 ms)" in verdict(pair, 28)
+    assert "by predicted step time without teachers ahead (as it is: 3200 ms)" in verdict(pair, 28)
