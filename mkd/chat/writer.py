@@ -79,7 +79,7 @@ class Reader:
             raise DataError(
                 f"the prompt has id {beyond}, and the {self.role} has {self.source.shape.vocab_size}",
                 "the model has no embedding for it",
-                "use the tokenizer of the model (--tokenizer-model)",
+                "use the tokenizer of the model",
                 code="token-beyond-vocabulary",
             )
         return ids

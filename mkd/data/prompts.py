@@ -176,7 +176,7 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
         raise DataError(
             f"the prompt has {counted(len(images), 'image')}, and completions are sampled after text alone",
             "the sampler fills its cache from token ids, and packs of completions carry no pictures",
-            "remove the record; answers that are stored may have images: --data-path (docs/vision.md)",
+            "remove the record; answers that are stored may have images (docs/vision.md)",
             code="images-not-read",
         )
     last = max((i for i, one in enumerate(conversation.messages) if one["role"] != ASSISTANT), default=-1)

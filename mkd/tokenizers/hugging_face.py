@@ -229,7 +229,7 @@ def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer
         raise UsageError(
             f"{model} holds no tokenizer",
             f"none of {', '.join(TOKENIZER_FILES)} is there",
-            "copy the tokenizer's files into the folder, or name another one with --tokenizer-model",
+            "copy the tokenizer's files into the folder",
             code="tokenizer-missing",
         )
     try:

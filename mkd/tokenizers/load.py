@@ -29,7 +29,12 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str, chat: ChatSettings
     if tokenizer_type not in loaders:
         what, do = f"--tokenizer-type {tokenizer_type} is not known", f"use one of {', '.join(loaders)}"
         raise UsageError(what, do=do, code="value-unknown")
-    tokenizer = loaders[tokenizer_type](tokenizer_model)
+    try:
+        tokenizer = loaders[tokenizer_type](tokenizer_model)
+    except UsageError as error:
+        if error.code == "tokenizer-missing":
+            error.do += ", or name another one with --tokenizer-model"
+        raise
     require_marks(tokenizer, tokenizer_model, chat)
     return tokenizer
 
