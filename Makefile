@@ -5,14 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The suite starts some hundred processes: compiled modules are kept, and two cores are shared. Each of the WORKERS takes whole
-# files, with ranks of its own; WORKERS=0 runs all tests in one process.
+# files, with ranks of its own, in the order of tests/conftest.py: long ones first. WORKERS=0 runs all tests in one process.
 WORKERS ?= 2
-TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder
 
-# What differs first between versions of megatron-core, torch and transformers.
-VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/test_saving.py \
-	tests/checkpoint/hf/test_hf_experts.py tests/convert/test_heads_cut_anew.py \
-	$(patsubst %,tests/train/test_%.py,resume moe_resume pair nonfinite invariance latent_invariance moe_invariance) \
+# What differs first between versions of megatron-core, torch and transformers: layers, groups, pipelines, saves.
+VERSION_TESTS := tests/platform tests/parallel tests/models/test_hf_parity.py tests/models/test_specs.py tests/models/moe \
+	tests/checkpoint/test_saving.py $(patsubst %,tests/train/test_%.py,resume pair invariance moe_invariance) \
 	-m 'not download' -k 'not killed and not disk and not dies and not retention and not error_on and not stopwatch'
 
 # Apart from .venv: the site needs none of the packages of mkd.

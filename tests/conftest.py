@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
+from collections import Counter
+from pathlib import Path
 
 # several ranks share few cores; set this before torch starts its threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +51,33 @@ def starts_processes(item: pytest.Function) -> bool:
     )
 
 
+# Files of few tests that take long. Workers take whole files: what comes last is to be short.
+LONG = {
+    "recipe/test_distill.py",
+    "test_launch.py",
+    "train/test_prefetch_default.py",
+    "train/test_recurrent_rollouts.py",
+    "train/test_teacher_peers.py",
+    "train/test_teacher_prefetch.py",
+    "train/test_unlike_layers_resume.py",
+    "train/test_vision_run.py",
+}
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    return item.get_closest_marker("skip") is not None
+
+
+def sort_by_length(items: list[pytest.Item]) -> None:
+    """Put long files first: those of LONG, then by their tests that start processes and are not skipped."""
+    tests = Path(__file__).parent
+    count = Counter(one.path for one in items if one.get_closest_marker("ranks") and not is_skipped(one))
+    for path in count:
+        if str(path.relative_to(tests)) in LONG:
+            count[path] += len(items)
+    items.sort(key=lambda item: -count[item.path])
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not ranks"` selects
 def pytest_collection_modifyitems(items):
     """Mark tests that start processes; skip `gpu` tests without a GPU, and `slow` ones unless MKD_SLOW=1."""
@@ -62,6 +91,7 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    sort_by_length(items)
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the session, which may have processes

@@ -100,7 +100,7 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn") if self.on_gpus else _forking_context()
+        context = multiprocessing.get_context("spawn") if self.on_gpus else forking_context()
         while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -119,7 +119,7 @@ class RankPool:
         self._workers.clear()
 
 
-def _forking_context() -> multiprocessing.context.BaseContext:
+def forking_context() -> multiprocessing.context.BaseContext:
     """Return a context whose processes are forked from one that has imported tests/rank_imports.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.rank_imports"])

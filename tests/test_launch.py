@@ -192,6 +192,7 @@ def test_a_signal_that_comes_three_times(number, files, start):
 
 
 @pytest.mark.fault("13 save")
+@pytest.mark.slow  # tests of saves and of signals have the parts
 def test_a_signal_during_a_save(files, start):
     save = files / "during a save"
     more = ("--train-iters", 100000, "--save", save, "--save-interval", 1, "--keep-checkpoints", 2)

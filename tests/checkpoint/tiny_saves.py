@@ -6,7 +6,6 @@ Ranks are forked from a clean process.
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ from mkd.operations.phases import Phases
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform, cpu
 from tests.fault_injection import fault as injected
+from tests.ranks import forking_context
 
 ROWS = 512  # rows of 64 fp32 values, per rank
 
@@ -39,9 +39,7 @@ def run_forked(world_size, function, *args, fault=None, timeout_s=60):
     After an MkdError the answer is the error, and its seconds.
     """
     # a fork of this process would have its locks, but not the threads that hold them
-    fork = multiprocessing.get_context("forkserver")
-    # without effect if something else has started the server; ranks then start slowly
-    fork.set_forkserver_preload([__name__])
+    fork = forking_context()
     with tempfile.TemporaryDirectory() as store:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

@@ -96,7 +96,8 @@ def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
     state = json.loads((out / "distill.json").read_text())
     assert list(state["stages"]) == ["train", "check", "report"]
 
-    text = finish(start(["--out", str(out)], tmp_path))  # nothing is left to do
+    assert main(["--out", str(out)]) == 0  # nothing is left to do
+    text = capsys.readouterr().out
     assert text.count(": done") == 3 and "the student is distilled" in text
     assert main(words(files, files / "student", out, "--lr", 1)) == EXIT_USAGE  # in another folder, too
     assert reported_codes(capsys.readouterr().err)[0].startswith("choose-another-folder")

@@ -25,7 +25,13 @@ def train_in_fp8(layout: Layout, student, teacher) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [("--teacher-residency", "host"), ("--teacher-fp8-recipe", "blockwise")], ids=lambda one: one[-1]
+    "more",
+    [
+        pytest.param(("--teacher-residency", "host"), id="host", marks=pytest.mark.slow),
+        pytest.param(
+            ("--teacher-fp8-recipe", "blockwise", "--teacher-residency", "host"), id="blockwise, host"
+        ),
+    ],
 )
 def test_forwards_ahead_have_the_same_bits(more, ranks, tmp_path):
     """Evaluation and a skipped update are in between."""

@@ -45,7 +45,7 @@ def reference(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.name == "TP2" else [])
+        pytest.param(one, id=one.name, marks=[] if one.flags and one.ranks == 2 else [pytest.mark.slow])
         for one in LAYOUTS
     ],
 )

@@ -26,7 +26,7 @@ def test_grpo_with_the_base_as_reference(ranks, tmp_path):
     """Sampled by the student with its adapters, in front of which the reference stays."""
     files = rollout_run.make_files(tmp_path)
     tensor = "--tensor-model-parallel-size", "2", "--sequence-parallel"
-    argv = reward_run.argv(files, "run", *LORA, *tensor)
+    argv = reward_run.argv(files, "run", *LORA, *tensor, "--train-iters", 2)
     argv[argv.index("--teacher-hf") + 1] = "student-base"
     results = run_main(ranks, argv, 2)
     assert results[0].exit_code == 0, results[0].stderr

@@ -69,7 +69,7 @@ CASES = {  # kind of files, ranks, models, flags, and paths by flag
 }
 NEVER_AHEAD = ("plain training", "virtual stages", "stored teacher", "completions", "completions and text")
 NEVER_AHEAD += ("rewards",)
-QUICK = ("experts, teacher over peers", "pairs", "images", "stored teacher", "completions")
+QUICK = ("experts, teacher over peers", "pairs", "images")
 
 
 @pytest.fixture(scope="module")
@@ -176,25 +176,45 @@ def without_clock(record: dict) -> dict:
     return {name: value for name, value in record.items() if not name.endswith(CLOCK)}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_a_run_is_the_same_as_without(name, folder, ranks):
-    kind, world_size, models, more, paths = CASES[name]
+def argv_of(name: str, folder, ranks, run: str, *extra: object) -> list[str]:
+    """Return the command line of a case."""
+    kind, _, models, more, paths = CASES[name]
     command = dict(text=text_argv, stored=stored_argv, cross=cross_argv, two=two_argv, images=images_argv)
     command |= dict(pairs=pairs_argv, completions=completions_argv, rewards=rewards_argv)
+    return command[kind](folder, ranks, run, models, (*more, *extra), paths)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+        if name not in NEVER_AHEAD
+    ],
+)
+def test_a_run_is_the_same_as_without(name, folder, ranks):
     found = []
     for run, number in ((f"{name} default", ()), (f"{name} 0", ("--teacher-prefetch", 0))):
-        argv = command[kind](folder, ranks, run, models, (*more, *number), paths)
-        results = ranks.run(trained, world_size, argv)
+        argv = argv_of(name, folder, ranks, run, *number)
+        results = ranks.run(trained, CASES[name][1], argv)
         log = argv[argv.index("--log-dir") + 1]
         found.append((results, [without_clock(one) for one in read_metrics(Path(log))]))
     (auto, records), (stock, expected) = found
     pipeline = 4 if "PP4" in name else 2
-    assert {ahead for ahead, _ in auto} == {0 if name in NEVER_AHEAD else 2 * pipeline}
+    assert {ahead for ahead, _ in auto} == {2 * pipeline}
     assert {ahead for ahead, _ in stock} == {0}
     assert [state for _, state in auto] == [state for _, state in stock]
     assert records == expected and len(records) >= 2
+
+
+@pytest.mark.parametrize("name", NEVER_AHEAD)
+def test_teachers_that_are_never_ahead(name, folder, ranks):
+    """The default is then the run without; tests of these runs have pipelines."""
+    from mkd.config.load import load_config
+    from mkd.run.plan_run import plan_run
+
+    plan = plan_run(load_config(argv_of(name, folder, ranks, f"{name} planned")).config, CASES[name][1])
+    assert plan.forecast.states_ahead == 0
 
 
 def has_prefetch(arguments: list[str], small: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,8 @@ def test_weights_are_rounded_from_exact_ones(single, pair):
 )
 def test_layouts_round_to_the_same_bits(layout, single, pair, ranks, tmp_path):
     more, out, expected = single
+    if more == INT4 and os.environ.get("MKD_SLOW") != "1":
+        pytest.skip("slow: nvfp4 has more to gather")
     found = ranks.run(train, layout.ranks, layout, more, *pair, tmp_path)[-1]
     assert equal(tmp_path / "start", out / "start")
     require_rounded(tmp_path / "end", tmp_path / "exact", more[1])

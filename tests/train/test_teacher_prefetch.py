@@ -23,7 +23,7 @@ LAYOUTS = (
     Layout("PP2 DP2, teacher over 2 peers", 4, pp=2, flags=PEERS[2]),
     Layout("PP2 CP2", 4, pp=2, cp=2),
 )
-QUICK = {"PP2 uneven": (1, 4), "PP4": (8,), "PP2 DP2, teacher over 2 peers": (4,)}
+QUICK = {"PP2 uneven": (1, 4), "PP2 DP2, teacher over 2 peers": (4,)}
 """Layout -> micro-batches ahead."""
 
 

@@ -17,7 +17,7 @@ from tests.train.command import call_main, flags, read_metrics, run_main, write_
 from tests.train.test_resume import train_and_hash
 from tests.train.two_processors import with_text, with_weights
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_resume_is_bitwise_in_the_middle_of_an_epoch(name, files, ranks):
     assert run(f"halves {name}", "--load", files / f"halves {name}") == straight
 
 
+@pytest.mark.slow  # test_vision_experts_run.py resumes at another layout, too
 @pytest.mark.fault(23)
 def test_saved_at_tp2_the_run_goes_on_at_pp2(files, ranks):
     """Weights are the same bitwise after loading, and training continues there."""
@@ -82,7 +83,7 @@ def test_saved_at_tp2_the_run_goes_on_at_pp2(files, ranks):
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
     rest = run_main(ranks, argv(files, "rest", *pp2, "--load", files / "tp2"), 2)
     assert [one.exit_code for one in rest] == [0, 0], rest[0].stderr
-    assert [record["iteration"] for record in read_metrics(files / "rest")] == [4, 5, 6]
+    assert [record["iteration"] for record in read_metrics(files / "rest")] == [3, 4]
 
 
 def test_a_frozen_tower_is_exported_byte_for_byte(files, ranks):
