@@ -59,6 +59,20 @@ class Reader:
         images = "; it sees images, but reads only text here" if shape.vision is not None else ""
         return f"{place} (context of {self.context_length} tokens{images})"
 
+    def sampling(self, generation: Generation) -> Sampling:
+        """Return the settings of sampling from the model."""
+        return Sampling(
+            max_new_tokens=generation.max_new_tokens,
+            stop_ids=self.stops,
+            vocab_size=self.source.shape.vocab_size,
+            unused_ids=self.unused_ids,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            seed=generation.seed,
+            slots=generation.slots,
+            context_length=self.context_length,
+        )
+
     def encode(self, prompt: str | Conversation) -> np.ndarray:
         """Return the tokens int64 [p] of a prompt. Raises DataError if it is empty or fills the context."""
         ids = encode_prompt(prompt, self.tokenizer)
@@ -94,18 +108,7 @@ class Writer(Reader):
 
     def stream(self, requests: Sequence[Request], generation: Generation) -> Iterator[SampledRow]:
         """Complete the requests; yield the new tokens of each row as they arrive. Collective."""
-        sampling = Sampling(
-            max_new_tokens=generation.max_new_tokens,
-            stop_ids=self.stops,
-            vocab_size=self.source.shape.vocab_size,
-            unused_ids=self.unused_ids,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            seed=generation.seed,
-            slots=generation.slots,
-            context_length=self.context_length,
-        )
-        return stream_completions(self.parts, self.context, requests, sampling, iteration=0)
+        return stream_completions(self.parts, self.context, requests, self.sampling(generation), iteration=0)
 
 
 def open_readers(request: ModelsRequest, is_cuda: bool, num_ranks: int) -> list[Reader]:

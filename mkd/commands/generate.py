@@ -19,7 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from mkd.chat.generation import Generation
-from mkd.commands.text_flags import add_completion_flags, num_ranks, run_here_or_in_ranks, with_names_of_here
+from mkd.commands.text_flags import (
+    add_completion_flags,
+    add_prompt_flags,
+    num_ranks,
+    run_here_or_in_ranks,
+    with_names_of_here,
+)
 from mkd.config.flags import NUM_RANKS, FlagParser, require_new_file, require_writable, whole_number
 from mkd.data.files.named_files import require_files
 from mkd.errors import ErrorList, MkdError, UsageError, collect_error, raise_all, returns_exit_code
@@ -64,16 +70,7 @@ def build_parser() -> FlagParser:
     _add_model_flags(parser)
     add_completion_flags(parser, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
     prompts = parser.add_argument_group("prompts")
-    prompts.add_argument(
-        "--samples-per-prompt",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="completions of every prompt (default: 1)",
-    )
-    prompts.add_argument(
-        "--chat", action="store_true", help="read every text as a user's message, in the chat template"
-    )
+    add_prompt_flags(prompts)
     prompts.add_argument(
         "--max-bad-records",
         type=lambda text: whole_number(text, 0),

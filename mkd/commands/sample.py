@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from mkd.commands.text_flags import (
+    add_prompt_flags,
     loaded_writers,
     models_request,
     num_ranks,
@@ -49,16 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PATH",
         help="records to complete: paths as of --data-path",
     )
-    prompts.add_argument(
-        "--chat", action="store_true", help="read every text as a user's message, in the chat template"
-    )
-    prompts.add_argument(
-        "--samples-per-prompt",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="completions of every prompt (default: 1)",
-    )
+    add_prompt_flags(prompts)
     prompts.add_argument(
         "--slots",
         type=whole_number,

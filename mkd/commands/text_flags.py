@@ -49,6 +49,20 @@ def text_parser(
     return parser
 
 
+def add_prompt_flags(prompts: argparse._ArgumentGroup) -> None:
+    """Add how prompts of files are read, and how often they are completed."""
+    prompts.add_argument(
+        "--chat", action="store_true", help="read every text as a user's message, in the chat template"
+    )
+    prompts.add_argument(
+        "--samples-per-prompt",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="completions of every prompt (default: 1)",
+    )
+
+
 def add_completion_flags(
     parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
 ) -> None:

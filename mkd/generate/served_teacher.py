@@ -113,29 +113,13 @@ def run_served(job: Job, reader: ServedReader) -> None:
     judge = job.judge(calls, 0)
     try:
         job.judge_again(index, judge)
-        for rollout in _completed(reader, job.missing(index), sampling_of(job.settings, reader)):
+        for rollout in _completed(reader, job.missing(index), reader.sampling(job.settings.generation)):
             tokens += len(rollout.ids)
             job.add(rollout, judge)
         judge.close()
     finally:
         judge.stop()
     job.finish([(tokens, time.perf_counter() - begin)])
-
-
-def sampling_of(settings: GenerateSettings, reader: Reader) -> Sampling:
-    """Return the settings of sampling."""
-    generation = settings.generation
-    return Sampling(
-        max_new_tokens=generation.max_new_tokens,
-        stop_ids=reader.stops,
-        vocab_size=reader.source.shape.vocab_size,
-        unused_ids=reader.unused_ids,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        seed=generation.seed,
-        slots=generation.slots,
-        context_length=reader.context_length,
-    )
 
 
 def _completed(reader: ServedReader, requests: Sequence[Request], sampling: Sampling) -> Iterator[Rollout]:
