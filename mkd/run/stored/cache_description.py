@@ -26,7 +26,8 @@ from mkd.errors import DataError
 from mkd.human import counted
 from mkd.kinds.placed.known_places import PRECISIONS
 from mkd.kinds.stored.cache_setup import IMAGE_PROCESSOR, data_settings, weights_fingerprint
-from mkd.resolve.preflight import require_same_tokenizer
+from mkd.resolve.preflight import Tokenizers, require_same_tokenizer
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.run.one_model import ModelPlan
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -46,11 +47,21 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """A teacher that runs alone, with the tokenizer of the run and its reader of images."""
+    """A teacher that runs alone, with the tokenizers of the run and its reader of images."""
 
     teacher: ModelPlan
-    tokenizer: Tokenizer
-    images: ConversationImages | None = None  # reads the images of conversations; None: the models read none
+    tokenizers: Tokenizers
+    beside: tuple[TeacherSetup, ...] = ()  # teachers of the run that may refuse documents
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the student."""
+        return self.tokenizers.student
+
+    @property
+    def images(self) -> ConversationImages | None:
+        """Reader of the images of conversations; None if the models read none."""
+        return self.tokenizers.images
 
     @property
     def config(self) -> Config:

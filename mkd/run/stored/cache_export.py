@@ -33,7 +33,7 @@ from mkd.data.stored.cache_files import ShardWriter, pack_digest
 from mkd.data.stored.cache_meta import CacheMeta
 from mkd.errors import ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.human import counted
-from mkd.kinds.known_kinds import wanted_records
+from mkd.kinds.known_kinds import KINDS, teacher_setup, wanted_records
 from mkd.models.builder import join_stages
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
@@ -45,14 +45,17 @@ from mkd.operations.signals import Signals
 from mkd.parallel.agreement import require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
+from mkd.plan.facts import RunFacts
 from mkd.platform import Platform
 from mkd.resolve.chat_setup import chat_problems, chat_settings
 from mkd.resolve.image_reader import open_images
-from mkd.resolve.model_source import ModelSource
-from mkd.resolve.preflight import Tokenizers, data_problems, wider_than_head
+from mkd.resolve.model_source import ModelSource, locate_model
+from mkd.resolve.preflight import Tokenizers, data_problems, open_own_tokenizer, wider_than_head
+from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.run.build_data import open_data
 from mkd.run.one_model import plan_model
 from mkd.run.stored.cache_description import ExportPlan, ExportSettings, require_room, write_description
+from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import MICROBATCHES_PER_STAGE, PipelineSchedule
@@ -103,8 +106,11 @@ def export_teacher(config: Config, kind: CacheKind, platform: Platform, world_si
     context = plan.teacher.join(platform)
     require_same_choices({"--chat-date": plan.tokenizer.chat_date})
     build, of_teacher = SharedBuild(context, Signals(), Phases()), plan.teacher.source.shape.vocab_size
-    train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build, images=plan.images)
+    texts = [one.meet(config, plan.tokenizers, context).text for one in plan.beside]
+    train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build, texts, plan.images)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
+    for member in (member for dataset in datasets.values() for member in dataset.members):
+        member.teachers = member.taught = ()  # the packs are made, and their own tokens are not read here
     parts = {name: len(dataset) for name, dataset in datasets.items()}
     meta = _describe(plan, kind, parts, context)
     _require_disk(settings.out, meta, datasets, context)
@@ -140,6 +146,9 @@ def plan_export(
     # The run reads with its own tokenizer, the student's, or the teacher's.
     kind, name = config.data.tokenizer_type, config.data.tokenizer_model or config.student.hf
     tokenizer = images = None
+    facts = RunFacts(config, world_size, kinds=KINDS)
+    beside: list[TeacherSetup] = []
+    own: list[Tokenizer | None] = []
     if teacher is not None:
         source, folder = teacher.source, name or str(teacher.source.assets)
         chat = collect_error(problems, partial(chat_settings, config, out))
@@ -148,14 +157,35 @@ def plan_export(
         problems += chat_problems(tokenizer, config)
         problems += wider_than_head(tokenizer, config, "teacher", source)
         images = collect_error(problems, partial(_open_images, config, source, tokenizer))
+        beside, own = _teachers_beside(problems, facts, chat)
     paths = data_paths(problems, config.data)
-    tokenizers = None if tokenizer is None else Tokenizers(tokenizer, (), None, ())
-    problems += data_problems(paths, tokenizers, config, wanted_records(config))
+    tokenizers = None if tokenizer is None else Tokenizers(tokenizer, tuple(own), None, (), images)
+    problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)
     problems += disk_problems(list(cache_writes(config, paths)))
     if problems:
         raise ErrorList(problems)
-    assert teacher is not None and tokenizer is not None, "what is missing is a problem"
-    return ExportPlan(teacher, tokenizer, images)
+    assert teacher is not None and tokenizers is not None, "what is missing is a problem"
+    return ExportPlan(teacher, tokenizers, tuple(beside))
+
+
+def _teachers_beside(
+    problems: list[MkdError], facts: RunFacts, chat: ChatSettings | None
+) -> tuple[list[TeacherSetup], list[Tokenizer | None]]:
+    """Return the other teachers with tokens of their own, and the own tokenizer of every teacher, or None.
+
+    They do not run, but a document that one of them refuses is in no pack of the run.
+    """
+    found: list[TeacherSetup] = []
+    own: list[Tokenizer | None] = [None] * len(facts.roles)
+    for index, settings in facts.running.items():
+        if index == EXPORTED or (settings.xtoken is None and settings.context is None):
+            continue
+        role, source = facts.roles[index], locate_model(problems, facts.roles[index], settings)
+        setup = None if source is None else teacher_setup(problems, facts, index, source)
+        if source is not None and settings.xtoken is not None:
+            own[index] = collect_error(problems, partial(open_own_tokenizer, role, source, chat))
+        found += [] if setup is None else [setup]
+    return found, own
 
 
 def _open_images(config: Config, teacher: ModelSource, tokenizer: Tokenizer) -> ConversationImages | None:

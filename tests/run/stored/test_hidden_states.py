@@ -340,3 +340,37 @@ def test_what_does_not_fit_is_refused(cache, files, ranks):
         ),
     ):
         assert_refused(ranks, argv, exit_code, code, *named)
+
+
+TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}<|endoftext|>{% endfor %}"
+REFUSING = "{% if 'lazy' in messages[0].content %}{{ raise_exception('too lazy') }}{% endif %}" + TEMPLATE
+
+
+def test_documents_that_another_teacher_refuses_are_not_exported(files, ranks):
+    """Its tokenizer has a chat template that takes no lazy dogs: the packs are those of the run."""
+    for name, template in (("student", TEMPLATE), ("teacher", TEMPLATE), ("choosy", REFUSING)):
+        source = files / ("teacher" if name == "choosy" else name)
+        folder = shutil.copytree(source, files / f"chat {name}")
+        if name == "choosy":
+            add_tokenizer(folder, text="pack my box with five dozen liquor jugs. ")
+        (folder / "chat_template.jinja").write_text(template)
+    said = [["the quick brown fox", "the lazy dog"][i % 5 == 3] for i in range(40)]
+    answer = {"role": "assistant", "content": "jumps"}
+    asked = ({"role": "user", "content": f"{i}: {text}"} for i, text in enumerate(said))
+    write_records(files / "chats.jsonl", *({"messages": [one, answer]} for one in asked))
+    paths = {"student_hf": "chat student", "teacher_hf": None, "data_path": "chats.jsonl"}
+    other, data = entry(f"hf: '{files / 'chat choosy'}'", name="x", xtoken="{loss: partition_kl}"), (*DATA,)
+    data += ("--max-bad-records", 8)
+    for name, first in (
+        ("export", f"hf: '{files / 'chat teacher'}'"),
+        ("run", f"hidden: '{files / 'chosen'}'"),
+    ):
+        entries = [entry(first, name="y"), other][:: 1 if name == "export" else -1]
+        (files / f"choosy {name}.yaml").write_text(f"teachers: [{', '.join(entries)}]\n")
+    exported(ranks, files, "chosen", *data, "--config", files / "choosy export.yaml", command=HIDDEN, **paths)
+    argv = flags(files, "choosy", *data, "--config", files / "choosy run.yaml", **paths)
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0, result.stderr
+    meta = HiddenMeta.read(files / "chosen")
+    left_out = [json.loads(line) for line in (files / "choosy/quarantine.jsonl").read_text().splitlines()]
+    assert len(left_out) == 8 and {one["teacher"] for one in left_out} == {"x"} and meta.parts["train"] > 0
