@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser, whole_number
 from mkd.errors import returns_exit_code
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         overwrite=args.overwrite,
     )
     check_request(request)  # before torch is imported, which takes seconds
+    share_cores()
     from mkd.platform import detect
 
     detect()  # before Megatron is imported, to silence its warnings

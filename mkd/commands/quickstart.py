@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.commands.one_process import require_one_process
 from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.folder or (ON_POLICY if args.on_policy else OFF_POLICY)
     require_packages()
     begin = time.perf_counter()
+    share_cores()
     if args.on_policy:
         from mkd.quickstart.on_policy_demo import quickstart_on_policy
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mkd.busy_machine import share_cores
 from mkd.progress_bars import without_progress_bars
 from mkd.quickstart.demo_text import function_heads
 
@@ -66,6 +67,7 @@ def evenly(texts: Sequence[str], count: int) -> list[str]:
 
 def write_bodies(models: Mapping[str, Path], teacher_dir: Path, heads: Sequence[str]) -> dict[str, Bodies]:
     """Let the models of Hugging Face folders write every body with every seed, by plain transformers."""
+    share_cores()
     teacher = _load(teacher_dir)
     found = {}
     for name, folder in models.items():
