@@ -16,6 +16,7 @@ import argparse
 import signal
 from collections.abc import Sequence
 
+from mkd.busy_machine import share_cores
 from mkd.commands.text_flags import (
     loaded_writers,
     models_request,
@@ -51,6 +52,7 @@ def chat(args: argparse.Namespace) -> int:
     generation = Generation(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     request = models_request(args)
     require_models(request, generation)
+    share_cores()
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings

@@ -8,6 +8,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.config.flags import add_overwrite, require_new_file, require_writable, whole_number
 from mkd.data.files.named_files import require_files
 from mkd.errors import EXIT_DONE, UsageError
@@ -86,6 +87,7 @@ def compare_two_models(args: argparse.Namespace) -> int:
     require_new_file("--out", args.out, args.overwrite)
     if args.out is not None:
         require_writable("--out", args.out)
+    share_cores()
     from mkd.platform import detect
 
     device = detect().device  # before Megatron is imported, to silence its warnings

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.config.flags import (
     NUM_RANKS,
     FlagParser,
@@ -110,6 +111,7 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     problems = early_model_problems(config, world_size)
     if problems:
         raise ErrorList(problems)
+    share_cores()
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings

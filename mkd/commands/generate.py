@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.chat.generation import Generation
 from mkd.commands.text_flags import (
     add_completion_flags,
@@ -237,6 +238,7 @@ def settings_of(args: argparse.Namespace) -> GenerateSettings:
 def generate(settings: GenerateSettings) -> int:
     """Check the settings, then generate. Return the exit code."""
     require_possible(settings)
+    share_cores()
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings

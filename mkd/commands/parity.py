@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.commands.convert import run_conversion
 from mkd.config.flags import FlagParser
 from mkd.errors import returns_exit_code
@@ -43,4 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kl-tolerance", type=float, default=1e-8, help="largest KL in nats per token (default: 1e-8)"
     )
-    run_conversion("parity", parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    share_cores()
+    run_conversion("parity", args)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.commands.text_flags import (
     add_prompt_flags,
     loaded_writers,
@@ -86,6 +87,7 @@ def sample(args: argparse.Namespace) -> int:
         require_writable("--out", args.out)
     request = models_request(args)
     require_models(request, generation)
+    share_cores()
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, to silence its warnings

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mkd.busy_machine import share_cores
 from mkd.config.data_files import require_file
 from mkd.config.flags import FlagParser, whole_number
 from mkd.errors import EXIT_DONE, UsageError, returns_exit_code
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mkd.checkpoint.hf.hf_hub import resolve_hf
 
     folder = resolve_hf(args.folder)
+    share_cores()
     from mkd.platform import detect
 
     detect()  # before Megatron is imported, to silence its warnings

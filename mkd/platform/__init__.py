@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mkd.busy_machine import is_busy
 from mkd.human import counted
 from mkd.platform.megatron_versions import quiet_newer_versions
 
@@ -39,7 +40,9 @@ class Platform:
         """Return one line for the start of a run: the device, and what each absent library costs."""
         if not self.is_cuda:
             threads = torch.get_num_threads()
-            return f"CPU platform: {self.backend}, local layer spec, {counted(threads, 'thread')} a process"
+            line = f"CPU platform: {self.backend}, local layer spec, {counted(threads, 'thread')} a process"
+            slow = threads > 1 and is_busy()  # a run keeps its threads: their number may change last bits
+            return f"{line}; on this busy machine OMP_NUM_THREADS=1 is faster" if slow else line
         local = "local spec (no Transformer Engine: slower)"
         spec = "Transformer Engine spec" if self.transformer_engine else local
         notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}", spec]
