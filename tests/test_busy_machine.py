@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from mkd import platform
 
 CODE = """
 import os
@@ -35,6 +38,15 @@ def test_a_busy_machine_gets_one_thread(before, load, is_busy):
 def test_threads_that_were_given_stay():
     code = CODE.format(before="", load=9.0)
     assert lines_of(code, os.environ | {"OMP_NUM_THREADS": "2"}) == (["2"], [])
+
+
+def test_a_run_keeps_its_threads_and_says_that_one_is_faster(monkeypatch):
+    cpu = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(platform, "is_busy", lambda: False)
+    assert cpu.describe().endswith("2 threads a process")
+    monkeypatch.setattr(platform, "is_busy", lambda: True)
+    assert cpu.describe().endswith("2 threads a process; on this busy machine OMP_NUM_THREADS=1 is faster")
 
 
 def lines_of(code: str, environment: dict[str, str]) -> tuple[list[str], list[str]]:
