@@ -11,7 +11,7 @@ import numpy as np
 from mkd.chat.generation import Generation
 from mkd.chat.named_model import ModelsRequest
 from mkd.checkpoint.folders import iteration_of
-from mkd.data.prompts import encode_prompt
+from mkd.data.prompt_readers import encode_prompt
 from mkd.errors import DataError, ErrorList, MkdError
 from mkd.kinds.sampled.sampler.decoding import SampledRow, stream_completions
 from mkd.kinds.sampled.sampler.rollouts import Request, Sampling

@@ -13,6 +13,7 @@ order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
 measured_text.py        the beginnings of documents, to measure models on outside a run
 loader.py               the micro-batches of one rank for training and for evaluation
+prompt_readers.py       prompts as each model reads them
 prompts.py              prompts for the student to complete
 build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 chat_roles.py           roles of tokens, by the text with which a template begins a message

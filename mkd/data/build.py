@@ -371,7 +371,7 @@ def _attach_teachers(
             )
         needed = max(pieces.pack_length(document_multiple) for _, pieces in found)
         seq_length = text.seq_length or max(needed, text.least_seq_length)
-        _check_length(text, seq_length, document_multiple)
+        check_teacher_length(text, seq_length, document_multiple)
         sides.append(
             [TeacherSide(store, text, pieces, seq_length, document_multiple) for store, pieces in found]
         )
@@ -388,7 +388,8 @@ def _taught(
     return rules.numbers_of(text.name, dataset.tag_names)
 
 
-def _check_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
+def check_teacher_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
+    """Raise UsageError if documents cannot be padded to the length of a teacher's packs."""
     if seq_length % document_multiple:
         section = "context" if text.context else "xtoken"
         raise UsageError(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mkd.data.files.named_files import all_local, named_files
+from mkd.data.prompt_readers import PromptReader, encode_prompt
 from mkd.data.quarantine import MAX_REPORTED_ERRORS, BadRecord, skipped
 from mkd.data.records.conversations import MESSAGE_KEYS, ConversationReader
 from mkd.data.records.file_notes import LOOKED_AT, control_token_note
@@ -27,10 +28,11 @@ from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, ErrorList
 from mkd.human import counted
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
-from mkd.tokenizers.tokenizer import Tokenizer, without_eos
+from mkd.tokenizers.tokenizer import Tokenizer
 
 LOG = logging.getLogger("mkd")
 KEYS = ("prompt", "messages", "conversations")
+NOTHING = np.zeros(0, dtype=np.int64)
 RECORDS_PER_TRIAL = 64  # of which a few show whether the chat template reads a key of messages
 
 
@@ -43,9 +45,8 @@ class Prompt:
     line: int  # its line or row there, from 1
     fields: Mapping[str, Any]  # all other keys of its record
     is_chat: bool = False  # a conversation, whose answer ends with the end of a turn
-    of_teachers: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # cross-tokenizer teacher -> its tokens
+    # Teacher that reads other tokens -> these; without an entry, the completions have nothing for it.
+    of_teachers: Mapping[str, np.ndarray] = field(default_factory=dict)
     tag: str = ""  # of its record or file; "": tags are not read
 
 
@@ -80,7 +81,7 @@ def read_prompts(
     longest: int,  # tokens that a prompt may have
     vocab_size: int,  # ids known to all models of the run
     max_bad_records: int = 0,  # of each file
-    teachers: Mapping[str, Tokenizer] = MappingProxyType({}),  # name -> tokenizer of cross-tokenizer teachers
+    teachers: Mapping[str, PromptReader] = MappingProxyType({}),  # name -> teacher that reads other tokens
     with_fields: bool = False,  # the other keys of a record are read, so that the fingerprint covers them
     wanted: WantedRecords | None = None,  # whose tag is read; None: prompts have no tags
     file_tags: Mapping[str, str] = MappingProxyType({}),  # path -> tag of its prompts without one
@@ -92,12 +93,16 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     all_bad: list[BadRecord] = []
+    contexts = tuple(
+        dict.fromkeys(key for one in teachers.values() if one.context for key in one.context.keys)
+    )
+    read_keys = (*contexts, *(() if wanted is None else wanted.keys))
     for path, file_tag in _files(paths, file_tags):
         parsed = []
         bad: list[BadRecord] = []
         for number, row in read_rows(path, whole=True):
             try:
-                prompt, fields = parse_prompt(row)
+                prompt, fields = parse_prompt(row, contexts)
                 ids = encode_prompt(prompt, tokenizer)
                 _check_ids(ids, longest, vocab_size)
                 tag = "" if wanted is None else _tag(wanted, fields, file_tag)
@@ -106,32 +111,41 @@ def read_prompts(
                 continue
             parsed.append((prompt, fields))
             theirs = {}
-            for name, own in teachers.items():
+            for name, reader in teachers.items():
                 try:
-                    theirs[name] = encode_prompt(prompt, own)
+                    if (its_ids := reader.read(prompt, fields)) is not None:
+                        theirs[name] = its_ids
                 except DataError as error:
                     bad.append(BadRecord.from_row(path, number, row, error).for_teacher(name))
                     break
             else:
                 is_chat = isinstance(prompt, Conversation)
                 prompts.append(Prompt(ids, path, number, fields, is_chat, theirs, tag))
-        _log_ignored(path, parsed, tokenizer, with_fields, () if wanted is None else wanted.keys)
+        _log_ignored(path, parsed, tokenizer, with_fields, read_keys)
         if len(bad) > max_bad_records:
             raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])
         all_bad += bad
     if not prompts:
         what = f"--prompt-data-path {' '.join(paths)} has no prompt"
         raise DataError(what, "there is nothing to complete", "check how it was made", code="data-file-empty")
+    fingerprint = _fingerprint(prompts, tuple(teachers), wanted is not None, with_fields)
+    entries = [one.entry for one in all_bad]
+    return PromptSet(prompts, len(all_bad), fingerprint, entries)
+
+
+def _fingerprint(
+    prompts: Sequence[Prompt], teachers: Sequence[str], with_tags: bool, with_fields: bool
+) -> str:
+    """Return the SHA-256 of all that a run reads of the prompts."""
     digest = hashlib.sha256()
     for one in prompts:
-        for ids in (one.ids, *one.of_teachers.values()):
+        for ids in (one.ids, *(one.of_teachers.get(name, NOTHING) for name in teachers)):
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        if wanted is not None:
+        if with_tags:
             digest.update(one.tag.encode() + b"\n")
         if with_fields:
             digest.update(json.dumps(one.fields, sort_keys=True, default=str).encode() + b"\n")
-    entries = [one.entry for one in all_bad]
-    return PromptSet(prompts, len(all_bad), "sha256:" + digest.hexdigest(), entries)
+    return "sha256:" + digest.hexdigest()
 
 
 def _files(paths: Sequence[str], file_tags: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -150,11 +164,12 @@ def _tag(wanted: WantedRecords, fields: Mapping[str, Any], file_tag: str) -> str
     return tag
 
 
-def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
+def parse_prompt(row: Row, contexts: Sequence[str] = ()) -> tuple[str | Conversation, dict[str, Any]]:
     """Return (text or conversation to complete, the other fields) of a raw record.
 
     Messages, also as `prompt` or `conversations`, may have `system`, `tools` and `chat_template_kwargs`
-    beside them. Assistant messages at the end are left out. Raises DataError.
+    beside them. Assistant messages at the end are left out. `contexts` are the keys that teachers read.
+    Raises DataError.
     """
     fields = raw_fields(row)
     given = [key for key in KEYS if fields.get(key) is not None]
@@ -164,7 +179,7 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
         raise DataError(what, why, "keep exactly one of them", code="record-incomplete")
     (key,) = given
     others = {name: value for name, value in fields.items() if name != key}
-    refuse_in_prompt(fields, key)
+    refuse_in_prompt(fields, key, contexts)
     if key == "prompt" and not isinstance(fields[key], list):
         check_string(fields[key], key)
         check_size(PROMPT_COMPLETION, (fields[key],))
@@ -184,17 +199,6 @@ def parse_prompt(row: Row) -> tuple[str | Conversation, dict[str, Any]]:
         what = "all messages are the assistant's"
         raise DataError(what, "there is nothing to answer", "give a user's message", code="record-incomplete")
     return conversation.beginning(last + 1), others
-
-
-def encode_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens int64 [p] of a prompt.
-
-    A text gets the tokenizer's BOS if its configuration adds one, and no EOS. A conversation becomes the chat
-    template's ids up to the beginning of the next assistant turn. Raises DataError.
-    """
-    if isinstance(prompt, Conversation):
-        return np.asarray(tokenizer.generation_prompt(prompt), dtype=np.int64)
-    return without_eos(tokenizer.encode(prompt), tokenizer.eos_id)
 
 
 def _log_ignored(
@@ -236,13 +240,18 @@ def _check_ids(ids: np.ndarray, longest: int, vocab_size: int) -> None:
         raise DataError(what, "some model has no embedding for it", do, code="token-beyond-vocabulary")
 
 
-def first_prompts(path: str, tokenizers: Sequence[Tokenizer], count: int) -> Iterator[DataError]:
-    """Yield an error if none of the first `count` records of `path` is a prompt in all `tokenizers`."""
+def first_prompts(
+    path: str, tokenizers: Sequence[Tokenizer], count: int, contexts: Sequence[str] = ()
+) -> Iterator[DataError]:
+    """Yield an error if none of the first `count` records of `path` is a prompt in all `tokenizers`.
+
+    `contexts` are the keys of records that teachers read.
+    """
     refused = None
     path = named_files(path, "--prompt-data-path").at_hand()[0]
     for place, (number, row) in enumerate(read_rows(path, whole=True)):
         try:
-            prompt, _ = parse_prompt(row)
+            prompt, _ = parse_prompt(row, contexts)
             for tokenizer in tokenizers:
                 encode_prompt(prompt, tokenizer)
             return

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they load torch
 
     from mkd.data.aligned.teacher_side import TeacherText
     from mkd.data.dataset import BlendedDataset
+    from mkd.data.prompt_readers import PromptReader
     from mkd.data.prompts import PromptSet
     from mkd.data.teacher_input import SharedTokens
     from mkd.models.language_model import LanguageModel
@@ -58,6 +59,10 @@ class TeacherSetup:
     def meet(self, config: Config, tokenizers: Tokenizers, context: ParallelContext) -> TeacherSetup:
         """Prepare what the text needs. Collective; the same error on every rank."""
         return self
+
+    def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader | None:
+        """Return how it reads the prompts of completions; None: as the student does."""
+        return None
 
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> TeacherSetup:
         """Return the set-up with packs that have room for completions of `prompts`."""

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mkd.config.tag_rules import TagRules
+from mkd.data.aligned.context_summary import summarise_context_prompts
+from mkd.data.build import check_teacher_length
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
 from mkd.data.records.wanted import WantedRecords
 from mkd.data.tags import tags_of_run
+from mkd.data.teacher_input import SharedTokens
 from mkd.evaluation.task_evaluator import TaskEvaluator, build_tasks
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.reward.rewards import Rewards
@@ -46,7 +49,7 @@ def read_texts(
     tasks = build_tasks(plan.config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
-    lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers)
+    lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers, context.document_multiple)
     tags = tag_names(plan, train_set if train_set is not None else valid_set, prompts)
     return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths, tags), tasks
 
@@ -69,7 +72,12 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
         described = part.describe(quarantine) if part is not None else []
         lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
     lines += tasks.describe() if tasks else []
-    lines += [texts.prompts.describe(quarantine)] if texts.prompts else []
+    if texts.prompts:
+        lines.append(texts.prompts.describe(quarantine))
+        running = (one.text for one in texts.teachers if one.runs)
+        for text, length in zip(running, texts.teacher_seq_lengths, strict=True):
+            if not isinstance(text, SharedTokens) and text.context is not None:
+                lines += summarise_context_prompts(text, texts.prompts.prompts, length)
     stored = (texts.train_set, texts.valid_set)
     return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)
 
@@ -87,10 +95,9 @@ def build_prompts(plan: Plan) -> PromptSet | None:
         return PromptSet((), 0, "none")
     longest = config.training.seq_length - config.rollout.max_new_tokens
     tokenizer, bad = plan.tokenizers.student, config.data.max_bad_records
+    readers = (one.prompt_reader(plan.tokenizers) for one in plan.setups)
     teachers = {
-        name: own
-        for name, own in zip(plan.teacher_names, plan.tokenizers.teachers, strict=False)
-        if own is not None
+        one.name: reader for one, reader in zip(plan.setups, readers, strict=True) if reader is not None
     }
     paths, has_rewards = config.rollout.prompt_data_path, config.grpo.is_on
     rules = TagRules.of(config)
@@ -105,12 +112,21 @@ def teacher_seq_lengths(
     train_set: BlendedDataset | None,
     valid_set: BlendedDataset | None,
     teachers: Sequence[TeacherSetup],
+    document_multiple: int,
 ) -> tuple[int, ...]:
-    """Return the tokens of the packs of each teacher that runs, which data sets and completions share."""
+    """Return the tokens of the packs of each teacher that runs, which data sets and completions share.
+
+    Raises UsageError if documents cannot be padded to one of them.
+    """
     dataset = train_set if train_set is not None else valid_set
     if dataset is not None:
         return dataset.teacher_seq_lengths
-    return tuple(one.pack_length(plan.config.training.seq_length) for one in teachers if one.runs)
+    found = []
+    for one in (one for one in teachers if one.runs):
+        found.append(one.pack_length(plan.config.training.seq_length))
+        if not isinstance(one.text, SharedTokens):
+            check_teacher_length(one.text, found[-1], document_multiple)
+    return tuple(found)
 
 
 def build_rewards(

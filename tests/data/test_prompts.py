@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mkd.data.prompt_readers import PromptReader
 from mkd.data.prompts import read_prompts
 from mkd.data.quarantine import append
 from mkd.errors import DataError, ErrorList
@@ -130,11 +131,12 @@ def test_every_teacher_reads_prompts_in_its_own_template(tokenizer, tmp_path):
         "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no') }}{% endif %}"
         "[{{ m.content }}]{% endfor %}"
     )
-    teachers = {"big": open_tokenizer(str(other))}
+    theirs = open_tokenizer(str(other))
+    teachers = {"big": PromptReader(theirs)}
     records = [{"messages": [{"role": "user", "content": text}]} for text in ("a fox?", "no")]
     path = write_records(tmp_path / "p.jsonl", {"prompt": "the fox"}, *records)
     found = read(path, tokenizer, teachers=teachers, max_bad_records=1)
-    texts = [teachers["big"].decode(one.of_teachers["big"].tolist()) for one in found.prompts]
+    texts = [theirs.decode(one.of_teachers["big"].tolist()) for one in found.prompts]
     assert texts == ["the fox", "[a fox?]"] and [one.is_chat for one in found.prompts] == [False, True]
     assert found.fingerprint != read(path, tokenizer, max_bad_records=1).fingerprint
     with refused("chat-template-refuses") as caught:

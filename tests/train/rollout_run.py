@@ -92,10 +92,10 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     }
 
 
-def require_equal_steps(results: list[dict], single: dict, files: Path) -> None:
+def require_equal_steps(results: list[dict], single: dict, files: Path, gradients: str = "gradients") -> None:
     """Assert that the ranks of a layout sampled the same ids as one process, with its sums and gradients.
 
-    The gradients are in the folders "layout gradients" and "gradients".
+    The gradients are in the folders "layout gradients" and `gradients`.
     """
     for found in results:
         assert found["sums"] == results[0]["sums"]
@@ -106,7 +106,7 @@ def require_equal_steps(results: list[dict], single: dict, files: Path) -> None:
                 assert found["figures"][name] == pytest.approx(value, abs=1e-5), name
     for name, value in single["sums"].items():
         assert results[0]["sums"][name] == pytest.approx(value, rel=1e-5), name
-    error, where = worst_relative_error(files / "layout gradients", files / "gradients")
+    error, where = worst_relative_error(files / "layout gradients", files / gradients)
     assert error <= 1e-5, where
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from mkd.config.prompt_template import PROMPT, fill, template_fields
 from mkd.data.corpus.documents import encode_record
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
-from mkd.data.records.messages import joined_texts, read_messages
+from mkd.data.records.messages import read_messages
 from mkd.data.records.refused_keys import CONTEXTS
 from mkd.data.records.values import check_string, json_name
 from mkd.errors import DataError
@@ -45,26 +45,43 @@ class ContextTemplate:
         kwargs = sorted(self.template_kwargs.items())
         return ["context", self.name, self.user, self.system, kwargs, self.may_miss, self.skip_first]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of records that the prompt may need."""
+        fields = template_fields(self.user + (self.system or ""))
+        return (*CONTEXTS, *(name for name in fields if name != PROMPT))
+
     def prompt_of(self, record: Record) -> Conversation | str | None:
         """Return the teacher's prompt: messages, or a text; None if the record has no context for it.
 
         Raises DataError for a context that is not valid.
         """
-        given = self._given(record)
+        if record.kind == MESSAGES:
+            return self.in_place_of(before_answer(record.values[0]), record.context)
+        if record.kind == PROMPT_COMPLETION:
+            return self.in_place_of(record.values[0], record.context)
+        return None
+
+    def in_place_of(
+        self, prompt: Conversation | str, context: Mapping[str, Any]
+    ) -> Conversation | str | None:
+        """Return the teacher's prompt in place of the student's; None if `context` lacks a value for it.
+
+        `context` has the record's values by key. Raises DataError for one that is not valid.
+        """
+        given = self._given(context)
         if len(given) > 1:
             raise _bad(f"the record has {' and '.join(given)}", "each says what the teacher reads")
-        found: Conversation | str | None = None
-        if record.kind == MESSAGES:
-            found = self._messages(before_answer(record.values[0]), given, record)
-        elif record.kind == PROMPT_COMPLETION:
-            found = self._text(record.values[0], given, record)
-        if isinstance(found, Conversation) and self.template_kwargs:
+        if isinstance(prompt, str):
+            return self._text(prompt, given, context)
+        found = self._messages(prompt, given, context)
+        if found is not None and self.template_kwargs:
             found = replace(found, template_kwargs={**found.template_kwargs, **self.template_kwargs})
         return found
 
-    def _given(self, record: Record) -> dict[str, Any]:
+    def _given(self, context: Mapping[str, Any]) -> dict[str, Any]:
         """Return the contexts that the record itself carries for this teacher, by key."""
-        values = {key: record.context[key] for key in CONTEXTS if key in record.context}
+        values = {key: context[key] for key in CONTEXTS if key in context}
         mine = {
             key: value.get(self.name) if isinstance(value, Mapping) else value
             for key, value in values.items()
@@ -72,16 +89,14 @@ class ContextTemplate:
         return {key: value for key, value in mine.items() if value is not None}
 
     def _messages(
-        self, prompt: Conversation, given: Mapping[str, Any], record: Record
+        self, prompt: Conversation, given: Mapping[str, Any], context: Mapping[str, Any]
     ) -> Conversation | None:
         if TEACHER_MESSAGES in given:
             return _own_messages(given[TEACHER_MESSAGES], prompt)
         place = max((n for n, one in enumerate(prompt.messages) if one["role"] == USER), default=None)
         if place is None:
             raise _bad("no user message comes before the answer", "the teacher's context takes its place")
-        question = joined_texts([prompt.messages[place]])[0] if record.images else None
-        question = prompt.messages[place].get("content") if question is None else question
-        texts = self._texts(question, given, record)
+        texts = self._texts(prompt.messages[place].get("content"), given, context)
         if texts is None:
             return None
         user, system = texts
@@ -92,7 +107,7 @@ class ContextTemplate:
             messages = [{"role": SYSTEM, "content": system}, *messages[has_system:]]
         return Conversation(messages, prompt.tools, prompt.template_kwargs)
 
-    def _text(self, prompt: str, given: Mapping[str, Any], record: Record) -> str | None:
+    def _text(self, prompt: str, given: Mapping[str, Any], context: Mapping[str, Any]) -> str | None:
         if TEACHER_MESSAGES in given:
             raise _bad(
                 f"the record has {TEACHER_MESSAGES} beside a prompt that is a text",
@@ -105,11 +120,11 @@ class ContextTemplate:
                 "only the chat template writes one",
                 "write the prompt and the completion as messages, or remove context.system",
             )
-        texts = self._texts(prompt, given, record)
+        texts = self._texts(prompt, given, context)
         return None if texts is None else texts[0]
 
     def _texts(
-        self, question: Any, given: Mapping[str, Any], record: Record
+        self, question: Any, given: Mapping[str, Any], context: Mapping[str, Any]
     ) -> tuple[str, str | None] | None:
         """Return (last user text, system message) of the teacher's prompt; None if a value is missing."""
         user = self.user
@@ -120,7 +135,7 @@ class ContextTemplate:
             what, why = f"the record has {PRIVILEGED}", "no text of this teacher's context has a field for it"
             raise _bad(what, why, f"write {{{PRIVILEGED}}} where it belongs, or remove the key")
         check_string(question, "the last user message")
-        values = {**record.context, **given, PROMPT: question}
+        values = {**context, **given, PROMPT: question}
         filled = self._filled(user, values)
         if filled is None or self.system is None:
             return None if filled is None else (filled, None)
@@ -149,7 +164,7 @@ def context_record(
     prompt = template.prompt_of(record) if 0 < start < stop else None
     if prompt is None:
         if not template.may_miss:
-            raise _missing(template)
+            raise missing_context(template)
         return AlignedText(ids, np.zeros(0, np.int64), np.zeros((0, 4), np.int64))
     before = prompt_ids(prompt, tokenizer)
     teacher_ids = np.concatenate([np.asarray(before, np.int64), ids[start:stop].astype(np.int64)])
@@ -209,7 +224,8 @@ def _as_text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _missing(template: ContextTemplate) -> DataError:
+def missing_context(template: ContextTemplate) -> DataError:
+    """Return the error of a record that has nothing for the teacher of `template`."""
     names = [name for name in template_fields(template.user + (template.system or "")) if name != PROMPT]
     return _bad(
         f"the record has no context for the teacher {template.name}",

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mkd.data.aligned.teacher_batch import TeacherPack
-from mkd.data.aligned.teacher_side import TeacherSide
+from mkd.data.aligned.teacher_side import TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import COVERED, SILENT
 from mkd.data.batch import Pack
+from mkd.data.prompts import Prompt
 from mkd.human import counted
 
 TAIL = 8  # tokens of a prompt that are shown
@@ -39,6 +40,19 @@ def summarise_context(
     return "\n".join(lines)
 
 
+def summarise_context_prompts(text: TeacherText, prompts: Sequence[Prompt], seq_length: int) -> list[str]:
+    """Return lines about the prompts of a teacher's own, for completions in its packs of `seq_length`."""
+    found = [(one.ids, one.of_teachers[text.name]) for one in prompts if text.name in one.of_teachers]
+    without = len(prompts) - len(found)
+    lost = [f"{counted(without, 'prompt')} without a context"] * bool(without)
+    line = f"  {text.name} reads prompts of its own: packs of {seq_length} tokens"
+    if not found:
+        return ["; ".join([line, *lost])]
+    lengths = [len(theirs) for _, theirs in found]
+    parts = [line, f"{min(lengths)} to {max(lengths)} tokens", *lost]
+    return ["; ".join(parts), _ends(text, *(one[-TAIL:] for one in found[0]))]
+
+
 def _untaught(side: TeacherSide) -> list[str]:
     """Return a line on the loss tokens of the corpus that the teacher does not teach, and why."""
     store, template = side.store, side.text.context
@@ -63,10 +77,15 @@ def _tails(side: TeacherSide, packs: Sequence[Pack], parts: Sequence[TeacherPack
         rows = int(part.chunks.student_rows[0]), int(part.chunks.teacher_rows[0])
         template = side.text.context
         skipped = template.skip_first if template else 0
-        decode = side.text.tokenizer.decode
         tails = [
-            decode(one[max(row + 1 - skipped - TAIL, 0) : row + 1 - skipped].tolist())
+            one[max(row + 1 - skipped - TAIL, 0) : row + 1 - skipped]
             for one, row in zip((pack.tokens, part.tokens), rows, strict=True)
         ]
-        return [f"  prompts end with {tails[0]!r} (student) and {tails[1]!r} ({side.text.name})"]
+        return [_ends(side.text, *tails)]
     return []
+
+
+def _ends(text: TeacherText, ours: np.ndarray, theirs: np.ndarray) -> str:
+    """Return a line with the ends of a prompt as the student and as the teacher read it."""
+    tails = [text.tokenizer.decode(one.tolist()) for one in (ours, theirs)]
+    return f"  prompts end with {tails[0]!r} (student) and {tails[1]!r} ({text.name})"

@@ -30,9 +30,12 @@ def refuse_unsupported(
         raise _refused(key, kind)
 
 
-def refuse_in_prompt(fields: Mapping[str, Any], used: str) -> None:
-    """Raise DataError if a prompt has one of these keys beside it; judgements are for the reward function."""
-    others = {key: value for key, value in fields.items() if key not in PREFERENCES}
+def refuse_in_prompt(fields: Mapping[str, Any], used: str, contexts: Sequence[str] = ()) -> None:
+    """Raise DataError if a prompt has one of these keys beside it; judgements are for the reward function.
+
+    `contexts` are the keys that teachers read.
+    """
+    others = {key: value for key, value in fields.items() if key not in (*PREFERENCES, *contexts)}
     refuse_unsupported(others, (used,), (used,), is_text=isinstance(fields[used], str))
 
 

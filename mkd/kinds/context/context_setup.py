@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.config.schema import Config
 from mkd.data.aligned.context_records import ContextTemplate
+from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
+from mkd.data.prompt_readers import PromptReader
+from mkd.data.prompts import PromptSet
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.context.context_term import ContextTeacher
 from mkd.parallel.context import ParallelContext
@@ -17,12 +21,16 @@ from mkd.resolve.preflight import Tokenizers
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.teachers.base import Teacher
 
+SPARE_ROOM = 1.25  # in packs for completions: shorter ones have relatively longer prompts
+WITHOUT_PROMPTS = 2.0
+
 
 @dataclass(frozen=True)
 class ContextSetup(TeacherSetup):
     """The teacher's side of the text."""
 
     own_text: TeacherText | None = None  # known after `meet`
+    longest_completion: int = 0  # tokens that the student samples at most
 
     @property
     def settings_of_context(self) -> ContextConfig:
@@ -38,7 +46,33 @@ class ContextSetup(TeacherSetup):
             name=self.name,
             context=template_of(self.name, self.settings_of_context),
         )
-        return replace(self, own_text=text)
+        return replace(self, own_text=text, longest_completion=config.rollout.max_new_tokens)
+
+    def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader:
+        return PromptReader(tokenizers.student, template_of(self.name, self.settings_of_context))
+
+    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> ContextSetup:
+        """Return the teacher with packs that have room for completions.
+
+        By default their number of tokens is that of the student's, times the proportion of both models'
+        tokens in the longest completions, times SPARE_ROOM. Each completion fits. Without prompts it is
+        WITHOUT_PROMPTS times that of the student's.
+        """
+        new, proportion, longest = self.longest_completion, WITHOUT_PROMPTS, 0
+        if prompts:
+            pairs = [
+                (len(one.ids) + new, len(one.of_teachers[self.name]) + new)
+                for one in prompts.prompts
+                if self.name in one.of_teachers
+            ]
+            longest = max((theirs for _, theirs in pairs), default=0)
+            ours, theirs = (sum(column) for column in zip((1, 1), *pairs, strict=True))
+            proportion = max(1.0, SPARE_ROOM * theirs / ours)
+        unit, needed = document_multiple * LENGTH_UNIT, max(longest, seq_length * proportion)
+        return replace(self, own_text=replace(self.text, least_seq_length=math.ceil(needed / unit) * unit))
+
+    def pack_length(self, seq_length: int) -> int:
+        return self.text.seq_length or self.text.least_seq_length
 
     @property
     def text(self) -> TeacherText:

@@ -54,7 +54,8 @@ class ContextTeacher:
         sums = token_sums(output, given, weights.sum())
         return output.loss, replace(sums, student_ce=0.0, rows=len(rows))
 
-    def pack_scores(self, given: LossInput) -> PackScores:
+    def pack_scores(self, given: LossInput, vocab_size: int | None = None) -> PackScores:
+        """Return its predictions over the first `vocab_size` ids, by default over all that it knows."""
         chunks, model = self._chunks(given.batch), given.stage.compared[self.index]
         rows = self._student_rows(given.batch)
         scores = token_scores(
@@ -64,7 +65,7 @@ class ContextTeacher:
             given.batch.labels[0, rows],
             tp_group=given.context.tp_group,
             logits_cap=model.shape.logits_cap,
-            vocab_size=model.shape.vocab_size,
+            vocab_size=vocab_size or model.shape.vocab_size,
         )
         covered = sum_by(chunks.packs, torch.ones(len(rows), device=rows.device), given.num_packs)
         return PackScores(scores, chunks.packs, covered)

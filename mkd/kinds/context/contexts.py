@@ -15,6 +15,7 @@ from mkd.errors import MkdError, UsageError
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.kind import Kind, TeacherCard
 from mkd.kinds.routed.route_settings import ROUTE
+from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.tokenizers.chat_input import ChatSettings
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # they load torch
     from mkd.kinds.context.context_setup import ContextSetup
     from mkd.resolve.model_source import ModelSource
 
+PROMPT_SETTINGS = ("user", "system", "chat_template_kwargs")
 WHOLE_RULES = ("drop", "truncate")
 """Treatments of long conversations that keep the prompt."""
 
@@ -122,6 +124,16 @@ def _live(facts: RunFacts, index: int) -> Iterator[UsageError]:
         yield UsageError(what, why, "remove that, or use weights: frozen", code="value-not-valid")
 
 
+def _of_agents(config: Config) -> Iterator[UsageError]:
+    """Yield settings that records of agents make useless: they have the teacher's prompt as ids."""
+    default = ContextConfig()
+    for index, teacher in enumerate(config.teachers):
+        for name in PROMPT_SETTINGS if teacher.context is not None else ():
+            if getattr(teacher.context, name) != getattr(default, name):
+                setting = f"teachers[{index}].context.{name}"
+                yield no_effect(setting, "records of agents have the prompt as teacher_ids", "remove it")
+
+
 def _excluded(config: Config, index: int) -> Iterator[UsageError]:
     """Yield what this teacher cannot be besides."""
     teacher, given = config.teachers[index], f"teachers[{index}] has a context"
@@ -153,9 +165,9 @@ def _run(config: Config) -> Iterator[UsageError]:
             "a reference reads the student's prompts",
         )
         yield UsageError(what, why, "remove the context", code="preferences-exclude")
-    if config.rollout.is_on:
-        what, why = f"{given}, but on-policy-fraction is on", "contexts are made for data so far"
-        yield UsageError(what, why, "use --on-policy-fraction 0, or remove it", code="rollouts-exclude")
+    is_stored = config.data.data_path or config.data.valid_data_path
+    if config.rollout.is_on and config.rollout.rollout_source == "records" and not is_stored:
+        yield from _of_agents(config)
     rule = rule_for_conversations(config.data.overlong, config.data.overlong_conversations)
     if rule not in WHOLE_RULES:
         what = f"{given}, but overlong-conversations is {rule}"

@@ -15,6 +15,7 @@ from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.processors import load_image_processor
+from mkd.data.prompt_readers import PromptReader
 from mkd.data.prompts import PromptSet
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.models.language_model import LanguageModel
@@ -80,6 +81,10 @@ class CrossTokenizerSetup(TeacherSetup):
             return None
         processor = load_image_processor(self.source.assets, theirs, config.data.max_image_side)
         return None if processor is None else ConversationImages(processor, ours.source)
+
+    def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader | None:
+        theirs = tokenizers.teachers[self.index]
+        return None if theirs is None else PromptReader(theirs)
 
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> CrossTokenizerSetup:
         """Return the teacher with packs that have room for completions.

@@ -11,7 +11,7 @@ sources/              the sources of completions that --rollout-source chooses f
 server/               completions from a vLLM server that gets the student's weights
 records/              text of agents, written by another process
 reward/               a function that judges completions
-rollout_teachers.py   completions as each teacher reads them, aligned with other tokenizers
+rollout_teachers.py   completions as each teacher reads them: other prompts, other tokenizers
 rollout_packs.py      completions as packs for training
 rollout_figures.py    length, truncation, repetition and entropy of a step's completions
 rollout_stream.py     the batches of a run: stored packs and fresh completions

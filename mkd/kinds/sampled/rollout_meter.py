@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mkd.data.batch import PackedBatch
+from mkd.kinds.context.context_term import ContextTeacher
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -24,6 +25,7 @@ from mkd.train.teachers.routed_terms import RunTags
 from mkd.train.teachers.same_tokens import SameTokens
 from mkd.xtoken.segments import sum_segments
 
+MeasuredTeacher = SameTokens | CrossTokenizer | ContextTeacher
 OF_TEACHER = 2 * QUARTERS + 1  # ln p - ln q and tokens of each quarter, -ln q
 KL_QUARTERS = tuple(f"rollout/kl_quarter_{i + 1}" for i in range(QUARTERS))
 TEACHER_NLL = "rollout/teacher_nll"
@@ -33,13 +35,13 @@ TEACHER_NLL = "rollout/teacher_nll"
 class Measured:
     """A teacher, on all completions or on those of one tag."""
 
-    teacher: SameTokens | CrossTokenizer
+    teacher: MeasuredTeacher
     share: float  # its weight in means over several
     tag: int | None = None  # number of the tag; None: all completions
     tag_name: str = ""
 
 
-def measured(teachers: Sequence[SameTokens | CrossTokenizer], tags: RunTags | None) -> list[Measured]:
+def measured(teachers: Sequence[MeasuredTeacher], tags: RunTags | None) -> list[Measured]:
     """Return the teachers with the completions that each is measured on."""
     if tags is None:
         return [Measured(one, one.share) for one in teachers]
@@ -67,7 +69,8 @@ class RolloutMeter:
 
     ln p(y) - ln q(y), averaged over tokens y that the student sampled at T = 1, estimates KL(p || q) without
     bias. Its gradient is another matter: the loss never uses it. A cross-tokenizer teacher is compared on the
-    text of whole chunks: the sums of ln p and of ln q over their tokens.
+    text of whole chunks: the sums of ln p and of ln q over their tokens. For a teacher with a context these
+    are single tokens.
     """
 
     context: ParallelContext
@@ -112,9 +115,9 @@ class RolloutMeter:
                 return sampled.logp.new_zeros(OF_TEACHER)
             which = torch.from_numpy(np.flatnonzero(tags == one.tag)).to(sampled.rows.device)
             sampled = _Sampled(sampled.rows[which], sampled.quarter[which], sampled.logp[which])
-        if isinstance(one.teacher, CrossTokenizer):
-            return self._of_chunks(given, one.teacher, sampled)
-        return self._of_tokens(given, one.teacher, sampled)
+        if isinstance(one.teacher, SameTokens):
+            return self._of_tokens(given, one.teacher, sampled)
+        return self._of_chunks(given, one.teacher, sampled)
 
     def finish(self) -> dict[str, float]:
         """Return the metrics of the step, the stream's included. What no token measures is absent.
@@ -138,7 +141,7 @@ class RolloutMeter:
             if one.tag is not None and sum(counts):
                 by_tag = of_teachers.setdefault(f"{TEACHER_NLL}/{one.tag_name}", [])
                 by_tag.append((one.share, nll / sum(counts)))
-            if isinstance(one.teacher, CrossTokenizer) and one.tag is None and count:
+            if isinstance(one.teacher, CrossTokenizer | ContextTeacher) and one.tag is None and count:
                 covered.append(sum(counts) / count)
         found = {
             name: sum(share * value for share, value in parts) / sum(share for share, _ in parts)
@@ -157,12 +160,15 @@ class RolloutMeter:
         logp = self._logp(given, hidden, model, sampled.rows, self.vocab_size)
         return _sums(sampled.logp, logp, torch.ones_like(logp), sampled.quarter)
 
-    def _of_chunks(self, given: LossInput, teacher: CrossTokenizer, sampled: _Sampled) -> Tensor:
-        """Return the sums [OF_TEACHER] of a teacher with other tokens, over the chunks of completions."""
+    def _of_chunks(
+        self, given: LossInput, teacher: CrossTokenizer | ContextTeacher, sampled: _Sampled
+    ) -> Tensor:
+        """Return the sums [OF_TEACHER] of a teacher with its own row, over the chunks of completions."""
         part: Any = given.batch.teacher_inputs[teacher.index]
         chunks = part.chunks
         ours, theirs, count = chunks.student, chunks.teacher, len(chunks.kinds)
-        scores = teacher.pack_scores(given).scores.label.double()
+        known = {"vocab_size": self.vocab_size} if isinstance(teacher, ContextTeacher) else {}
+        scores = teacher.pack_scores(given, **known).scores.label.double()
         if not count or not len(sampled.rows):  # the heads of all tensor-parallel ranks have run
             return sampled.logp.new_zeros(OF_TEACHER)
         numbers = torch.arange(count, device=scores.device)

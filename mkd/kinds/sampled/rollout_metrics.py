@@ -51,8 +51,8 @@ ROLLOUT_METRICS = (
         "rollout/coverage",
         "proportion",
         STEP_MEAN,
-        "fraction of the sampled tokens on which a cross-tokenizer teacher is compared; the smallest of "
-        "several teachers. Absent without one",
+        "fraction of the sampled tokens on which a teacher with another tokenizer or a context is compared; "
+        "the smallest of several teachers. Absent without one",
     ),
     Metric(
         "rollout/logp_gap",

@@ -9,6 +9,7 @@ from mkd.data.files.named_files import require_files
 from mkd.data.first_records import LOOKED_AT
 from mkd.data.prompts import first_prompts
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.kinds.context.contexts import Contexts
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.kinds.sampled.stop_ids import require_tokens, stop_ids, unlisted_eos
 from mkd.plan.facts import RunFacts
@@ -33,7 +34,7 @@ def rollout_problems(
         collect_error(problems, partial(require_files, path, "--prompt-data-path"))
         if not problems and tokenizers is not None:
             readers = (tokenizers.student, *(one for one in tokenizers.teachers if one is not None))
-            problems += first_prompts(path, readers, looked_at)
+            problems += first_prompts(path, readers, looked_at, Contexts().records(config).context)
     if student is not None and tokenizers is not None:
         found = collect_error(problems, lambda: [*_stop_problems(facts.roles, tokenizers, student, teachers)])
         problems += found or []

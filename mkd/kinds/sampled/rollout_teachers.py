@@ -1,4 +1,4 @@
-"""Completions as each teacher reads them: the student's tokens, or aligned tokens of another tokenizer."""
+"""Completions as each teacher reads them: after its own prompt, or in aligned tokens of another tokenizer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mkd.data.aligned.aligned_ids import Pair, align_ids, align_sampled
 from mkd.data.aligned.chunk_selection import ChunkSelection
+from mkd.data.aligned.context_records import completion_chunks
 from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.batch import Pack
@@ -53,45 +54,12 @@ class SharedRollouts:
 
 
 @dataclass(frozen=True)
-class AlignedRollouts:
-    """The side of a cross-tokenizer teacher.
-
-    It reads the prompt in its own chat template, and then the text that was sampled. The student's ids stay
-    as they are; only their bytes become the teacher's tokens.
-    """
+class RowRollouts:
+    """The side of a teacher whose packs are rows of its own."""
 
     text: TeacherText
-    pair: Pair
     prompts: PromptSet
     seq_length: int
-
-    def align(self, rollout: Rollout) -> AlignedText:
-        if not self.prompts:
-            return self._without_prompt(rollout)
-        prompt = self.prompts.prompts[rollout.request.prompt]
-        own, theirs = rollout.request.ids, prompt.of_teachers[self.text.name]
-        found = align_sampled(
-            rollout.ids, self.pair, is_stopped=not rollout.is_truncated, is_chat=prompt.is_chat
-        )
-        offset = [len(own), len(own), len(theirs), len(theirs)]
-        return AlignedText(
-            student_ids=np.concatenate([own, found.student_ids]),
-            teacher_ids=np.concatenate([theirs, found.teacher_ids]),
-            chunks=found.chunks + offset,
-        )
-
-    def _without_prompt(self, rollout: Rollout) -> AlignedText:
-        """Align text that came as ids, prompt included, as a tokenised document.
-
-        The last chunk of a text that was cut off is left out: more text might change the teacher's tokens.
-        """
-        first = len(rollout.request.ids)
-        found = align_ids(np.concatenate([rollout.request.ids, rollout.ids]), self.pair, completion=first)
-        chunks = found.chunks[:-1] if rollout.is_truncated else found.chunks
-        loss = np.ones(len(rollout.ids), bool) if rollout.loss is None else rollout.loss
-        without = np.append(0, np.cumsum(np.append(np.zeros(first, bool), loss) == 0))
-        is_sampled = without[chunks[:, 1]] == without[chunks[:, 0]]
-        return AlignedText(found.student_ids, found.teacher_ids, chunks[is_sampled])
 
     def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> TeacherPack:
         """Return the teacher's part.
@@ -122,3 +90,61 @@ class AlignedRollouts:
     @cached_property
     def _selection(self) -> ChunkSelection:
         return self.text.selection()
+
+
+@dataclass(frozen=True)
+class ContextRollouts(RowRollouts):
+    """The side of a teacher that reads another prompt. The sampled ids follow it as they are."""
+
+    def align(self, rollout: Rollout) -> AlignedText:
+        theirs = rollout.of_teachers.get(self.text.name)
+        if theirs is None and self.prompts:
+            theirs = self.prompts.prompts[rollout.request.prompt].of_teachers.get(self.text.name)
+        if theirs is None:
+            return NOTHING
+        own, template = rollout.request.ids, self.text.context
+        assert template is not None, "the teacher has a context"
+        return AlignedText(
+            student_ids=np.concatenate([own, rollout.ids]),
+            teacher_ids=np.concatenate([theirs, rollout.ids]),
+            chunks=completion_chunks(len(own), len(theirs), len(rollout.ids), template),
+        )
+
+
+@dataclass(frozen=True)
+class AlignedRollouts(RowRollouts):
+    """The side of a cross-tokenizer teacher.
+
+    It reads the prompt in its own chat template, and then the text that was sampled. The student's ids stay
+    as they are; only their bytes become the teacher's tokens.
+    """
+
+    pair: Pair
+
+    def align(self, rollout: Rollout) -> AlignedText:
+        if not self.prompts:
+            return self._without_prompt(rollout)
+        prompt = self.prompts.prompts[rollout.request.prompt]
+        own, theirs = rollout.request.ids, prompt.of_teachers[self.text.name]
+        found = align_sampled(
+            rollout.ids, self.pair, is_stopped=not rollout.is_truncated, is_chat=prompt.is_chat
+        )
+        offset = [len(own), len(own), len(theirs), len(theirs)]
+        return AlignedText(
+            student_ids=np.concatenate([own, found.student_ids]),
+            teacher_ids=np.concatenate([theirs, found.teacher_ids]),
+            chunks=found.chunks + offset,
+        )
+
+    def _without_prompt(self, rollout: Rollout) -> AlignedText:
+        """Align text that came as ids, prompt included, as a tokenised document.
+
+        The last chunk of a text that was cut off is left out: more text might change the teacher's tokens.
+        """
+        first = len(rollout.request.ids)
+        found = align_ids(np.concatenate([rollout.request.ids, rollout.ids]), self.pair, completion=first)
+        chunks = found.chunks[:-1] if rollout.is_truncated else found.chunks
+        loss = np.ones(len(rollout.ids), bool) if rollout.loss is None else rollout.loss
+        without = np.append(0, np.cumsum(np.append(np.zeros(first, bool), loss) == 0))
+        is_sampled = without[chunks[:, 1]] == without[chunks[:, 0]]
+        return AlignedText(found.student_ids, found.teacher_ids, chunks[is_sampled])

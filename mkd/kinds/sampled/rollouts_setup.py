@@ -9,16 +9,20 @@ from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
-from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.kinds.routed.route_setup import teacher_routes
 from mkd.kinds.sampled.records.record_meter import RecordMeter
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.records.record_stream import RecordStream
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
-from mkd.kinds.sampled.rollout_meter import RolloutMeter, measured
+from mkd.kinds.sampled.rollout_meter import MeasuredTeacher, RolloutMeter, measured
 from mkd.kinds.sampled.rollout_stream import RolloutStream
-from mkd.kinds.sampled.rollout_teachers import AlignedRollouts, RolloutTeacher, SharedRollouts
+from mkd.kinds.sampled.rollout_teachers import (
+    AlignedRollouts,
+    ContextRollouts,
+    RolloutTeacher,
+    SharedRollouts,
+)
 from mkd.kinds.sampled.sampler.rollouts import Sampling
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.kinds.sampled.sources.text_source import SourceParts
@@ -29,7 +33,6 @@ from mkd.operations.signals import Signals
 from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.step import Engine
-from mkd.train.teachers.same_tokens import SameTokens
 
 
 def build_rollouts(
@@ -83,7 +86,7 @@ def build_rollouts(
         tag_names=texts.tag_names,
         routes=teacher_routes(plan, texts.tag_names, engine.context),
     )
-    teachers = [one for one in engine.teachers if isinstance(one, SameTokens | CrossTokenizer)]
+    teachers = [one for one in engine.teachers if isinstance(one, MeasuredTeacher)]
     meter = RolloutMeter(engine.context, stream, measured(teachers, engine.tags), sampling.vocab_size)
     if not chosen.reads_prompts:
         meter = RecordMeter.of(meter, plan.scored_ids, next(state.models[0].parameters()).dtype)
@@ -114,6 +117,9 @@ def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[Roll
         if isinstance(text, SharedTokens):
             found.append(SharedRollouts(length))
             continue
+        if text.context is not None:
+            found.append(ContextRollouts(text, prompts, length))
+            continue
         pair = Pair(ours, text.tokenizer, text.alignment, text.reasoning, plan.config.data.append_eod)
-        found.append(AlignedRollouts(text, pair, prompts, length))
+        found.append(AlignedRollouts(text, prompts, length, pair))
     return found

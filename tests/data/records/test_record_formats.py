@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 from mkd.data.corpus.documents import encode_documents, encode_record
-from mkd.data.prompts import encode_prompt, parse_prompt
+from mkd.data.prompt_readers import encode_prompt
+from mkd.data.prompts import parse_prompt
 from mkd.data.records.format_hints import format_hint
 from mkd.data.records.kinds import Record
 from mkd.data.records.parsing import parse_row

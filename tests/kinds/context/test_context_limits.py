@@ -29,6 +29,7 @@ def test_a_teacher_with_a_context_is_no_problem(tmp_path):
         problems(tmp_path, several=True, context={"user": "{prompt} {{x}} {solution}", "skip_first": 2}) == []
     )
     assert problems(tmp_path, "--teacher-residency", "host", "--kd-ratio", "0") is not None
+    assert problems(tmp_path, *FRESH, "--kd-ratio", "1") == []
 
 
 def live(tmp_path, *flags, **teacher):
@@ -84,7 +85,6 @@ def test_settings_that_are_not_valid(context, code, tmp_path):
         (("--teacher-combination", "average"), {"several": True}, "exclude-each-other"),
         (("--teacher-combination", "route", "--tag-key", "x"), {"several": True}, "exclude-each-other"),
         (("--dpo-beta", "0.1", "--kd-ratio", "0"), {}, "preferences-exclude"),
-        (FRESH, {}, "rollouts-exclude"),
         (("--overlong-conversations", "split"), {}, "exclude-each-other"),
         (("--overlong-conversations", "truncate-left"), {}, "exclude-each-other"),
     ],

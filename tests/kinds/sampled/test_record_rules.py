@@ -301,3 +301,20 @@ def test_advantages_of_groups_of_different_sizes():
     assert figures["reward/mean"] == pytest.approx(3.0) and figures["reward/std0_groups"] == pytest.approx(
         1 / 3
     )
+
+
+def test_a_record_has_the_prompts_of_teachers_with_contexts():
+    def read(teacher_ids):
+        found = read_record(GOOD | {"teacher_ids": teacher_ids}, limits).rollout(4).of_teachers
+        return {name: ids.tolist() for name, ids in found.items()}
+
+    limits = replace(LIMITS, teachers={"a": False, "b": True})
+    assert read([7, 8]) == {"a": [7, 8], "b": [7, 8]}
+    assert read({"a": [7]}) == {"a": [7]}
+    with refused("record-incomplete"):
+        read({"b": [7]})
+    for wrong in ([], "7", [7, -1], [[7]], [True]):
+        with refused("record-value-not-valid"):
+            read(wrong)
+    with refused("token-beyond-vocabulary"):
+        read([100])

@@ -17,7 +17,8 @@ SUBJECTS = ("rivers", "prime numbers", "bread", "the moon", "Python lists")
 def chat_prompts(folder) -> list:
     import numpy as np
 
-    from mkd.data.prompts import encode_prompt, parse_prompt
+    from mkd.data.prompt_readers import encode_prompt
+    from mkd.data.prompts import parse_prompt
     from mkd.kinds.sampled.sampler.rollouts import Request
     from mkd.tokenizers.load import open_tokenizer
 

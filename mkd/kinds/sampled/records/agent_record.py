@@ -21,7 +21,8 @@ FINISHES = (STOP, LENGTH, ERROR)
 ROUNDING = 1e-5  # by which ln p may be above 0
 PLAIN = ({"temperature": 1, "top_p": 1, "top_k": 0}, {"top_k": -1})
 """Settings of sampling that leave the student's distribution as it is."""
-NOT_READ = ("teacher_ids", "images", "videos")
+NOT_READ = ("images", "videos")
+TEACHER_IDS = "teacher_ids"
 REPAIR = "repair the writer, or skip such records: --max-bad-records"
 
 
@@ -35,6 +36,8 @@ class RecordLimits:
     group_size: int  # records of a group that do not say how many it has
     needs_reward: bool
     tags: tuple[str, ...] = ()  # of which each record has one; (): tags do not matter
+    teachers: Mapping[str, bool] = field(default_factory=dict)
+    """Teacher with a context -> True if a record may have none for it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class AgentRecord:
     reward: float | None = None
     advantage: float | np.ndarray | None = None  # [n]
     tag: str | None = None
+    teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `Rollout.of_teachers`
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
     place: tuple[str, int] = ("", 0)  # file and line
 
@@ -72,6 +76,7 @@ class AgentRecord:
             lag=iteration - 1 - self.versions[0],
             advantage=given[first:end] if isinstance(given, np.ndarray) else given or 0.0,
             loss=self.loss[first:end],
+            of_teachers=self.teacher_ids,
             id=self.id,
             group=self.group,
             reward=self.reward,
@@ -120,9 +125,11 @@ def read_record(
             f"the record has no {' and no '.join(absent)}", "each record needs it", "record-incomplete"
         )
     versions = _versions(fields["version"], limits.run)
-    refused = next((key for key in NOT_READ if fields.get(key) is not None), None)
+    unread = NOT_READ if limits.teachers else (*NOT_READ, TEACHER_IDS)
+    refused = next((key for key in unread if fields.get(key) is not None), None)
     if refused is not None:
-        raise _wrong(f"the record has {refused}", "nothing reads it yet", "record-key-not-supported")
+        why = "no teacher has a context" if refused == TEACHER_IDS else "nothing reads it yet"
+        raise _wrong(f"the record has {refused}", why, "record-key-not-supported")
     ((ids, loss),) = read_masked_ids(fields["ids"], fields["loss"], "ids", "loss")
     _check_tokens(ids, loss, limits)
     logp = _numbers(fields["logp"], "logp", loss, most=ROUNDING)
@@ -149,8 +156,9 @@ def read_record(
         why = f"it chooses the teachers, and those of the run have the tags {', '.join(limits.tags)}"
         raise _wrong(f"tag is {tag!r}", why)
     numbers = np.array(ids, dtype=np.int64), np.array(loss, dtype=bool), np.minimum(logp, 0)
+    theirs = _teacher_ids(fields.get(TEACHER_IDS), limits)
     return AgentRecord(
-        name, group, group_size, *numbers, versions, finish, reward, advantage, tag, fields, place
+        name, group, group_size, *numbers, versions, finish, reward, advantage, tag, theirs, fields, place
     )
 
 
@@ -184,6 +192,25 @@ def _check_tokens(ids: tuple[int, ...], loss: tuple[int, ...], limits: RecordLim
     if max(ids) >= limits.vocab_size:
         what = f"an id is {max(ids)}, and the models know {limits.vocab_size}"
         raise _wrong(what, "another tokenizer made it, or the record is damaged", "token-beyond-vocabulary")
+
+
+def _teacher_ids(given: Any, limits: RecordLimits) -> dict[str, np.ndarray]:
+    """Return the tokens of each teacher's own prompt."""
+    found = {}
+    for name, may_miss in limits.teachers.items():
+        ids = given.get(name) if isinstance(given, Mapping) else given
+        if ids is None:
+            if may_miss:
+                continue
+            why = f"the teacher {name} reads them in place of the tokens before the first one with loss"
+            raise _wrong(f"the record has no {TEACHER_IDS} for {name}", why, "record-incomplete")
+        if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+            raise _wrong(f"{TEACHER_IDS} for {name} are not ids", "they are a list of at least one token")
+        if max(ids) >= limits.vocab_size:
+            what = f"an id of {TEACHER_IDS} is {max(ids)}, and the models know {limits.vocab_size}"
+            raise _wrong(what, "another tokenizer made it", "token-beyond-vocabulary")
+        found[name] = np.array(ids, dtype=np.int64)
+    return found
 
 
 def _numbers(values: Any, name: str, loss: tuple[int, ...], most: float = math.inf) -> np.ndarray:

@@ -62,6 +62,9 @@ def _inbox(parts: SourceParts) -> RecordInbox:
         group_size=rollout.samples_per_prompt,
         needs_reward=config.grpo.is_on,
         tags=parts.tag_names,
+        teachers={
+            one.name: one.settings.context.missing == "skip" for one in plan.setups if one.settings.context
+        },
     )
     folder = Path(rollout.rollout_records or "")
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,8 @@ class Rollout:
     lag: int = 0  # updates of the student since the weights that sampled it
     advantage: float | np.ndarray = 0.0  # of its reward over those of the same prompt, or of each token [c]
     loss: np.ndarray | None = None  # [c] bool, which tokens were sampled; None: all. The others: logp 0
+    # Teacher with a context -> tokens [p] of its prompt, where these are not known before it is sampled.
+    of_teachers: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
