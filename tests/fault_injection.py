@@ -80,7 +80,10 @@ class Injector(Follower):
 def own_rank() -> int:
     import torch.distributed as dist
 
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+    if not dist.is_initialized() or dist.get_world_size() < int(os.environ.get("WORLD_SIZE", "1")):
+        return rank  # with several sides, the process group has those of one
+    return dist.get_rank()
 
 
 def environment(text: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.sides import student_processes
 from mkd.plan.times.cost import DOCUMENT_LENGTH
 from mkd.run.early_checks import head_shapes, model_of, model_shape
 
@@ -82,7 +83,8 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
     problems: list[MkdError] = []
-    facts = RunFacts(config, world_size, document_length=document_length, kinds=KINDS)
+    of_student = student_processes(config, world_size)
+    facts = RunFacts(config, of_student, document_length=document_length, kinds=KINDS)
     student = find_shape(problems, config, None)
     teachers = tuple(find_shape(problems, config, teacher) for teacher in facts.read_teachers)
     facts = replace(facts, student=student, teachers=teachers, heads=head_shapes(problems, facts))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
+from mkd.kinds.apart.apart_settings import ApartSettings
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
@@ -153,7 +154,7 @@ class TeacherModel(TeacherDivergence):
 
 
 @dataclass(frozen=True)
-class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
+class TeacherConfig(ApartSettings, PrecisionSettings, PlaceSettings, TeacherModel):
     """A frozen model to imitate. These flags set the first teacher."""
 
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
@@ -161,13 +162,21 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
 
     @property
     def stand_in(self) -> str | None:
-        """Name of the setting that takes the place of a model; None: the teacher is a model that runs."""
+        """Name of the setting that takes the place of a model in the student's processes.
+
+        None: the teacher runs there.
+        """
         return next((name for name in STAND_INS if getattr(self, name)), None)
 
     @property
+    def is_apart(self) -> bool:
+        """True if the teacher runs on processes of its own."""
+        return self.stand_in == APART
+
+    @property
     def has_head(self) -> bool:
-        """True if the loss reads logits of its head: it runs, or its hidden states are stored."""
-        return self.stand_in in (None, "hidden")
+        """True if the loss reads logits of its head: it runs somewhere, or its hidden states are stored."""
+        return self.stand_in in (None, "hidden", APART)
 
     @property
     def is_given(self) -> bool:
@@ -187,8 +196,12 @@ class TeacherConfig(PrecisionSettings, PlaceSettings, TeacherModel):
 
     def as_model(self) -> TeacherConfig:
         """Return the settings of a teacher that runs, without what takes its place."""
-        nothing: dict[str, Any] = dict.fromkeys(STAND_INS)
-        return replace(self, **nothing)
+        return replace(self.without_processes(), topk=None, hidden=None)
+
+    def without_processes(self) -> TeacherConfig:
+        """Return the settings of a teacher without processes of its own."""
+        shared: dict[str, Any] = {one.name: one.default for one in fields(ApartSettings)}
+        return replace(self, **shared)
 
 
 TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
@@ -201,8 +214,9 @@ TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
 )
 """Setting of a teacher -> the kind that it turns on (`mkd.kinds.kind.Kind`), loaded by `known_kinds`."""
 
-STAND_INS = ("topk", "hidden")
-"""Settings of a teacher that take the place of a model."""
+APART = "processes"
+STAND_INS = ("topk", "hidden", APART)
+"""Settings of a teacher that take the place of a model in the student's processes."""
 
 
 EXPORTED = 0

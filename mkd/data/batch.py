@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkd.data.images.image_table import PackImages
 from mkd.data.teacher_input import PackPart, RowCut, TeacherInput
+from mkd.parallel.host_row import HostRow
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.tensor_records import map_tensors
 from mkd.parallel.zigzag import RowShard
@@ -89,6 +90,7 @@ class PackedBatch:
     tags: tuple[int, ...] = ()  # number of each pack's tag, -1 without one
     pack_loss_tokens: tuple[int, ...] = ()  # loss tokens of each pack
     pack_loss_rows: tuple[int, ...] = ()  # those of `loss_rows` in each pack: of this rank
+    host_rows: tuple[HostRow, ...] = ()  # whole rows of the teachers on processes of their own, in order
     needed_teachers: tuple[bool, ...] = ()  # whether each teacher that runs is needed; (): all are
 
     def loss_rows_of(self, packs: Sequence[int]) -> Tensor:
@@ -138,6 +140,12 @@ class PackedBatch:
             row_values={name: values[:, rows] for name, values in self.row_values.items()},
             teacher_inputs=tuple(part.cut(cut) for part in self.teacher_inputs),
         )
+
+    def with_host_rows(self, teachers: Sequence[int]) -> PackedBatch:
+        """Return the batch, which is whole and on the host, with the rows of these teachers."""
+        own: Any = self
+        rows = [self.teacher_inputs[number].token_rows(own)[0] for number in teachers]
+        return replace(self, host_rows=tuple(HostRow.of(row) for row in rows))
 
     def with_teacher_images(self, number: int, images: ImageRow) -> PackedBatch:
         """Return the batch with this rank's images of the cross-tokenizer teacher `number`."""

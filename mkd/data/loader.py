@@ -41,6 +41,7 @@ class BatchLayout:
     data_parallel_size: int = 1
     shard: RowShard = RowShard()
     images: ImageLayout = ImageLayout()
+    host_rows: tuple[int, ...] = ()  # teachers whose rows other processes run
     routes: TeacherRoutes | None = None  # which teachers a micro-batch needs; None: all
 
     def __post_init__(self):
@@ -214,7 +215,7 @@ class MicroBatches:
         dataset, layout, shard = self.dataset, self.layout, self.layout.shard
         samples, needed = dealt
         packs = [dataset.empty_pack() if i == EMPTY else dataset[i] for i in samples]
-        whole = collate(packs)
+        whole = collate(packs).with_host_rows(layout.host_rows)
         part = replace(whole.shard(shard), needed_teachers=needed)
         if dataset.images is not None:
             part = replace(part, images=images_of_row(packs, whole, dataset.images, layout.images, shard))

@@ -12,6 +12,7 @@ from mkd.config.models import TEACHER_KINDS
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
+from mkd.kinds.apart.teachers_apart import TeachersApart
 from mkd.kinds.fp8_students.fp8_students import Fp8Students
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
@@ -47,6 +48,7 @@ KINDS: tuple[Kind, ...] = (
     LoRAStudents(),
     Precisions(),
     Places(),
+    TeachersApart(),
     RoundedStudent(),
     Fp8Students(),
 )

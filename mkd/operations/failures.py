@@ -51,6 +51,8 @@ class FailureReports:
     world_size: int
     folder: Path | None = None  # None until it is known
     run: str = ""  # '' until the ranks have agreed on it
+    speaker: int = 0  # rank that prints an error of all ranks: the first one of this side of the run
+    has_sides: bool = False  # teachers have processes of their own, which do not raise the same errors
 
     @property
     def has_peers(self) -> bool:
@@ -104,8 +106,10 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
         return _end_before_rendezvous(error, rendezvous)
     rank = reports.rank
     if isinstance(error, MkdError) and error.on_all_ranks:
-        if rank == 0:
-            _report(error.report())
+        if rank == reports.speaker:
+            if reports.has_sides and reports.has_peers:
+                reports.write(one_line(error), traceback_of(error), error.exit_code)
+            _report(error.report() if rank == 0 else f"rank {rank}: {error.report()}")
         return error.exit_code
     has_lost_peers = reports.has_peers and is_communication_error(error)
     if has_lost_peers:

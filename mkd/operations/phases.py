@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 INIT, DATA, FORWARD_BACKWARD, OPTIMIZER = "init", "data", "forward_backward", "optimizer"
 ROLLOUT = "rollout"  # part of fetching the data of a step
+WAITING = "waiting for the student"  # on a teacher's own processes, outside of forwards
 EVAL, TASK_EVALUATION, SAVE, END = "eval", "task evaluation", "save", "end"
 
 

@@ -11,12 +11,14 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from mkd.config.schema import ParallelConfig
 from mkd.operations.failures import Failure, FailureReports
-from mkd.operations.phases import END, INIT, OPTIMIZER, SAVE, TASK_EVALUATION, Follower
+from mkd.operations.phases import END, INIT, OPTIMIZER, SAVE, TASK_EVALUATION, WAITING, Follower
+from mkd.parallel.side_groups import Launch
 from mkd.platform.processes import is_alive, process_space
 
 POLL_S = 0.1  # between looks at the clock
@@ -68,10 +70,17 @@ class Watchdog(Follower):
         """Stop watching, so that the ranks may end at their own pace."""
         self._done.set()
 
-    def meet_peers(self) -> None:
-        """Learn the process ids of the ranks on this machine, to notice if one is killed. Collective."""
-        places: list[tuple[str, int, str] | None] = [None] * self.reports.world_size
-        dist.all_gather_object(places, (process_space(), os.getpid(), uuid.uuid4().hex))
+    def meet_peers(self, launch: Launch | None = None) -> None:
+        """Learn the process ids of the ranks on this machine, to notice if one is killed. Collective.
+
+        `launch`: all processes, if those of the default group are one side of several.
+        """
+        own = process_space(), os.getpid(), uuid.uuid4().hex
+        places: list[Any] = [None] * self.reports.world_size
+        if launch is None:
+            dist.all_gather_object(places, own)
+        else:
+            places = launch.gather("processes", own)
         self.reports.run = places[0][2]
         space, own, _ = places[self.reports.rank]
         if Path("/proc/self/stat").exists():
@@ -92,7 +101,7 @@ class Watchdog(Follower):
         A process without peers may take as long as it needs to prepare its data, because no rank waits for
         it. The batches of held-out tasks are not announced; the process group's own timeout covers them.
         """
-        if self.phase == TASK_EVALUATION or (self.phase == INIT and self.reports.world_size == 1):
+        if self.phase in (TASK_EVALUATION, WAITING) or (self.phase == INIT and self.reports.world_size == 1):
             return math.inf
         if self.phase in (INIT, SAVE) or self._is_first_step:
             return max(self.start_limit_s, self.step_limit_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ class ParallelContext:
     groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
     is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
     timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
+    divides_documents: int = 1  # number that other processes need document_multiple to be a multiple of
     # Groups besides the axes, by purpose and sizes.
     # Called before groups are torn down: NCCL waits for CUDA graphs that hold its work.
     before_close: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
@@ -154,7 +156,7 @@ class ParallelContext:
     @property
     def document_multiple(self) -> int:
         """Number of tokens that the length of padded documents and packs must be a multiple of."""
-        return self.sizes.document_multiple
+        return math.lcm(self.sizes.document_multiple, self.divides_documents)
 
     def sequence_shards(self, sequence_parallel: bool) -> int:
         """Return how many processes share the activations of a sequence between layers."""
@@ -169,6 +171,7 @@ class ParallelContext:
         virtual_stages: int = 1,
         seed: int = 1234,
         timeout_minutes: float = 10,
+        divides_documents: int = 1,
     ) -> ParallelContext:
         """Join the process group unless the caller already has, build Megatron's groups and seed generators.
 
@@ -196,6 +199,7 @@ class ParallelContext:
             virtual_stages,
             groups,
             timeout=timeout,
+            divides_documents=divides_documents,
         )
         context.seed(seed)
         return context

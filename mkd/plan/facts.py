@@ -61,7 +61,7 @@ class RunFacts:
     world_size: int  # processes
     student: ModelShape | None = None  # None: not known, which is reported elsewhere
     teachers: tuple[ModelShape | None, ...] = ()  # the ones that run, in the order of the configuration
-    heads: tuple[ModelShape | None, ...] = ()  # teachers whose hidden states are stored, in this order
+    heads: tuple[ModelShape | None, ...] = ()  # teachers of which only the head is here, in order
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
     kinds: tuple[RunKind, ...] = ()  # what else a run can be: see mkd/kinds
 
@@ -92,7 +92,7 @@ class RunFacts:
 
     @property
     def head_numbers(self) -> tuple[int, ...]:
-        """Numbers of the teachers whose shapes belong in `heads`: their hidden states are stored."""
+        """Numbers of the teachers whose shapes belong in `heads`: their layers are not in these processes."""
         teachers = enumerate(self.config.teachers if self.config.needs_models else ())
         return tuple(index for index, one in teachers if one.stand_in and one.has_head)
 
@@ -150,7 +150,7 @@ class RunFacts:
 
     @cached_property
     def planned_heads(self) -> tuple[Teacher, ...]:
-        """Teachers whose hidden states are stored. All of their shapes must be known."""
+        """Teachers of which only the head is here. All of their shapes must be known."""
         shapes = [shape for shape in self.heads if shape is not None]
         assert len(shapes) == len(self.heads), "the shapes of all teachers are known"
         if not shapes:

@@ -32,7 +32,7 @@ def chat_settings(
     """
     data = config.data
     settings = ChatSettings.from_flags(data.chat_loss, data.chat_template_kwargs, data.chat_date)
-    caches = [out, *(Path(one.topk or one.hidden or "") for one in config.teachers if one.stand_in)]
+    caches = [out, *(Path(name) for one in config.teachers if (name := one.topk or one.hidden))]
     exported = (_exported_date(one) for one in caches if one is not None)
     known = settings.date or _saved_date(config.checkpoint) or next(filter(None, exported), None)
     return settings.dated(known)

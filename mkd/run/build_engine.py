@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -45,11 +46,13 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
+from mkd.parallel.side_links import SideLinks, receive_head
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.models.lora_shape import LoRAShape, is_factor
+from mkd.plan.sides import requests_ahead
 from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
@@ -57,12 +60,14 @@ from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.input_rounding import RoundedInputs
 from mkd.train.layer_graphs import graph_layers
 from mkd.train.optimizer import build_optimizer, wrap_stages
+from mkd.train.remote_states import RemoteStates
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_prefetch import TeacherPrefetch
 from mkd.train.teachers.base import Teacher, divergence_settings
 
 LOG = logging.getLogger("mkd")
+NO_LINKS: Mapping[int, SideLinks] = MappingProxyType({})
 
 
 def build_engine(
@@ -71,6 +76,7 @@ def build_engine(
     setups: Sequence[TeacherSetup] | None = None,  # of the teachers; None: those of the plan
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
     tags: Sequence[str] = (),  # of the packs, in the order of their numbers
+    links: Mapping[int, SideLinks] = NO_LINKS,  # with teachers on processes of their own, by their numbers
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
@@ -106,9 +112,9 @@ def build_engine(
         if parts[-1].post_process:
             setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
-    joined = join_stages(students, models, build_heads(setups, vocab, options.dtype, context))
+    joined = join_stages(students, models, build_heads(setups, vocab, options.dtype, context, links))
     # Before DDP, whose last step of backward calls the teachers that run ahead.
-    schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths)
+    schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths, links)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
@@ -127,11 +133,55 @@ def build_engine(
 
 
 def build_heads(
-    setups: Sequence[TeacherSetup], vocab: int, dtype: torch.dtype, context: ParallelContext
+    setups: Sequence[TeacherSetup],
+    vocab: int,
+    dtype: torch.dtype,
+    context: ParallelContext,
+    links: Mapping[int, SideLinks] = NO_LINKS,
 ) -> list[StoredHead]:
-    """Return the heads of teachers whose hidden states are stored; none unless this is the last stage."""
-    stored = [one for one in setups if one.head_shape is not None] if context.holds_last_stage else []
-    return [one.head(vocab, dtype, context) for one in stored]
+    """Return the heads of teachers of which only those are here; none unless this is the last stage.
+
+    Collective with the teachers' own processes.
+    """
+    found = []
+    for one in setups if context.holds_last_stage else ():
+        if one.index in links:
+            shape = one.head_shape
+            assert shape is not None, "a teacher that runs elsewhere has its head here"
+            link, real = links[one.index], (shape.vocab_size, shape.hidden_size)
+            theirs = shape.padded_vocab_size(link.others.tensor)
+            found.append(StoredHead(shape, receive_head(link, context, real, dtype, vocab, theirs)))
+        elif one.head_shape is not None:
+            found.append(one.head(vocab, dtype, context))
+    return found
+
+
+def build_remote_states(
+    plan: Plan,
+    options: ModelOptions,
+    context: ParallelContext,
+    links: Mapping[int, SideLinks],
+    teacher_seq_lengths: Sequence[int] = (),
+) -> tuple[RemoteStates, ...]:
+    """Return what asks the teachers on processes of their own for states, in their order."""
+    packs, found = plan.batch.micro_batch_size, []
+    for place, (index, link) in enumerate(links.items()):
+        shape = plan.setups[index].head_shape
+        assert shape is not None, "a teacher that runs elsewhere has its head here"
+        length = teacher_seq_lengths[index] if teacher_seq_lengths else plan.config.training.seq_length
+        tokens = packs * length // context.sequence_shards(options.sequence_parallel)
+        states = RemoteStates(
+            link,
+            context,
+            place=place,
+            needed=index,
+            shape=(tokens, 1, shape.hidden_size),
+            dtype=options.dtype,
+            sequence_parallel=options.sequence_parallel,
+            ahead=requests_ahead(plan.config.teachers[index], context.dp_size),
+        )
+        found.append(states)
+    return tuple(found)
 
 
 def build_students(
@@ -213,6 +263,7 @@ def build_schedule(
     options: ModelOptions,
     context: ParallelContext,
     teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
+    links: Mapping[int, SideLinks] = NO_LINKS,
 ) -> PipelineSchedule:
     """Return the schedule and its communicator, which carries the teachers' hidden states, if there are any.
 
@@ -221,7 +272,7 @@ def build_schedule(
     seq_length, student_config = plan.config.training.seq_length, stages[0].config
     shards = context.sequence_shards(student_config.sequence_parallel)
     lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
-    packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=True)
+    packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=False)
     shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
     communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
     # Agreed before the links are made: that is collective, so no rank may do it alone.
@@ -229,7 +280,8 @@ def build_schedule(
     if planned is not None:
         links = StateLinks.build(context, shapes, options.dtype)
         prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, links, context)
-    return PipelineSchedule(context, communicator, packs * seq_length, prefetch)
+    remote = build_remote_states(plan, options, context, links, teacher_seq_lengths)
+    return PipelineSchedule(context, communicator, packs * seq_length, prefetch, remote)
 
 
 def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | None:

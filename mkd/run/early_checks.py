@@ -22,12 +22,14 @@ from mkd.data.files.named_files import require_files
 from mkd.data.stored.cache_meta import HiddenMeta
 from mkd.errors import CheckpointError, MkdError, UsageError, collect_error
 from mkd.kinds.known_kinds import KINDS
+from mkd.kinds.placed.choice import flag_of
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.run_folders import export_problems, requeue_problems, start_problems
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.sides import apart_teachers, side_of_teacher, teacher_sizes
 from mkd.release.hub_push import HubRepository
 
 
@@ -39,6 +41,12 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     student, *teachers = _models(problems, config, facts.roles, numbers)
     facts = replace(facts, student=student, teachers=tuple(teachers), heads=head_shapes(problems, facts))
     problems += find_problems(facts)
+    for index, teacher in apart_teachers(config).items():
+        if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it
+            alone = ModelAlone(side_of_teacher(config, index), teacher.processes, teacher=index, kinds=KINDS)
+            shape = model_shape([], config, index)
+            of_side = find_model_problems(replace(alone, shape=shape))
+            problems += [one.located(flag_of(index, "processes")) for one in of_side]
     paths = data_paths([], config.data)  # the later checks report what is not a list of paths
     prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
     problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
@@ -80,12 +88,17 @@ def early_model_problems(
 
 
 def head_shapes(problems: list[MkdError], facts: RunFacts) -> tuple[ModelShape | None, ...]:
-    """Return the shapes of teachers whose hidden states are stored.
+    """Return the shapes of teachers of which the student's processes have only the head.
 
     None in place of one after adding an error to `problems`.
     """
-    folders = [Path(facts.config.teachers[number].hidden or "") for number in facts.head_numbers]
-    return tuple(collect_error(problems, partial(_head_shape, folder)) for folder in folders)
+    teachers = [(number, facts.config.teachers[number]) for number in facts.head_numbers]
+    return tuple(
+        model_shape(problems, facts.config, number)
+        if one.is_apart
+        else collect_error(problems, partial(_head_shape, Path(one.hidden or "")))
+        for number, one in teachers
+    )
 
 
 def _head_shape(folder: Path) -> ModelShape:

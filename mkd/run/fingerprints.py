@@ -26,6 +26,7 @@ from mkd.data.corpus.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.data.dataset import later_orders
 from mkd.data.prompts import PromptSet
 from mkd.errors import CheckpointError, UsageError
+from mkd.kinds.apart.apart_settings import ApartSettings
 from mkd.kinds.known_kinds import identity
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 from mkd.kinds.stored.topk_setup import STORED_K
@@ -55,7 +56,7 @@ NOT_LOSS = frozenset({"kd_fp32_logits"})
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset(
     {"hf", "load", "topk", "hidden", "pipeline_layout", "expert_model_parallel_size"}
-    | {field.name for field in fields(PlaceSettings)}
+    | {field.name for section in (PlaceSettings, ApartSettings) for field in fields(section)}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
 NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")

@@ -134,7 +134,7 @@ def one_step(run: Run) -> Stop | None:
             LOG.warning("%s", lost)
             return Stop(lost.what, is_preempted=True)
         on_device = [batch.to(run.engine.context.device) for batch in batches]
-        looks_ahead = run.engine.schedule.prefetch and not is_last(iteration, run.config.training)
+        looks_ahead = run.engine.schedule.looks_ahead and not is_last(iteration, run.config.training)
         following = run.data.train.following_step() if looks_ahead else ()
     if run.meter is not None:
         run.meter.start()

@@ -31,10 +31,12 @@ from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.launch.rendezvous import Rendezvous
 from mkd.operations.run_folders import LOG_FILES, changes_to_resume, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
+from mkd.plan.sides import Side, side_of_teacher, sides_of
 from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
 
 if TYPE_CHECKING:  # they load torch
+    from mkd.operations.watchdog import Watchdog
     from mkd.platform import Platform
     from mkd.resolve.run_plan import Plan
     from mkd.run.loop import Run
@@ -56,7 +58,7 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
         handler = loaded.config.training.exit_signal_handler
         catching = caught_signals(signals_afterwards) if handler else nullcontext()
         with console(reports.rank, INDENT), catching as signals:
-            run(loaded, signals, reports, rendezvous)
+            return run(loaded, signals, reports, rendezvous)
     except Preempted as stop:
         if reports.rank == 0:
             print(f"{stop.label}: {stop}", file=sys.stderr, flush=True)
@@ -69,15 +71,20 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
         if signals is not None and signals.is_forced:  # the other ranks have ended
             return EXIT_INTERRUPTED
         return end_of_rank(error, reports, rendezvous)
-    return EXIT_DONE
 
 
 def run(
     loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, rendezvous: Rendezvous
-) -> None:
-    """Plan, show, build, train, export. Refuse whatever can be refused before there is a process group."""
+) -> int:
+    """Plan, show, build, train, export. Refuse whatever can be refused before there is a process group.
+
+    Return the exit code. Processes of a teacher's own answer the student's instead.
+    """
     loaded = replace(loaded, config=with_save_folder(loaded.config))
-    problems = early_problems(loaded.config, _world_size())
+    sides = sides_of(loaded.config, _world_size())
+    side = next(one for one in reversed(sides) if one.first <= reports.rank)
+    reports.speaker, reports.has_sides = side.first, len(sides) > 1
+    problems = early_problems(loaded.config, sides[0].size)
     if problems:
         raise ErrorList(problems)
     from mkd.platform import detect, make_deterministic
@@ -90,7 +97,7 @@ def run(
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.plan_run import plan_run
 
-    plan = plan_run(loaded.config, _world_size())
+    plan = plan_run(loaded.config, sides[0].size)
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     if _is_rank_0():
         is_dry = loaded.config.dry_run
@@ -99,7 +106,7 @@ def run(
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S
     if loaded.config.dry_run:
         rendezvous.ready(patience_s)
-        return
+        return EXIT_DONE
     if _is_rank_0():
         log, checkpoint, lora = loaded.config.log, loaded.config.checkpoint, loaded.config.lora
         make_folders(log.tensorboard_dir, checkpoint.save, checkpoint.export_hf, lora.export_lora)
@@ -111,28 +118,49 @@ def run(
         signals.when_forced.append(watchdog.stop)
     try:
         rendezvous.ready(patience_s)
-        explained = memory_explained(plan.forecast, reports.rank, reports.world_size)
+        if side.teacher is not None:
+            return serve(plan, side, platform, watchdog)
+        explained = memory_explained(plan.forecast, reports.rank, sides[0].size)
         with explained, worker_deaths_explained():
-            carry_out(loaded, plan, platform, signals, watchdog, folder)
+            carry_out(loaded, plan, platform, signals, watchdog, folder, has_sides=len(sides) > 1)
     finally:
         watchdog.stop()
+    return EXIT_DONE
 
 
-def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, watchdog, folder: Path) -> None:
-    """Build, train, export."""
+def serve(plan: Plan, side: Side, platform: Platform, watchdog: Watchdog) -> int:
+    """Run a teacher that has processes of its own until the student ends; return the student's exit code."""
+    from mkd.run.one_model import plan_model
+    from mkd.run.serve_teacher import serve_teacher
+    from mkd.run.student_side import meet_launch
+
+    assert side.teacher is not None, "it is a teacher's side"
+    alone = plan_model([], side_of_teacher(plan.config, side.teacher), side.size, side.teacher)
+    assert alone is not None, "`plan_run` reports its problems"
+    launch = meet_launch(plan.config, watchdog.reports.rank, watchdog.reports.world_size)
+    return serve_teacher(plan, alone, side, launch, platform, watchdog)
+
+
+def carry_out(
+    loaded: LoadedConfig, plan, platform, signals: Signals | None, watchdog, folder: Path, has_sides: bool
+) -> None:
+    """Build, train, export. `has_sides`: teachers have processes of their own."""
     from mkd.operations.cleanup import Cleanup
     from mkd.operations.event_log import STOP, EventLog
     from mkd.operations.run_folders import remove_markers, write_job
     from mkd.run.end_text import end_text
     from mkd.run.loop import train
     from mkd.run.setup import build_run
+    from mkd.run.student_side import meet_launch
 
+    reports = watchdog.reports
+    launch = meet_launch(plan.config, reports.rank, reports.world_size) if has_sides else None
     checkpoint, started = loaded.config.checkpoint, time.monotonic()
     with Cleanup() as cleanup:
         events = EventLog() if _is_rank_0() else None
         if events:
             cleanup.add(events.end)
-        current = build_run(plan, platform, signals, watchdog, cleanup)
+        current = build_run(plan, platform, signals, watchdog, cleanup, launch)
         # Not earlier: the folder may belong to another run, as `logs_of_another_run` sees in its settings.
         if events:
             with folder_errors(folder):

@@ -26,6 +26,7 @@ from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.sides import document_multiple
 from mkd.platform import Platform, processes_of_machine
 from mkd.resolve.chat_setup import chat_settings
 from mkd.resolve.model_source import ModelSource, locate_model
@@ -93,6 +94,7 @@ def join(config: Config, sizes: Sizes, stages: int, platform: Platform) -> Paral
         virtual_stages=stages,
         # Wait longer than the watchdog, whose report says more.
         timeout_minutes=config.parallel.distributed_timeout_minutes + MARGIN_S / 60,
+        divides_documents=document_multiple(config),
     )
 
 

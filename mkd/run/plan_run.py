@@ -9,6 +9,7 @@ from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError, collect_error
 from mkd.evaluation.task_evaluator import task_problems
 from mkd.kinds.known_kinds import KINDS, device_problems, teacher_setup, wanted_records
+from mkd.kinds.placed.choice import flag_of
 from mkd.log.loggers.known_loggers import missing_packages
 from mkd.operations.console import LOG
 from mkd.operations.disk import disk_problems, writes_of
@@ -18,11 +19,13 @@ from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.facts import RunFacts
+from mkd.plan.sides import apart_teachers, side_of_teacher, teacher_sizes
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.resolve.preflight import data_problems, open_tokenizers
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.trained_ends import ends_of_stores, trained_ends
+from mkd.run.one_model import plan_model
 
 KEPT_STOPS = "note: no token that ends a text has loss: exports stop where the student's own files do"
 
@@ -39,14 +42,16 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teachers = zip(facts.roles, config.teachers, strict=True)
         sources = [locate_model(problems, role, one) for role, one in teachers]
     setups = [teacher_setup(problems, facts, index, source) for index, source in enumerate(sources)]
+    readers = [sources[index] for index in (*facts.read_teachers, *apart_teachers(config))]
     sources = [sources[index] for index in facts.read_teachers]
     facts = replace(facts, teachers=tuple(source.shape if source else None for source in sources))
     stored = [setups[index] for index in facts.head_numbers]
     facts = replace(facts, heads=tuple(one.head_shape if one else None for one in stored))
     problems += find_problems(facts)
+    problems += teacher_side_problems(config)
     problems += facts.machine_problems(processes_of_machine(world_size))
     problems += device_problems(facts)
-    tokenizers = open_tokenizers(problems, facts, student, sources)
+    tokenizers = open_tokenizers(problems, facts, student, readers)
     paths = data_paths(problems, config.data)
     problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)
     for kind in KINDS:
@@ -75,6 +80,17 @@ def plan_run(config: Config, world_size: int) -> Plan:
         trained_ends=trained_ends(config, tokenizers, wanted_records(config)),
         gpu_gib=gpu_gib(),
     )
+
+
+def teacher_side_problems(config: Config) -> list[MkdError]:
+    """Return the problems of the teachers on processes of their own, each in its layout."""
+    found: list[MkdError] = []
+    for index, teacher in apart_teachers(config).items():
+        problems: list[MkdError] = []
+        if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it
+            plan_model(problems, side_of_teacher(config, index), teacher.processes, index)
+        found += [one.located(flag_of(index, "processes")) for one in problems]
+    return found
 
 
 def with_ends_of(train_set, plan: Plan) -> Plan:

@@ -40,7 +40,9 @@ from mkd.operations.stopping import StopNotice, Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.side_groups import Launch
 from mkd.plan.models.parameters import saved_bytes
+from mkd.plan.sides import apart_teachers, sides_of
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
@@ -48,6 +50,7 @@ from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_s
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
 from mkd.run.read_texts import describe_texts, read_texts
+from mkd.run.student_side import end_teachers, launch_timeout, links_of_student
 from mkd.train.layer_graphs import graph_bytes
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
@@ -61,12 +64,15 @@ def build_run(
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
     cleanup: Cleanup | None = None,  # the caller enters it, so that it also runs if this function fails
+    launch: Launch | None = None,  # all processes, if some are teachers' own; None: this side is alone
 ) -> Run:
     """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
+    if launch is not None:
+        launch.join(sides_of(config, launch.size)[0], platform, launch_timeout(config))
     context = join(config, plan.facts.pair.sizes, plan.facts.virtual_stages, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
-    watchdog.meet_peers()  # as early as ranks can talk: from here on a killed rank is noticed
+    watchdog.meet_peers(launch)  # as early as ranks can talk: from here on a killed rank is noticed
     phases = Phases(watchdog)
     # Before anything is written: another run may be using the folder.
     notice = begin(plan, context, phases, cleanup, signals)
@@ -75,7 +81,10 @@ def build_run(
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
-    engine, state = build_engine(plan, context, texts.teachers, texts.teacher_seq_lengths, texts.tag_names)
+    links = {} if launch is None else links_of_student(plan.config, launch, context)
+    read = texts.teachers, texts.teacher_seq_lengths, texts.tag_names
+    engine, state = build_engine(plan, context, *read, links)
+    cleanup.add(partial(end_teachers, engine.schedule.remote))
     position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}
     # `gap_closed` compares with the evaluation before the first step, if it was of the same thing.
@@ -170,6 +179,7 @@ def build_streams(
         shard=context.row_shard,
         images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
         routes=teacher_routes(plan, texts.tag_names, context),
+        host_rows=tuple(apart_teachers(plan.config)) if context.holds_last_stage else (),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )

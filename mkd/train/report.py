@@ -197,11 +197,13 @@ class Reporter:
         def lengths(rows) -> list[int]:
             return [n for row in rows for n in row.cu_seqlens.diff().tolist()]
 
+        here = len(self.teachers)  # those on processes of their own follow
         of_teachers = [
-            [row for part in batch.teacher_inputs for row in part.token_rows(batch)] for batch in microbatches
+            [row for part in batch.teacher_inputs[:here] for row in part.token_rows(batch)]
+            for batch in microbatches
         ]
         needed = [
-            batch.needed_teachers or [True] * len(rows)
+            batch.needed_teachers[:here] or [True] * len(rows)
             for batch, rows in zip(microbatches, of_teachers, strict=True)
         ]
         teacher_lengths = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -17,6 +17,7 @@ from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
+from mkd.train.remote_states import RemoteStates
 from mkd.train.stage_inputs import stage_inputs, stored_hiddens, student_input
 from mkd.train.teacher_prefetch import TeacherPrefetch
 
@@ -43,6 +44,12 @@ class PipelineSchedule:
     communicator: PipelineCommunicator
     tokens_per_microbatch: int
     prefetch: TeacherPrefetch | None = None  # runs the teachers in training; None: the stages do
+    remote: tuple[RemoteStates, ...] = ()  # of teachers on processes of their own, in order
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if a step needs the micro-batches of the next one."""
+        return self.prefetch is not None or bool(self.remote)
 
     def run(
         self,
@@ -64,9 +71,13 @@ class PipelineSchedule:
         iterators = [iter(microbatches) for _ in stages]
         virtual_stages = len(stages) if interleaved else None
         prefetch = None if forward_only else self.prefetch
-        with nullcontext() if prefetch is None else prefetch.step(microbatches, following):
+        with ExitStack() as steps:
+            for states in self.remote:
+                steps.enter_context(states.step(microbatches, following, is_evaluation=forward_only))
+            if prefetch is not None:
+                steps.enter_context(prefetch.step(microbatches, following))
             reports = get_forward_backward_func(pp_size=self.context.pp_size, vp_size=virtual_stages)(
-                forward_step_func=partial(_forward_step, objective, prefetch),
+                forward_step_func=partial(_forward_step, objective, prefetch, self.remote),
                 data_iterator=iterators if interleaved else iterators[0],
                 model=list(stages) if interleaved else stages[0],
                 num_microbatches=len(microbatches),
@@ -88,6 +99,7 @@ class PipelineSchedule:
 def _forward_step(
     objective: LossCallback,
     prefetch: TeacherPrefetch | None,
+    remote: Sequence[RemoteStates],
     microbatches: Iterator[PackedBatch],
     model: nn.Module,
 ):
@@ -100,7 +112,7 @@ def _forward_step(
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
     joins = objective.context.platform.transformer_engine
     if prefetch is None:
-        output: StageOutput = model(*stage_inputs(batch, joins))
+        output: StageOutput = model(*stage_inputs(batch, joins, len(stage.teachers)))
     else:
         if stage.pre_process:  # nothing is received before this forward
             prefetch.fill_gap()
@@ -108,7 +120,8 @@ def _forward_step(
         if stage.post_process:
             output = replace(output, teacher_hiddens=prefetch.take(batch.sample_ids))
     if stage.heads:
-        hiddens = (*output.teacher_hiddens, *stored_hiddens(stage, batch))
+        taken = [states.take(batch) for states in remote]
+        hiddens = (*output.teacher_hiddens, *taken, *stored_hiddens(stage, batch, len(taken)))
         output = replace(output, teacher_hiddens=hiddens)
     if not stage.post_process:
         return output.message(), _no_loss

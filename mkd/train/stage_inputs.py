@@ -18,27 +18,35 @@ def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInpu
     return _stage_input(batch, padding_joins_document)
 
 
-def teacher_inputs(batch: PackedBatch, padding_joins_document: bool) -> list[StageInput]:
-    """Return the input of each teacher that runs in this run, also of one that this batch does not need."""
-    rows = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
-    needed = batch.needed_teachers or [True] * len(rows)
+def teacher_inputs(
+    batch: PackedBatch,
+    padding_joins_document: bool,
+    count: int | None = None,  # teachers that run in these processes, the first ones; None: all that run
+) -> list[StageInput]:
+    """Return the input of each teacher that runs here, also of one that this batch does not need."""
+    rows = [row for part in batch.teacher_inputs[:count] for row in part.token_rows(batch)]
+    needed = batch.needed_teachers[:count] or [True] * len(rows)
     inputs = [_stage_input(row, padding_joins_document) for row in rows]
     return [replace(one, is_needed=is_one) for one, is_one in zip(inputs, needed, strict=True)]
 
 
-def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return the input of the student and that of each teacher that runs."""
-    return student_input(batch, padding_joins_document), teacher_inputs(batch, padding_joins_document)
+def stage_inputs(
+    batch: PackedBatch, padding_joins_document: bool, count: int | None = None
+) -> tuple[StageInput, list[StageInput]]:
+    """Return the input of the student and that of each teacher that runs here; see `teacher_inputs`."""
+    return student_input(batch, padding_joins_document), teacher_inputs(batch, padding_joins_document, count)
 
 
-def stored_hiddens(stage: DistillationStage, batch: PackedBatch) -> tuple[Tensor, ...]:
+def stored_hiddens(stage: DistillationStage, batch: PackedBatch, others: int = 0) -> tuple[Tensor, ...]:
     """Return the stored hidden states of teachers that do not run, each [t(/tp), 1, h], on the last stage.
 
-    Positions without loss have zeros. With sequence parallelism it is this rank's part of the row.
+    Positions without loss have zeros. With sequence parallelism it is this rank's part of the row. The first
+    `others` of the stage's heads are of teachers that run on other processes.
     """
     config, length = stage.student.config, batch.tokens.shape[1]
     found = []
-    for part in batch.teacher_inputs[len(stage.teachers) :][: len(stage.heads)]:
+    first = len(stage.teachers) + others
+    for part in batch.teacher_inputs[first:][: len(stage.heads) - others]:
         assert isinstance(part, StoredStates), "stored teachers follow those that run"
         states = part.whole(batch.loss_rows, length, config.params_dtype)
         if config.sequence_parallel:

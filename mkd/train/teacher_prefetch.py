@@ -114,7 +114,8 @@ class TeacherPrefetch:
             if self.context.pp_rank and not self._inputs:
                 self._receive(1)
             received = self._inputs.popleft() if self.context.pp_rank else ()
-            rows = teacher_inputs(batch, self.context.platform.transformer_engine)
+            count, joins = len(self.stage.teachers), self.context.platform.transformer_engine
+            rows = teacher_inputs(batch, joins, count)
             states = self.stage.forward_teachers(rows, received)
             if self.context.holds_last_stage:
                 self._finals.append((batch.sample_ids, states))

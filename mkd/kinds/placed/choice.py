@@ -89,7 +89,7 @@ class Choices(Generic[C]):
 
     def _of_stand_ins(self, config: Config) -> Iterator[UsageError]:
         for index, teacher in enumerate(config.teachers if config.needs_models else ()):
-            if teacher.stand_in:
+            if teacher.stand_in and not teacher.is_apart:
                 for name, value in self._given(teacher):
                     setting = f"{flag_of(index, name)} {value}"
                     yield no_effect(setting, "without a model a teacher has no weights", "remove it")

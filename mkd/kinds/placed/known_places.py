@@ -69,4 +69,5 @@ class Precisions(Kind):
 
 def rounding(teacher: TeacherConfig, scores: str = "p_t") -> str:
     """Return what its precision changes in the `scores` of a teacher that runs, for the loss card."""
-    return "" if teacher.stand_in else PRECISIONS.of(teacher).rounding(scores)
+    is_stored = teacher.stand_in and not teacher.is_apart
+    return "" if is_stored else PRECISIONS.of(teacher).rounding(scores)

@@ -1,0 +1,126 @@
+"""Teachers on processes of their own as a kind of run: what they need, and what they exclude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from mkd.config.models import LIVE
+from mkd.config.schema import TeacherConfig
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.kinds.apart.apart_settings import ApartSettings
+from mkd.kinds.kind import Kind
+from mkd.kinds.placed.choice import flag_of
+from mkd.kinds.routed.route_settings import ROUTE
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.checks.ranges import SHARDS, STAGES
+from mkd.plan.facts import RunFacts
+from mkd.plan.sides import LAYOUT, apart_teachers, teacher_sizes
+
+if TYPE_CHECKING:  # they load torch
+    from mkd.kinds.apart.apart_setup import ApartSetup
+    from mkd.resolve.model_source import ModelSource
+
+
+MOST_LINKS = 8
+"""Replicas on the other side that a replica may talk to: each takes a communicator and its memory."""
+DO_WITHOUT = "remove --teacher-processes"
+
+
+class TeachersApart(Kind):
+    """Runs with a teacher on processes of its own."""
+
+    calculates_with = (*SHARDS, *STAGES, *(f"teacher_{field.name}" for field in fields(ApartSettings)))
+
+    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+        config = facts.config
+        for index, teacher in enumerate(config.teachers):
+            if not teacher.processes:
+                yield from _unread(index, teacher)
+            elif not teacher.is_apart:
+                what = f"{flag_of(index, 'processes')} {teacher.processes} with {teacher.stand_in}"
+                why = "a stored teacher needs no processes"
+                yield UsageError(what, why, "remove one of the two", code="stored-teacher-excludes")
+        for index, teacher in apart_teachers(config).items():
+            yield from _layout(index, teacher)
+            yield from _links(facts, index, teacher)
+            yield from _excluded(facts, index)
+
+    def teaches(self, teacher: TeacherConfig) -> bool:
+        return teacher.is_apart
+
+    def teacher_setup(
+        self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
+    ) -> ApartSetup:
+        from mkd.kinds.apart.apart_setup import ApartSetup
+
+        return ApartSetup(facts.config.teachers[index], index, facts.teacher_names[index], source)
+
+
+def _unread(index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
+    """Yield settings of a side of its own for a teacher that shares the student's processes."""
+    for field in fields(ApartSettings):
+        value = getattr(teacher, field.name)
+        if value != field.default:
+            setting, processes = f"{flag_of(index, field.name)} {value}", flag_of(index, "processes")
+            why = "the teacher shares the student's processes, and has its layout"
+            yield no_effect(setting, why, f"add {processes} N")
+
+
+def _layout(index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
+    """Yield a layout that does not divide the teacher's processes."""
+    sizes, flag = teacher_sizes(teacher), flag_of(index, "processes")
+    if teacher.processes % sizes.replica:
+        below = teacher.processes // sizes.replica * sizes.replica
+        fitting = [str(one) for one in (below, below + sizes.replica) if one]
+        what = f"{flag} {teacher.processes} is not a multiple of {sizes.replica}"
+        given = [
+            f"{getattr(teacher, name)} {name.partition('_')[0]}" for name in LAYOUT if getattr(teacher, name)
+        ]
+        why = f"a replica of the teacher has {' x '.join(given)} parallel processes"
+        yield UsageError(what, why, f"use {flag} {' or '.join(fitting)}", code="world-not-divisible")
+
+
+def _links(facts: RunFacts, index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
+    """Yield numbers of replicas that would connect too many of them."""
+    sizes = collect_error([], lambda: facts.sizes)  # `check_batch` reports the error
+    own = teacher_sizes(teacher).data
+    if sizes is None or not own or teacher.processes % teacher_sizes(teacher).replica:
+        return
+    common = math.gcd(own, sizes.data)
+    most = max(own, sizes.data) // common
+    if most > MOST_LINKS:
+        what = f"{own} replicas of the teacher and {sizes.data} of the student"
+        why = f"a replica would talk to {most} others, with a communicator for each: more than {MOST_LINKS}"
+        do = f"change {flag_of(index, 'processes')}, so that one number of replicas divides the other"
+        yield UsageError(what, why, do, code="world-not-divisible")
+
+
+def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
+    """Yield what a run with a teacher on processes of its own cannot be."""
+    config, teacher = facts.config, facts.config.teachers[index]
+    sizes, given = teacher_sizes(teacher), f"{flag_of(index, 'processes')} {teacher.processes}"
+    shapes = (facts.student, *facts.teachers, *facts.heads)
+    earlier = [number for number, one in enumerate(config.teachers[:index]) if one.topk or one.hidden]
+    wrong = {
+        "the teacher has a tokenizer of its own": teacher.xtoken is not None,
+        "the teacher has a context of its own": teacher.context is not None,
+        "the teacher has the student's own weights": (
+            teacher.weights == LIVE or teacher.residency == "student"
+        ),
+        "records choose their teachers by tag": config.kd.teacher_combination == ROUTE,
+        "the student's own text is in the loss": config.rollout.is_on,
+        "a model reads images": any(one is not None and one.vision is not None for one in shapes),
+        f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": bool(
+            sizes.row % sizes.expert
+        ),
+        f"it is in front of teachers[{index + 1}], which shares the student's processes": (
+            index + 1 in facts.running
+        ),
+        "it is behind a teacher whose hidden states are stored": bool(earlier),
+    }
+    for why in (text for text, is_so in wrong.items() if is_so):
+        do = f"{DO_WITHOUT}: the teacher then shares the student's processes"
+        yield UsageError(f"{given} is not possible here", why, do, code="exclude-each-other")

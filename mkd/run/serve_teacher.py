@@ -1,0 +1,101 @@
+"""The life of a process of a teacher that has processes of its own: build, answer, end with the student."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from mkd.models.builder import common_padded_vocab_size
+from mkd.operations.phases import FORWARD_BACKWARD, WAITING, Phases
+from mkd.operations.watchdog import Watchdog
+from mkd.parallel.context import ParallelContext
+from mkd.parallel.side_groups import PATIENCE, Launch
+from mkd.parallel.side_links import SideLinks, send_head
+from mkd.parallel.state_links import StateLinks
+from mkd.plan.sides import Side
+from mkd.platform import Platform
+from mkd.resolve.run_plan import Plan
+from mkd.run.one_model import ModelPlan
+from mkd.run.student_side import launch_timeout
+from mkd.train.state_server import StateServer
+
+
+def serve_teacher(
+    plan: Plan,  # of the student's side
+    alone: ModelPlan,  # of this side
+    side: Side,
+    launch: Launch,
+    platform: Platform,
+    watchdog: Watchdog,
+) -> int:
+    """Run the teacher until the student's processes end. Return the exit code that they end with."""
+    launch.join(side, platform, launch_timeout(plan.config))
+    context = alone.join(platform)
+    watchdog.meet_peers(launch)
+    phases = Phases(watchdog)
+    server = build_server(plan, alone, side, launch, context, phases)
+    server.forwards = partial(announced, phases)
+    exit_code = server.serve()
+    watchdog.stop()
+    server.links.close()
+    context.leave()
+    return exit_code
+
+
+def build_server(
+    plan: Plan,
+    alone: ModelPlan,
+    side: Side,
+    launch: Launch,
+    context: ParallelContext,
+    phases: Phases | None = None,
+) -> StateServer:
+    """Build the teacher, meet the student, and send it the head. Collective on both sides."""
+    (model,) = alone.build(context)
+    model.eval().requires_grad_(False)
+    if phases is not None:
+        phases.enter(WAITING, 0)  # the student may have to read its data for long
+    links = SideLinks.open(launch, side.name, context, plan.facts.sizes, is_teacher=True)
+    if links.states:
+        rows = student_rows(plan)
+        send_head(links, context, model.head_weight(), model.shape.vocab_size, rows)
+    return StateServer(model, links, context, replica_group(context), pipeline(plan, alone, context))
+
+
+def student_rows(plan: Plan) -> int:
+    """Return the rows of the teacher's head as the student's processes pad it."""
+    return common_padded_vocab_size(plan.facts.pair.same_tokens, plan.facts.sizes.tensor)
+
+
+def pipeline(plan: Plan, alone: ModelPlan, context: ParallelContext) -> StateLinks | None:
+    """Return the links between the stages of the teacher; None if there is one. Collective."""
+    if context.pp_size == 1:
+        return None
+    training, parallel = plan.config.training, alone.config.parallel
+    tokens = plan.batch.micro_batch_size * training.seq_length
+    shards = context.sequence_shards(parallel.sequence_parallel)
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    return StateLinks.build(context, [(tokens // shards, 1, alone.source.shape.hidden_size)], dtype)
+
+
+def replica_group(context: ParallelContext) -> dist.ProcessGroup:
+    """Return the processes of this replica, for messages on the host. Collective on the side."""
+    sizes = context.sizes
+    members = [
+        [rank for rank in range(context.world_size) if rank // sizes.row % sizes.data == replica]
+        for replica in range(sizes.data)
+    ]
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=PATIENCE, backend="gloo")
+    return group
+
+
+@contextmanager
+def announced(phases: Phases, number: int) -> Iterator[None]:
+    """Announce a forward, which has the time limit of a step. Waiting for the student has none."""
+    with phases(FORWARD_BACKWARD, number):
+        yield
+    phases.enter(WAITING, number)

@@ -1,0 +1,86 @@
+"""Check the sides of a run with teachers on processes of their own, and what its settings refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.errors import UsageError
+from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.sides import (
+    apart_teachers,
+    processes_apart,
+    requests_ahead,
+    side_of_teacher,
+    student_processes,
+    teacher_sizes,
+)
+from tests.plan.checks.test_problems import shape
+from tests.plan.shapes import config
+from tests.reported import reports
+from tests.run_facts import problems_of
+
+BASE = ("--student-hf", "s", "--data-path", "d.jsonl", "--train-iters", 10, "--seq-length", 64)
+BASE += ("--teacher-hf", "t")
+
+
+def codes(*argv, world_size: int = 1) -> list[str]:
+    return reports(problems_of(config(*BASE, *argv), world_size, shape()))
+
+
+def test_settings_of_a_side_need_processes():
+    (found,) = codes("--teacher-tensor-model-parallel-size", 2)
+    assert found == "remove-flag: no effect"
+
+
+@pytest.mark.parametrize(
+    "argv, code",
+    [
+        (("--teacher-processes", -1), "out-of-range: must be 0 or more"),
+        (("--teacher-processes", 2, "--teacher-ahead", 1), "out-of-range: must be 2 or more"),
+        (
+            ("--teacher-processes", 6, "--teacher-pipeline-model-parallel-size", 4),
+            "world-not-divisible: --teacher-processes 6",
+        ),
+        (("--teacher-processes", 9), "world-not-divisible: 9 replicas of the teacher"),
+        (("--teacher-processes", 1, "--teacher-topk", "k"), "stored-teacher-excludes: with topk"),
+        (("--teacher-processes", 1, "--xtoken-loss", "gold"), "exclude-each-other: a tokenizer of its own"),
+        (
+            ("--teacher-processes", 2, "--teacher-expert-model-parallel-size", 2),
+            "exclude-each-other: share its experts",
+        ),
+        (("--teacher-processes", 1, "--dpo-beta", 0.1), "preferences-exclude: with teacher-processes"),
+    ],
+)
+def test_refused_settings(argv, code):
+    assert code in codes(*argv)
+
+
+def test_a_teacher_with_processes_and_a_place():
+    flags = ("--teacher-processes", 2, "--teacher-pipeline-model-parallel-size", 2)
+    assert codes(*flags, "--teacher-residency", "host", world_size=2) == []
+
+
+def test_teachers_that_share_the_students_processes_come_first(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("teachers: [{hf: a, processes: 1}, {hf: b}]\n")
+    (found,) = reports(problems_of(config(*BASE[:-2], "--config", path), 1, shape()))
+    assert found == "exclude-each-other: in front of teachers[1]"
+
+
+def test_sides():
+    flags = ("--teacher-processes", 4, "--teacher-pipeline-model-parallel-size", 2)
+    found = config(*BASE, *flags, "--teacher-residency", "host", "--context-parallel-size", 2)
+    (teacher,) = apart_teachers(found).values()
+    assert processes_apart(found) == 4 and student_processes(found, 6) == 2
+    assert teacher_sizes(teacher) == Sizes(pipeline=2, data=2)
+    assert requests_ahead(teacher, 1) == 12 and requests_ahead(teacher, 4) == 3
+    alone = side_of_teacher(found, 0)
+    assert alone.parallel.context_parallel_size == 1 and alone.parallel.pipeline_model_parallel_size == 2
+    assert alone.teachers[0].stand_in is None and alone.teachers[0].residency == "host"
+    assert not apart_teachers(config(*BASE, *flags, "--kd-ratio", 0))
+
+
+def test_a_student_without_processes():
+    with pytest.raises(UsageError) as error:
+        student_processes(config(*BASE, "--teacher-processes", 4), 4)
+    assert error.value.code == "world-not-divisible"

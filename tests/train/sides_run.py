@@ -1,0 +1,147 @@
+"""Runs of the student and of teachers on processes of their own, on the ranks of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.train.invariance import NUM_PACKS, Layout, fixed_packs, measure
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def own_layout(processes: int, *, tp: int = 1, pp: int = 1, cp: int = 1, more: Sequence[str] = ()) -> tuple:
+    """Return the flags of a teacher on processes of its own."""
+    return (
+        *("--teacher-processes", str(processes), "--teacher-tensor-model-parallel-size", str(tp)),
+        *("--teacher-pipeline-model-parallel-size", str(pp)),
+        *("--teacher-context-parallel-size", str(cp), *more),
+    )
+
+
+def run_sides(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], folder: Path, out: Path) -> dict:
+    """Return the measures of a student's process, with the states it got, or the counts of a teacher's."""
+    launch, plan, side = start_side(layout.argv(*pair) + list(flags), folder)
+    if side.teacher is not None:
+        server = serve(launch, plan, side)
+        return {"forwards": server.num_forwards, "kept": server.most_kept}
+    engine, state, context = student_engine(launch, plan, side)
+    batches = microbatches(layout, context, len(plan.setups))
+    states = step_states(engine, batches)
+    found = measure(engine, state, batches, pair[0], out)
+    lead = [one.most_ahead for one in engine.schedule.remote]
+    for one in engine.schedule.remote:
+        one.stop(0)
+    return {"measures": found, "states": states, "lead": lead}
+
+
+def start_side(argv: list[str], folder: Path):
+    """Leave the pool's process group, and return (launch, plan of the student's side, own side)."""
+    from mkd.config.load import load_config
+    from mkd.parallel.side_groups import Launch
+    from mkd.plan.sides import sides_of
+    from mkd.run.plan_run import plan_run
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    launch = Launch(dist.FileStore(str(folder / "sides"), size), rank, size)
+    config = load_config(argv).config
+    sides = sides_of(config, size)
+    side = next(one for one in reversed(sides) if one.first <= rank)
+    return launch, plan_run(config, sides[0].size), side
+
+
+def serve(launch, plan, side):
+    """Run a teacher's process until the student ends; return its server."""
+    from mkd.plan.sides import side_of_teacher
+    from mkd.platform import detect
+    from mkd.run.one_model import plan_model
+    from mkd.run.serve_teacher import build_server
+
+    alone = plan_model([], side_of_teacher(plan.config, side.teacher), side.size, side.teacher)
+    launch.join(side, detect(), TIMEOUT)
+    server = build_server(plan, alone, side, launch, alone.join(detect()))
+    assert server.serve() == 0
+    return server
+
+
+def student_engine(launch, plan, side):
+    """Return (engine, training state, context) of a student's process."""
+    from mkd.platform import detect
+    from mkd.run.build_engine import build_engine
+    from mkd.run.one_model import join
+    from mkd.run.student_side import links_of_student
+
+    launch.join(side, detect(), TIMEOUT)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
+    links = links_of_student(plan.config, launch, context)
+    engine, state = build_engine(plan, context, links=links)
+    return engine, state, context
+
+
+def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
+    """Return this rank's share of the global batch, with the rows of all teachers and equal padding."""
+    from mkd.data.batch import collate
+    from mkd.data.teacher_input import SharedTokens
+
+    shared = (SharedTokens(),) * num_teachers
+    packs = [replace(pack, teacher_inputs=shared) for pack in fixed_packs(layout.permuted)]
+    groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
+    wholes = [collate(group) for group in groups[context.dp_rank :: context.dp_size]]
+    return [one.with_host_rows(range(num_teachers)).shard(context.row_shard) for one in wholes]
+
+
+def step_states(engine, batches: list) -> list[tuple]:
+    """Return (samples, rows, final state of the first teacher) of each micro-batch of a step.
+
+    The rows are those of the whole row that the process holds. Only the last stage has some.
+    """
+    from mkd.parallel.side_rows import HeldRows
+    from mkd.train.step import training_objective
+
+    context, kept = engine.context, []
+
+    def keep(given):
+        state, batch = given.output.teacher_hiddens[0][:, 0], given.batch
+        sizes = context.sizes
+        if state.shape[0] == batch.tokens.shape[1]:  # without sequence parallelism every rank has all of them
+            sizes = replace(sizes, tensor=1)
+        rows = HeldRows(sizes, context.row_rank if sizes.tensor > 1 else context.cp_rank)
+        kept.append((batch.sample_ids, rows.of(batch.cu_seqlens_padded), state.clone()))
+
+    engine.optimizer.zero_grad()
+    objective = training_objective(engine, batches, keep)
+    engine.schedule.run(engine.stages, batches, objective, forward_only=False)
+    engine.optimizer.zero_grad()
+    return kept
+
+
+def shared_states(layout: Layout, pair: tuple[Path, Path]) -> list[tuple]:
+    """Return `step_states` of a run whose teacher shares the student's processes and layout."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.run.build_engine import build_engine
+    from mkd.run.one_model import join
+    from mkd.run.plan_run import plan_run
+
+    argv = [*layout.argv(*pair), "--teacher-prefetch", "0"]
+    plan = plan_run(load_config(argv).config, layout.ranks)
+    context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
+    engine, _ = build_engine(plan, context)
+    return step_states(engine, microbatches(layout, context))
+
+
+def whole_states(parts: Sequence[list[tuple]], tokens: int) -> dict[tuple, torch.Tensor]:
+    """Return samples -> whole state, from the parts of all processes, which must agree bitwise."""
+    whole: dict[tuple, torch.Tensor] = {}
+    for ids, rows, state in (one for part in parts for one in part):
+        target = whole.setdefault(ids, torch.full((tokens, state.shape[-1]), float("nan")))
+        known = target[rows]
+        assert torch.equal(torch.where(known.isnan(), state, known), state), "processes have other states"
+        target[rows] = state
+    return whole

@@ -1,0 +1,54 @@
+"""Whole runs with a teacher on processes of its own, each rank a process: result, resume, and a death."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mkd.errors import EXIT_DONE
+from tests.train.command import flags, make_files
+from tests.train.processes import run_processes
+
+APART = ("--teacher-processes", "1")
+EVALUATED = ("--eval-interval", "2", "--eval-iters", "1", "--split", "80,20")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("sides"))
+
+
+def losses(folder) -> list[tuple]:
+    """Return the losses and norms of a run's records."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(one["iteration"], one.get("split"), one["loss"], one.get("grad_norm")) for one in records]
+
+
+def run(folder, argv, processes: int, fault: str = ""):
+    folder.mkdir(exist_ok=True)
+    return run_processes(folder, argv, processes, fault=fault)
+
+
+def test_a_run_and_its_resumption_with_another_split(files, tmp_path):
+    """Bit for bit that of a teacher beside the student, also if it stops between."""
+    more = [*EVALUATED, "--train-iters", "4"]
+    (alone,) = run(tmp_path, [*flags(files, "alone", save=files / "alone"), *more], 1)
+    assert alone.code == EXIT_DONE, alone.output
+    half = flags(files, "split", save=files / "split", load=files / "split")
+    ended = run(tmp_path, [*half, *more, *APART, "--exit-interval", "2"], 2)
+    assert [one.code for one in ended] == [EXIT_DONE] * 2, [one.output for one in ended]
+    (rest,) = run(tmp_path, [*half, *more], 1)
+    assert rest.code == EXIT_DONE, rest.output
+    assert losses(files / "split") == losses(files / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_on_one_side_ends_the_other(files, tmp_path, rank):
+    """All ranks end within seconds, and the survivors name the rank that was killed."""
+    argv = [*flags(files, f"death-{rank}"), *APART]
+    ended = run(tmp_path, argv, 2, fault=f"kill@in_step:{rank}:2")
+    survivor = ended[1 - rank]
+    assert ended[rank].code == -9 and survivor.code not in (0, -9), survivor.output
+    assert f"rank {rank} has ended without a report" in survivor.output or "lost contact" in survivor.output
