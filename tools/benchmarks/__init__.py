@@ -30,6 +30,9 @@ pipeline_benchmark     the pipeline against the bubble formula
 decode_benchmark       sampling beside transformers, and its share of a step
 trainers               loops of transformers, Liger and TRL
 trainers_benchmark     a step beside those of these loops
+teacher_gain           what self-teachers with references, and experts by tag, gain
+gain_texts             its problems with a checker, code, and the figures of a model on both
+gain_report            its tables
 overlap                how much of some kernels runs beside others
 
 Studies and benchmarks that were made once are no longer here; docs/performance.md names their commit.
