@@ -228,7 +228,7 @@ def prepare(bench: Bench) -> None:
         write_model(args.model, write_tokenizer(args.model, texts, TINY["vocab_size"]), TINY, 2, 1)
     rate, first = args.expert_lr, args.seeds[0]
     experts = [Run("", f"{what} expert", rate, first) for what in ("sums", "code")]
-    starts = [Run("", f"start {steps}", args.start_lr, first) for steps in sizes.starts]
+    starts = [Run("", f"start {steps}", args.start_lr, first) for steps in args.starts or sizes.starts]
     bench.run_all(experts + (starts if SELF in args.parts else []))
     found = {run.name: bench.figures[run]["valid"] for run in starts if run in bench.figures}
     if found:
@@ -277,6 +277,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=SELF_ARMS, default=arms, help="arms with self-teachers")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-5, 1e-4], help="of self-teachers' arms")
+    parser.add_argument("--starts", nargs="+", type=int, help="steps of the starts (default: 20 40 80 160)")
     parser.add_argument("--start-lr", type=float, default=1e-4)
     parser.add_argument("--expert-lr", type=float, default=3e-4)
     parser.add_argument("--merge-lr", type=float, default=3e-4, help="of all students of experts")
