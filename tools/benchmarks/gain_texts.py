@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 CONTEXT = "Reference solution:\n{reference}\n\n{prompt}"
-"""What a teacher with the reference reads in place of the prompt: the template of `context.user`."""
+"""The prompt of a teacher that reads the reference: the template of `context.user`."""
 
 PLAIN = "{prompt}"
 HELD_OUT_EVERY = 10  # source files

@@ -276,15 +276,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arms = [one for one in SELF_ARMS if not one.startswith("ema")]
     parser.add_argument("--arms", nargs="+", choices=SELF_ARMS, default=arms, help="arms with self-teachers")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--rates", nargs="+", type=float, default=[3e-5, 1e-4], help="of self-teachers' arms")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[3e-5, 1e-4],
+        help="learning rates of the arms with self-teachers",
+    )
     parser.add_argument("--starts", nargs="+", type=int, help="steps of the starts (default: 20 40 80 160)")
     parser.add_argument("--start-lr", type=float, default=1e-4)
     parser.add_argument("--expert-lr", type=float, default=3e-4)
-    parser.add_argument("--merge-lr", type=float, default=3e-4, help="of all students of experts")
+    parser.add_argument(
+        "--merge-lr", type=float, default=3e-4, help="learning rate of the students of experts"
+    )
     parser.add_argument(
         "--start-accuracy", type=float, default=0.4, help="the start that comes closest is taken"
     )
-    parser.add_argument("--divergence", default="reverse_kl", help="of the arms on own text")
+    parser.add_argument("--divergence", default="reverse_kl", help="divergence of the arms on own text")
     parser.add_argument("--at-once", type=int, default=7, help="runs at the same time")
     parser.add_argument("--gpus", nargs="+", help="numbers of GPUs (default: the first visible one)")
     parser.add_argument("--flags", default="", help="more flags of all runs, such as --flags=--bf16")
