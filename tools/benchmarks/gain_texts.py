@@ -34,7 +34,7 @@ class TextSizes:
     valid: int  # held-out problems that choose learning rates
     test: int  # held-out problems that are reported
     document: int = 40_000  # characters of a source file, at most
-    code: int = 12_000_000  # characters of all of them, at most
+    characters: int = 12_000_000  # characters of all of them, at most
     held_out_files: int = 48
     held_out_document: int = 4_000
 
@@ -98,7 +98,7 @@ def write_code(folder: Path, sizes: TextSizes) -> None:
         text = source.read_text(encoding="utf-8", errors="replace")
         if index % HELD_OUT_EVERY == 0 and len(text) > 500:
             held_out.append(text[: sizes.held_out_document])
-        elif text and sum(map(len, train)) < sizes.code:
+        elif text and sum(map(len, train)) < sizes.characters:
             train.append(text[: sizes.document])
     write_lines(folder / "code.jsonl", [{"text": text, "domain": "code"} for text in train])
     texts = held_out[: sizes.held_out_files]

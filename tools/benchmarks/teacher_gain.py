@@ -77,7 +77,9 @@ class Sizes:
 
 
 FULL = Sizes(TextSizes(24_000, 960, 48_000, 256, 512), (20, 40, 80, 160), 200, 45, 150)
-SMALL = TextSizes(60, 16, 120, 4, 8, document=2_000, code=60_000, held_out_files=3, held_out_document=600)
+SMALL = TextSizes(
+    60, 16, 120, 4, 8, document=2_000, characters=60_000, held_out_files=3, held_out_document=600
+)
 DRY = Sizes(SMALL, (1, 2), 2, 2, 2, samples=4, row=160, new_tokens=12, seq_length=256, packs=2, micro_batch=1)
 
 
