@@ -278,8 +278,8 @@ def build_schedule(
     # Agreed before the links are made: that is collective, so no rank may do it alone.
     planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None
     if planned is not None:
-        links = StateLinks.build(context, shapes, options.dtype)
-        prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, links, context)
+        pipeline = StateLinks.build(context, shapes, options.dtype)
+        prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, pipeline, context)
     remote = build_remote_states(plan, options, context, links, teacher_seq_lengths)
     return PipelineSchedule(context, communicator, packs * seq_length, prefetch, remote)
 
