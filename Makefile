@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # files, with ranks of its own, in the order of tests/conftest.py: long ones first. WORKERS=0 runs all tests in one process.
 WORKERS ?= 2
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
-	--no-loadscope-reorder
+	--no-loadscope-reorder --durations 20 --durations-min 5
 
 # What differs first between versions of megatron-core, torch and transformers: layers, groups, pipelines, saves.
 VERSION_TESTS := tests/platform tests/parallel tests/models/test_hf_parity.py tests/models/test_specs.py tests/models/moe \
