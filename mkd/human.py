@@ -59,6 +59,12 @@ def duration(seconds: float) -> str:
     return f"{days}d{left_h:02d}h" if days < 1000 else f"{days:.1e} d"
 
 
+def tokens_per_s(tokens: int, seconds: float) -> str:
+    """Return a rate: 3,235 tokens/s, 0.3 tokens/s."""
+    rate = tokens / max(seconds, 1e-9)
+    return f"{rate:,.0f} tokens/s" if rate >= 10 or not tokens else f"{rate:.2g} tokens/s"
+
+
 def milliseconds(ms: float) -> str:
     """Return the time of a step: under 0.1 ms, 8.4 ms, 1620 ms, 43.8 s, 20m34s."""
     if 0 < ms < 0.1:

@@ -17,7 +17,7 @@ from mkd.generate.selection import Index, Selection, summary_lines
 from mkd.generate.teacher_prompts import TeacherPrompts
 from mkd.generate.teacher_records import begun_text, is_utf8, num_control_tokens, text_after, without_stop
 from mkd.generate.work_folder import WorkFolder
-from mkd.human import counted, duration
+from mkd.human import counted, duration, tokens_per_s
 from mkd.kinds.sampled.reward.reward_calls import RewardCalls
 from mkd.kinds.sampled.sampler.rollouts import STOP, Request, Rollout
 
@@ -80,8 +80,8 @@ class Job:
         self.folder.finish(summary)
         tokens, seconds = sum(count for count, _ in work), max(seconds for _, seconds in work)
         if tokens:
-            rate = tokens / max(seconds, 1e-9)
-            LOG.info(f"sampled {tokens:,} tokens in {duration(seconds)}: {rate:,.0f} tokens/s")
+            rate = tokens_per_s(tokens, seconds)
+            LOG.info(f"sampled {tokens:,} tokens in {duration(seconds)}: {rate}")
         show(summary, self.settings)
 
 

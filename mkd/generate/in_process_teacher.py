@@ -16,7 +16,7 @@ from mkd.chat.writer import Writer, writer_of
 from mkd.errors import MkdError, OutOfMemory, UsageError
 from mkd.generate.generate_job import Job
 from mkd.generate.selection import Index
-from mkd.human import counted
+from mkd.human import counted, tokens_per_s
 from mkd.kinds.sampled.sampler.rollouts import Request, Rollout
 from mkd.parallel.agreement import agree, together
 from mkd.parallel.context import ParallelContext
@@ -75,8 +75,9 @@ def _completed(writer: Writer, requests: Sequence[Request], generation: Generati
                 done += 1
                 yield row.done.pop(place)
             if (now := time.perf_counter()) - shown > LINE_S:
-                shown, rate = now, tokens / (now - begin)
-                LOG.info(f"{done:,} of {len(requests):,} completions of this process, {rate:,.0f} tokens/s")
+                shown, rate = now, tokens_per_s(tokens, now - begin)
+                completions = f"{done:,} of {len(requests):,} completions of this process"
+                LOG.info(f"{completions}, {counted(tokens, 'token')}, {rate}")
 
 
 @contextmanager

@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from mkd.human import count, duration, fixed, floating_point, gpu_hours, milliseconds, number, scientific
+from mkd.human import (
+    count,
+    duration,
+    fixed,
+    floating_point,
+    gpu_hours,
+    milliseconds,
+    number,
+    scientific,
+    tokens_per_s,
+)
 from mkd.kinds.known_kinds import METRICS
 from mkd.log.compact import CompactLines
 from mkd.log.progress import MegatronLines, build_lines
@@ -127,3 +137,16 @@ def test_numbers_for_people():
     ]
     assert [fixed(x, 5) for x in (0.12345, 12.3456, -0.5, 123456)] == ["0.123", "12.35", "-0.50", "1e+05"]
     assert [scientific(x) for x in (0, 1e-4, 3.14e-10)] == ["0.0e0", "1.0e-4", "3.1e-10"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "text"),
+    [
+        (80, 251.0, "0.32 tokens/s"),
+        (0, 30.0, "0 tokens/s"),
+        (95, 10.0, "9.5 tokens/s"),
+        (1_203_441, 372.0, "3,235 tokens/s"),
+    ],
+)
+def test_a_slow_rate_is_not_zero(tokens, seconds, text):
+    assert tokens_per_s(tokens, seconds) == text
