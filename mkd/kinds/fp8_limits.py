@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mkd.config.schema import Config
 from mkd.errors import UsageError
+from mkd.families.layer_shape import MoEShape
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 
@@ -70,6 +71,14 @@ class Fp8Products:
             do = f"use --{self.role}-fp8-recipe tensorwise"
             why = f"blocks of activations have {BLOCK} channels"
             yield UsageError(what, why, do, code="fp8-not-possible")
+
+    def expert_problems(self, shape: ModelShape, moe: MoEShape) -> Iterator[UsageError]:
+        """Check the widths of experts, which no process cuts."""
+        own = {moe.expert_width(shape.hidden_size), moe.ffn_hidden_size}
+        if widths := sorted(width for width in own if width % WIDTHS):
+            what = f"{self.given}, but experts of the {self.role} have {', '.join(map(str, widths))} channels"
+            why = f"FP8 products take multiples of {WIDTHS}"
+            yield UsageError(what, why, self.remedy, code="fp8-not-possible")
 
     def _of_layers(self, shape: ModelShape) -> tuple[str, str]:
         """Return what in the layers cannot have FP8 products, and why; two empty strings if nothing."""

@@ -96,7 +96,9 @@ def _placed(forecast: Forecast, usable: float) -> Layout | None:
     )
     why = f"the fastest place of the teacher that fits {usable:.1f} GiB. {compared}"
     placed = forecast.with_config(chosen.place.apply(forecast.config))
-    return Layout(placed, {"teachers[0].residency": why, "teachers[0].peers": "processes that share a copy"})
+    why_stored = "experts stay as the checkpoint stores them, because in bf16 they take more memory"
+    reasons = {"teachers[0].residency": why, "teachers[0].peers": "processes that share a copy"}
+    return Layout(placed, reasons | {"teachers[0].precision": why_stored})
 
 
 def _remedied(forecast: Forecast, usable: float) -> Layout | None:

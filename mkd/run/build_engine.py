@@ -38,7 +38,7 @@ from mkd.models.builder import (
 )
 from mkd.models.language_model import LanguageModel
 from mkd.models.lora import freeze_base, rounded_loading
-from mkd.models.placed.fp8_weights import LayerMemory
+from mkd.models.placed.converted_weights import ConvertedWeights, LayerMemory
 from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
 from mkd.models.stored_head import StoredHead
@@ -333,11 +333,12 @@ def build_teacher_parts(
     options = replace(options, releases_layers=place.streams or precision.converts)
     parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
     # Before the stream, which moves the converted tensors and not the parameters that they replace.
-    converted = precision.weights(parts)
+    converted = precision.weights(parts, source.hf is not None)
     stream = place.stream(parts, context, converted.tensors if converted else layer_parameters)
     memory = stream.loading if stream else None
     # Last: `memory` converts a layer, or moves it away, as soon as its weights are read.
-    load_weights(parts, source, context, partial(converted.loading, memory=memory) if converted else memory)
+    memory = partial(converted.loading, memory=memory) if converted else memory
+    load_weights(parts, source, context, memory, converted)
     return parts
 
 
@@ -346,6 +347,7 @@ def load_weights(
     source: ModelSource,
     context: ParallelContext,
     memory: LayerMemory | None = None,  # gives the decoder layers memory; None: they have it
+    converted: ConvertedWeights | None = None,  # may keep what files store
 ) -> None:
     """Fill this rank's parts of one model. Each rank reads only its slices. Collective.
 
@@ -367,6 +369,7 @@ def load_weights(
             context,
             part.first_layer,
             layer_memory=None if memory is None else partial(_loading, memory, part),
+            stored_codes=None if converted is None else converted.stored_codes,
         )
         collect_error(problems, load)
     # After all parts: a rank that raised earlier would leave the others waiting here.

@@ -62,6 +62,17 @@ class FP8Blocks:
             part[first:last] *= scales[index][of_column]
         return part
 
+    def read_codes(self, read_stored: ReadStored, cut: Cut) -> tuple[Tensor, Tensor]:
+        """Return codes, uint8 [rows, columns], and scales, fp32, of the part `cut`, which is whole blocks."""
+        ranges = (range(*part.indices(size)) for part, size in zip(cut, self.header.shape, strict=True))
+        blocks = tuple(_blocks(one, size) for one, size in zip(ranges, self.block, strict=True))
+        codes = read_stored(self.stored[0], cut).view(torch.uint8)
+        return codes, read_stored(self.stored[1], blocks).float()
+
+    def is_finite(self, codes: Tensor, scales: Tensor) -> bool:
+        """Return True if all elements are numbers."""
+        return bool(((codes & 127) != 127).all() and scales.isfinite().all())
+
 
 @dataclass(frozen=True)
 class MXFP4:
@@ -86,6 +97,15 @@ class MXFP4:
         elements = values[blocks.int()].flatten(-2) * powers[scales.int()][..., None]
         skipped = first - groups.start * MXFP4_BLOCK
         return elements.flatten(-2)[..., skipped : skipped + last - first].transpose(1, 2).contiguous()
+
+    def read_codes(self, read_stored: ReadStored, cut: Cut) -> tuple[Tensor, Tensor]:
+        """Return codes, uint8 [out, in / 2], and scales, uint8 [out, in / 32], of one expert, `cut[0]`."""
+        blocks, scales = (read_stored(name, cut[:1]) for name in self.stored)
+        return blocks[0].flatten(1), scales[0]
+
+    def is_finite(self, codes: Tensor, scales: Tensor) -> bool:
+        """Return True if all elements are numbers: the largest scale stands for none."""
+        return bool((scales != 255).all())
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mkd.checkpoint.finite import is_finite, not_finite
 from mkd.checkpoint.hf.hf_assets import INDEX_FILE, SINGLE_FILE
 from mkd.checkpoint.hf.hf_folder import is_planned
 from mkd.checkpoint.hf.hf_names import Cut
-from mkd.checkpoint.hf.hf_quantised import TensorHeader, find_quantised, logical_headers
+from mkd.checkpoint.hf.hf_quantised import MXFP4, FP8Blocks, TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
@@ -97,6 +97,23 @@ class HFCheckpoint:
             names = derived.stored if derived else (stored,)
             raise not_finite(str(self.directory / self._stored[names[0]].file), " with ".join(names), part)
         return part
+
+    def read_codes(self, tensor: str, cut: Cut) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a part of a quantised tensor, see `FP8Blocks` and `MXFP4`.
+
+        Raises `CheckpointError` for a tensor that is not stored so, and for elements that are not numbers.
+        """
+        derived = self._derived.get(self.names.on_disk(tensor))
+        if not isinstance(derived, FP8Blocks | MXFP4):
+            what = f"{self.directory}: {tensor} is not quantised"
+            why = "config.json says so of the experts, whose weights are to stay as they are stored"
+            do = "use --teacher-precision bf16, or fp8 with --teacher-fp8-recipe tensorwise"
+            raise CheckpointError(what, why, do, code="hf-quantisation-not-supported")
+        codes, scales = derived.read_codes(self._read_stored, cut)
+        if not derived.is_finite(codes, scales):
+            file = str(self.directory / self._stored[derived.stored[0]].file)
+            raise not_finite(file, " with ".join(derived.stored), derived.read(self._read_stored, cut))
+        return codes, scales
 
     def read_whole(self, tensor: str) -> Tensor:
         """Return a whole tensor, on the CPU; unlike in `read`, its values are not checked."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_carried import tell_of_skipped
 from mkd.checkpoint.hf.hf_check import check_hf_checkpoint, layer_of
+from mkd.checkpoint.hf.hf_codes import read_codes
 from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
@@ -40,6 +41,8 @@ def load_hf_weights(
     first_layer: int = 0,  # index in the whole model of the part's layer 0
     # Makes the context in which the part's layer of that index has memory; None: the part has all its memory.
     layer_memory: Callable[[int], AbstractContextManager[None]] | None = None,
+    # Returns codes and scales to be filled in place of a parameter; None: the parameter itself is.
+    stored_codes: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
 ) -> None:
     """Fill a model part from `checkpoint`, one slice at a time.
 
@@ -56,6 +59,9 @@ def load_hf_weights(
     for name, tensor_map in maps.items() if layer_memory is None else _by_layer(maps, layer_memory):
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), context.tp_rank, context.tp_size)
+        if stored_codes and (codes := stored_codes(parameters[name])):
+            read_codes(checkpoint, pieces, *codes)
+            continue
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
             parameter.zero_()
         for piece in pieces:

@@ -8,6 +8,8 @@ student_place.py    the weights of a student that learns by adapters
 peer_place.py       layers that several processes split
 precision.py        the base of all precisions, and that of the run
 fp8.py              products in FP8
+fp8_experts.py      the same of experts
+stored_codes.py     experts whose weights stay as their checkpoint stores them
 known_places.py     all places and all precisions, as two kinds of runs
 
 To add a place, write its class in a file, name it in placed_settings.py and list it in known_places.py.

@@ -1,4 +1,7 @@
-"""Products in FP8: teachers, packs and layouts whose products Transformer Engine can make, and their cost."""
+"""Products in FP8: teachers, packs and layouts whose products Transformer Engine can make, and their cost.
+
+In a teacher with experts only these multiply in FP8, by products of mkd's own (`fp8_experts.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
 from mkd.families.layer_shape import LayerShape
 from mkd.kinds.fp8_limits import BLOCK, Fp8Products
+from mkd.kinds.placed import fp8_experts
 from mkd.kinds.placed.choice import flag_of
 from mkd.kinds.placed.precision import Precision
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import product_parameters
+from mkd.plan.models.stored_experts import block_bytes, row_bytes
 from mkd.plan.parallel_sizes import Sizes
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.language_model import LanguageModel
-    from mkd.models.placed.fp8_weights import Fp8Weights
+    from mkd.models.placed.converted_weights import ConvertedWeights
 
 PRODUCT_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
 """FP8 recipe -> time of a teacher's forward without attention over that in bf16.
@@ -27,6 +32,9 @@ PRODUCT_TIME = {"tensorwise": 0.63, "blockwise": 0.70}
 Measured on one H200 with 8 layers of a Qwen3-8B-shaped teacher and 8,192 tokens (Transformer Engine 2.11):
 44.5 ms in bf16, 28.8 tensorwise and 32.0 blockwise, of which attention is 2.0 ms.
 """
+
+EXPERT_BYTES = {"tensorwise": row_bytes, "blockwise": block_bytes}
+"""FP8 recipe -> the function that returns the bytes of an expert's matrices."""
 
 ROWS = 8
 """Multiple of the tokens that an FP8 product of a forward takes, in Transformer Engine."""
@@ -37,7 +45,7 @@ LENGTH_UNIT = 64
 
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """Transformer Engine rounds weights and inputs of products to FP8. Everything else stays in bf16."""
+    """Weights and inputs of products are rounded to FP8. Everything else stays in bf16."""
 
     fp8_recipe: str
 
@@ -50,11 +58,16 @@ class Fp8(Precision):
     def compared(cls) -> Iterable[tuple[str, Mapping[str, Any]]]:
         yield cls.name, {}
 
-    @property
-    def product_time(self) -> float:
+    def product_time(self, shape: ModelShape) -> float:
+        if shape.moe is not None:
+            return fp8_experts.product_time(self.fp8_recipe, shape)
         return PRODUCT_TIME[self.fp8_recipe]
 
     def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
+        if shape.moe is not None:
+            of_expert = EXPERT_BYTES[self.fp8_recipe]
+            whole = super().layer_bytes(shape, layer, sizes, element)
+            return whole + fp8_experts.saved_bytes(shape, layer, sizes, element, of_expert)
         fp8 = product_parameters(shape, layer, sizes)
         scales = 4 * fp8 // BLOCK**2 if self.fp8_recipe == "blockwise" else 0
         whole = super().layer_bytes(shape, layer, sizes, element)
@@ -66,9 +79,11 @@ class Fp8(Precision):
     def rounding(self, scores: str) -> str:
         return f"; {scores} of layers in FP8 (E4M3, {self.fp8_recipe} scales)"
 
-    def weights(self, parts: Sequence[LanguageModel]) -> Fp8Weights:
+    def weights(self, parts: Sequence[LanguageModel], has_files: bool) -> ConvertedWeights:
         from mkd.models.placed.fp8_weights import Fp8Weights, fp8_recipe
 
+        if parts[0].shape.moe is not None:
+            return fp8_experts.weights(parts, self.fp8_recipe, has_files)
         return Fp8Weights(parts, fp8_recipe(self.fp8_recipe))
 
     def problems(self, facts: RunFacts, index: int) -> Iterator[UsageError]:
@@ -80,10 +95,13 @@ class Fp8(Precision):
                 f"{given} fp8 without --bf16", why, f"add --bf16, or remove {given}", code="add-flag"
             )
         products = self._products(index)
+        shape = next((model.shape for model in facts.models if model.teacher == index), None)
+        if shape is not None and shape.moe is not None:
+            yield from products.expert_problems(shape, shape.moe)
+            return
         yield from self._row_problems(config, config.teachers[index], products)
-        for model in facts.models:
-            if model.teacher == index:
-                yield from products.shape_problems(config, model.shape)
+        if shape is not None:
+            yield from products.shape_problems(config, shape)
 
     def _products(self, index: int) -> Fp8Products:
         given, do = flag_of(index, "precision"), "--teacher-residency peers or host saves memory, too"
@@ -102,7 +120,8 @@ class Fp8(Precision):
             )
         yield from products.row_problems(config, length, label, ROWS)
 
-    def device_problems(self) -> Iterator[UsageError]:
+    def device_problems(self, has_experts: bool) -> Iterable[UsageError]:
+        """Experts have mkd's own products, which any machine computes, be it slowly."""
         from mkd.platform.fp8_support import fp8_problems
 
-        return fp8_problems({self.fp8_recipe})
+        return () if has_experts else fp8_problems({self.fp8_recipe})

@@ -15,6 +15,7 @@ from mkd.kinds.placed.peer_place import PeerMemory
 from mkd.kinds.placed.place import DeviceMemory, Place
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 from mkd.kinds.placed.precision import Precision
+from mkd.kinds.placed.stored_codes import StoredCodes
 from mkd.kinds.placed.student_place import StudentMemory
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES
 from mkd.plan.facts import RunFacts
@@ -22,7 +23,7 @@ from mkd.plan.facts import RunFacts
 PLACES: Choices[Place] = Choices(
     "residency", PlaceSettings, (DeviceMemory, PeerMemory, HostMemory, StudentMemory)
 )
-PRECISIONS: Choices[Precision] = Choices("precision", PrecisionSettings, (Precision, Fp8))
+PRECISIONS: Choices[Precision] = Choices("precision", PrecisionSettings, (Precision, Fp8, StoredCodes))
 
 
 class Places(Kind):
@@ -59,8 +60,9 @@ class Precisions(Kind):
         return PRECISIONS.problems(facts)
 
     def device_problems(self, facts: RunFacts) -> Iterable[MkdError]:
-        chosen = dict.fromkeys(PRECISIONS.of_running(facts).values())
-        found = (problem for one in chosen for problem in one.device_problems())
+        experts = {model.teacher for model in facts.models if model.shape.moe is not None}
+        chosen = ((one, index in experts) for index, one in PRECISIONS.of_running(facts).items())
+        found = (problem for one, own in dict.fromkeys(chosen) for problem in one.device_problems(own))
         return {str(problem): problem for problem in found}.values()  # once if several have it
 
     def precision(self, teacher: TeacherConfig) -> Precision:

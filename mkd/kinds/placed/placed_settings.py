@@ -35,14 +35,17 @@ class PrecisionSettings:
 
     precision: str = option(
         "bf16",
-        "precision of the products in the teacher's layers. bf16: the run's precision. fp8: Transformer "
-        "Engine rounds weights and activations to FP8 (E4M3), for about half the memory and two thirds of "
-        "the time. fp8 needs --bf16, a GPU with FP8 and a dense teacher",
-        choices=("bf16", "fp8"),
+        "precision of the products in the teacher's layers. bf16: the run's precision. fp8: weights and "
+        "activations are rounded to FP8 (E4M3), for about half the memory and, in a dense teacher, two "
+        "thirds of the time. Of a teacher with experts, only these are rounded. fp8 needs --bf16 and, for a "
+        "dense teacher, a GPU with FP8. stored: experts keep the FP8 or MXFP4 of their checkpoint in memory, "
+        "with the results of bf16, in more time",
+        choices=("bf16", "fp8", "stored"),
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "scales of --teacher-precision fp8. tensorwise: one for each weight and each activation. blockwise: "
-        "one for 128 x 128 weights and one for 128 channels of a token, which is slower",
+        "scales of --teacher-precision fp8. tensorwise: one for each weight and each activation; of experts, "
+        "one for each output channel and each token. blockwise: one for 128 x 128 weights and one for 128 "
+        "channels of a token, which is slower",
         choices=("tensorwise", "blockwise"),
     )

@@ -15,7 +15,7 @@ from mkd.plan.parallel_sizes import Sizes
 
 if TYPE_CHECKING:  # they load torch
     from mkd.models.language_model import LanguageModel
-    from mkd.models.placed.fp8_weights import Fp8Weights
+    from mkd.models.placed.converted_weights import ConvertedWeights
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Precision(Choice):
     name = "bf16"
     converts: ClassVar[bool] = False  # True: `weights` replaces parameters
     input_bytes: ClassVar[int] = 0  # bytes of each input of a product that it makes in its own precision
+    decoded_bytes: ClassVar[float] = 0  # moved for each weight of experts that is decoded before a product
 
     @classmethod
     def compared(cls) -> Iterable[tuple[str, Mapping[str, Any]]]:
         yield "", {}
 
-    @property
-    def product_time(self) -> float:
-        """Time of a product over the time in the run's precision."""
+    def product_time(self, shape: ModelShape) -> float:
+        """Return the time of the layers' products over the time in the run's precision."""
         return 1.0
 
     def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
@@ -47,10 +47,13 @@ class Precision(Choice):
         """Return what it changes in the `scores` of a teacher, for the loss card."""
         return ""
 
-    def device_problems(self) -> Iterable[MkdError]:
+    def device_problems(self, has_experts: bool) -> Iterable[MkdError]:
         """Yield why the devices of this machine cannot compute in it. It may load torch."""
         return ()
 
-    def weights(self, parts: Sequence[LanguageModel]) -> Fp8Weights | None:
-        """Return what converts the weights of a teacher, which are read afterwards; None: nothing does."""
+    def weights(self, parts: Sequence[LanguageModel], has_files: bool) -> ConvertedWeights | None:
+        """Return what converts the weights of a teacher, which are read afterwards; None: nothing does.
+
+        `has_files`: they are read from a Hugging Face folder.
+        """
         return None

@@ -47,7 +47,7 @@ class StudentMemory(Place):
                 (teacher.hf, teacher.load) != (config.student.hf, config.student.load)
             ),
             "the teacher has a tokenizer of its own": teacher.xtoken is not None,
-            "the teacher computes in FP8, and the student does not": teacher.precision != "bf16",
+            "the teacher has a precision of its own": teacher.precision != "bf16",
             "the teacher has a pipeline layout of its own": (
                 teacher.pipeline_layout not in (None, config.student.pipeline_layout)
             ),

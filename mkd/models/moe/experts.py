@@ -67,7 +67,7 @@ class GroupedExperts(TEGroupedMLP):
             return super().forward(rows, counts, weights)
         splits = counts.tolist()
         gate_up, _ = self.linear_fc1(rows, splits)
-        output, biases = self.linear_fc2(self._clamped_gate(gate_up, weights), splits)
+        output, biases = self.linear_fc2(gated(self.config, gate_up, weights), splits)
         return add_biases(output, biases, counts, weights), None
 
     def _in_one_kernel(
@@ -75,27 +75,36 @@ class GroupedExperts(TEGroupedMLP):
     ) -> Tensor:
         gate_up = grouped_product(rows, counts, first)
         if not self.config.add_bias_linear:
-            return grouped_product(self._gate(gate_up, weights), counts, second)
+            return grouped_product(gated(self.config, gate_up, weights), counts, second)
         gate_up = add_biases(gate_up, self._of(self.linear_fc1, "bias"), counts, torch.ones_like(weights))
-        output = grouped_product(self._clamped_gate(gate_up, weights), counts, second)
+        output = grouped_product(gated(self.config, gate_up, weights), counts, second)
         return add_biases(output, self._of(self.linear_fc2, "bias"), counts, weights)
 
     def _of(self, linear: nn.Module, kind: str) -> list[nn.Parameter]:
-        """Return a grouped layer's parameters KIND0, KIND1, ..., one for each expert."""
-        return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
+        return numbered(linear, kind, self.num_local_experts)
 
-    def _gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        if not self.config.gated_linear_unit:
-            return WeightedSquaredReLU.apply(gate_up, weights[:, None])
-        if self.config.activation_func is gelu_tanh:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return (gelu_tanh(gate) * up * weights[:, None]).to(gate_up.dtype)
-        assert self.config.activation_func is silu, "all other experts without biases have SwiGLU"
-        return weighted_bias_swiglu_impl(gate_up, None, weights[:, None])
 
-    def _clamped_gate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+def numbered(linear: nn.Module, kind: str, size: int) -> list[nn.Parameter]:
+    """Return a grouped layer's parameters KIND0, KIND1, ..., one for each expert."""
+    return [getattr(linear, f"{kind}{expert}") for expert in range(size)]
+
+
+def gated(
+    config: TransformerConfig,
+    gate_up: Tensor,  # [n, i] or, with gates, [n, 2 i]
+    weights: Tensor,  # [n]
+) -> Tensor:
+    """Return what the second product of experts multiplies, [n, i], times the rows' weights."""
+    if config.add_bias_linear:
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
         return ClampedGate.apply(gate_up, weights[:, None], limit, offset)
+    if not config.gated_linear_unit:
+        return WeightedSquaredReLU.apply(gate_up, weights[:, None])
+    if config.activation_func is gelu_tanh:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (gelu_tanh(gate) * up * weights[:, None]).to(gate_up.dtype)
+    assert config.activation_func is silu, "all other experts without biases have SwiGLU"
+    return weighted_bias_swiglu_impl(gate_up, None, weights[:, None])
 
 
 def _with_gate(config: TransformerConfig) -> TransformerConfig:

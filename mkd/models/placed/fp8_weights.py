@@ -11,8 +11,8 @@ are those of a recipe of Transformer Engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,14 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
+from mkd.models.placed.converted_weights import ConvertedWeights
 from mkd.models.placed.released_layers import released_like
-from mkd.platform.host_memory import packed_bytes, packed_views
 
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of a dense decoder layer."""
-
-LayerMemory = Callable[[nn.Module], AbstractContextManager[None]]
-"""Returns the context in which the parameters of a decoder layer have memory to be filled."""
 
 
 class Fp8Recipe(Protocol):
@@ -70,12 +67,8 @@ class _Linear:
         self.module.weight = quantised
 
 
-class Fp8Weights:
-    """The decoder layers of one frozen model, whose weights become FP8 inside `loading`.
-
-    The layers must have been built without memory (`released_layers.py`): only one at a time has its weights
-    in 16 bits.
-    """
+class Fp8Weights(ConvertedWeights):
+    """The decoder layers of one frozen dense model, whose weights become FP8 inside `loading`."""
 
     def __init__(self, parts: Sequence[LanguageModel], recipe: Fp8Recipe):
         self._recipe = recipe
@@ -94,28 +87,12 @@ class Fp8Weights:
         kept = [parameter for parameter in layer.parameters() if parameter not in replaced]
         return kept + [tensor for linear in linears for tensor in (linear.data, linear.scales)]
 
-    @contextmanager
-    def loading(self, layer: nn.Module, memory: LayerMemory | None = None) -> Iterator[None]:
-        """Give the decoder layer memory to be filled, and quantise its weights at the end.
+    def loaded_weights(self, layer: nn.Module) -> list[nn.Parameter]:
+        return [linear.weight for linear in self._layers[layer]]
 
-        `memory` is that of `tensors` (default: they stay on the device). The weights have memory only here.
-        """
-        with (memory or self.on_device)(layer):
-            linears = self._layers[layer]
-            weights = [linear.weight for linear in linears]
-            buffer = torch.empty(packed_bytes(weights), dtype=torch.uint8, device=weights[0].device)
-            for weight, values in zip(weights, packed_views(buffer, weights), strict=True):
-                weight.data = values
-            yield
-            for linear in linears:
-                linear.quantise(self._recipe)
-
-    @contextmanager
-    def on_device(self, layer: nn.Module) -> Iterator[None]:
-        """Give the tensors of a decoder layer memory of their own."""
-        for tensor in self.tensors(layer):
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        yield
+    def convert(self, layer: nn.Module) -> None:
+        for linear in self._layers[layer]:
+            linear.quantise(self._recipe)
 
 
 class TensorwiseRecipe:

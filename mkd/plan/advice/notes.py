@@ -13,6 +13,7 @@ from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.parameters import model_parameters
+from mkd.plan.models.stored_experts import stored_experts
 from mkd.plan.times.layer_time import recomputed_share
 
 SLOWER = 1.001
@@ -29,6 +30,8 @@ FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
 TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 """The same for forward and backward."""
 
+STAYS = "with precision stored they stay as they are, which takes less memory and more time"
+
 
 def plan_notes(forecast: Forecast) -> Iterator[str]:
     """Yield the notes, a line each."""
@@ -39,6 +42,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
     yield from _unread_keys(forecast.facts)
+    yield from _dequantised_experts(forecast.facts)
     behind_ms, pipeline_ms = forecast.step.step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"
@@ -108,6 +112,21 @@ def _unread_keys(facts: RunFacts) -> Iterator[str]:
     for role, shape in (*student, *teachers):
         if shape is not None and (keys := shape.unread_keys()):
             yield f"note: config.json of {role} has keys without effect on {shape.family}: {', '.join(keys)}"
+
+
+def _dequantised_experts(facts: RunFacts) -> Iterator[str]:
+    """Yield a note for each teacher whose experts its checkpoint stores as codes that are not kept."""
+    for given, teacher in zip(facts.running.values(), facts.planned_teachers, strict=False):
+        stored = None if given.load else stored_experts(teacher.shape)
+        keeps = given.precision == "fp8" and given.fp8_recipe == "blockwise"
+        if stored is None or given.precision == "stored" or (keeps and stored.keeps_blocks):
+            continue
+        again = ", and rounded again" if given.precision == "fp8" else ""
+        text = (
+            f"note: experts of the {teacher.role} are stored as {stored.name} and dequantised while they are "
+        )
+        kept = f"they cannot stay so, because {stored.why_not}" if stored.why_not else STAYS
+        yield f"{text}read{again}; {kept}"
 
 
 def _unread_teachers(config: Config) -> Iterator[str]:

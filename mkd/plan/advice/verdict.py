@@ -296,8 +296,8 @@ def _residencies(config: Config, variants: Sequence[Variant]) -> Iterator[Change
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
         yield _set("optimizer on host", text, "training", optimizer_residency="host")
-    # Without those that change what a teacher predicts, and without the precision of the run.
-    named = [one for one in variants if one.is_exact and one.settings]
+    # Without those that change what a teacher predicts, and without other precisions.
+    named = [one for one in variants if one.is_exact and "residency" in one.settings]
     running = [teacher for teacher in config.teachers if not teacher.stand_in]
     if named and any(map(named[0].is_of, running)):
         is_only = len(config.teachers) == 1

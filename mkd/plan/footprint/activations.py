@@ -213,7 +213,7 @@ class Activations:
         """Return what these layers keep; equal ones are calculated once."""
         return sum(number * self.layer_bytes(layer) for layer, number in Counter(layers).items())
 
-    def forward_bytes(self, input_bytes: int = 0) -> int:
+    def forward_bytes(self, input_bytes: int = 0, decodes: bool = False) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
         The peak is in the widest MLP, or in a mixer (see mixer_bytes.py). The MLP holds the
@@ -224,27 +224,33 @@ class Activations:
         holds the input of the MLP's second product in that precision as well.
 
         With experts it holds the norm's output, and rows: their input with input and output of the gated MLP
-        and the result, or four results around the second exchange.
+        and the result, or four results around the second exchange. If it `decodes` their matrices, those of
+        one product exist beside its input and result.
         """
         layers = set(self.shape.layers)
         mixers = [self._mixer_forward_bytes(layer.mixer) for layer in layers if layer.mixer]
-        widest = max(self._mlp_forward_bytes(layer, input_bytes) for layer in layers)
+        widest = max(self._mlp_forward_bytes(layer, input_bytes, decodes) for layer in layers)
         return 2 * self.hidden_bytes + max([widest, *mixers])
 
     def _mixer_forward_bytes(self, mixer: MixerShape) -> int:
         of_token = mixer_forward_bytes(mixer, self.element, runs_fused(mixer, self.config.training))
         return self.tokens * of_token // self.sizes.tensor
 
-    def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int) -> int:
+    def _mlp_forward_bytes(self, layer: LayerShape, input_bytes: int, decodes: bool) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
         if layer.moe is None:
             ffn, parts = self._ffn_bytes(layer.ffn_hidden_size), layer.mlp_matrices
             return max(parts * ffn + input_bytes * ffn // self.element, (parts - 1) * ffn + gathered)
-        width = layer.moe.expert_width(self.shape.hidden_size)
-        ffn = layer.moe.mlp_matrices * layer.moe.ffn_hidden_size
+        width, own = layer.moe.expert_width(self.shape.hidden_size), layer.moe.ffn_hidden_size
+        ffn, entering = layer.moe.mlp_matrices * own, layer.moe.mlp_matrices - 1
         rows = self._expert_rows(layer.moe) * self.element
         shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts
-        return self.hidden_bytes + shared + rows * max(2 * width + ffn, 4 * width)
+        inside = rows * max(2 * width + ffn, 4 * width)
+        if decodes:
+            matrix = layer.moe.num_experts // self.sizes.expert * width * own * self.element
+            first = rows * (width + entering * own) + entering * matrix
+            inside = max(inside, first, rows * (2 * width + own) + matrix)
+        return self.hidden_bytes + shared + inside
 
     def backward_bytes(self) -> int:
         """Return the peak of a layer's backward beside what the layer kept.

@@ -313,9 +313,11 @@ class _Models:
     def graphs_bytes(self, rank: int, student: bool, graphed_teachers: Sequence[bool]) -> int:
         """Return the bytes that graphs keep: a slot for each micro-batch in flight, and one scratch pool."""
         layout, own = self.facts.layouts.student, self._student_activations
-        pairs = zip(self.teachers, graphed_teachers, strict=True)
+        pairs = list(zip(self.teachers, graphed_teachers, strict=True))
         graphed = [self._activations(teacher) for teacher, is_on in pairs if is_on]
-        scratch = [one.forward_bytes() + one.hidden_bytes for one in graphed]
+        decodes = [bool(teacher.precision.decoded_bytes) for teacher, is_on in pairs if is_on]
+        forwards = zip(graphed, decodes, strict=True)
+        scratch = [one.forward_bytes(decodes=own) + one.hidden_bytes for one, own in forwards]
         if not student:
             return max(scratch, default=0)
         pipeline, last = layout.pipeline_parallel, len(layout.layers) - 1
@@ -342,7 +344,9 @@ class _Models:
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.facts.layouts.teachers, strict=True):
             if layout.layers[stage]:
-                forward = self._activations(teacher).forward_bytes(teacher.precision.input_bytes)
+                precision = teacher.precision
+                own = precision.input_bytes, bool(precision.decoded_bytes)
+                forward = self._activations(teacher).forward_bytes(*own)
                 peak = max(peak, kept + forward)
             kept += self._activations(teacher).hidden_bytes
         return peak

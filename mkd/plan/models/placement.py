@@ -49,8 +49,11 @@ class TeacherPrecision(Protocol):
         """Bytes of each input of a product that it makes in its own precision."""
 
     @property
-    def product_time(self) -> float:
-        """Time of a product over the time in the run's precision."""
+    def decoded_bytes(self) -> float:
+        """Bytes moved for each weight of experts that is decoded before a product; 0: none is."""
+
+    def product_time(self, shape: ModelShape) -> float:
+        """Return the time of the layers' products over the time in the run's precision."""
 
     def layer_bytes(self, shape: ModelShape, layer: LayerShape, sizes: Sizes, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""

@@ -28,6 +28,11 @@ class Teacher:
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
     share: float = 1.0  # expected share of the micro-batches in which it runs
 
+    @property
+    def product_time(self) -> float:
+        """Time of its layers' products over the time in the run's precision."""
+        return self.precision.product_time(self.shape)
+
     def layer_bytes(self, layer: LayerShape, element: int) -> int:
         """Return the bytes of a layer on one process. `element`: bytes of a weight in the run's precision."""
         return self.precision.layer_bytes(self.shape, layer, self.sizes, element)

@@ -89,16 +89,16 @@ def pair_cost(
     rates = rates or Rates.of_precision(training.bf16)
 
     def timer(
-        shape: ModelShape, seq_length: int, sizes: Sizes, matmul: float, product_time: float = 1.0
+        shape: ModelShape, seq_length: int, sizes: Sizes, matmul: float, *of_products: float
     ) -> ModelTimer:
-        return ModelTimer(config, shape, seq_length, sizes, pair.document_length, rates, matmul, product_time)
+        return ModelTimer(config, shape, seq_length, sizes, pair.document_length, rates, matmul, *of_products)
 
     own = pair.work.student
     product_time = own.product_time(pair.student.hidden_size) if own else 1.0
     learning = timer(pair.student, training.seq_length, pair.sizes, rates.student_matmul, product_time)
     matmul = rates.teacher_matmul
     frozen = [
-        timer(one.shape, one.seq_length, one.sizes, matmul, one.precision.product_time)
+        timer(one.shape, one.seq_length, one.sizes, matmul, one.product_time, one.precision.decoded_bytes)
         for one in pair.teachers
     ]
     head_flops = training.micro_batch_size * _head_flops(pair) / pair.sizes.row

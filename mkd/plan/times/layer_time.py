@@ -21,6 +21,7 @@ from mkd.plan.models.flops import (
     mlp_parameters,
 )
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.stored_experts import matrix_weights
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.collectives import ModelCollectives, exchange_ms
 
@@ -114,6 +115,7 @@ class ModelTimer:
     rates: Rates
     matmul: float  # TFLOP/s of its products in the run's precision
     product_time: float = 1.0  # of its products over that time
+    decoded_bytes: float = 0  # moved for each weight of experts that is decoded before a product
 
     def teacher(self) -> tuple[WorkTime, ...]:
         """Return the time of each layer of a teacher: its forward."""
@@ -189,6 +191,9 @@ class ModelTimer:
 
     def _copies_ms(self, layer: LayerShape) -> float:
         moved = ROW_COPIES * self._rows(layer) * self._row_width(layer) * self._element
+        if layer.moe is not None and self.decoded_bytes:
+            weights = layer.moe.num_experts // self.sizes.expert * matrix_weights(self.shape, layer.moe)
+            return milliseconds(moved + self.decoded_bytes * weights, self.rates.copy)
         return milliseconds(moved, self.rates.copy)
 
     def _additions_ms(self, layer: LayerShape) -> float:

@@ -70,10 +70,16 @@ def test_the_advice_fits():
 
 
 def test_models():
-    """Refused are experts, latent attention, mixers, and widths that are no multiples of 16 on a process."""
+    """Refused are latent attention, mixers, and widths that are no multiples of 16 on a process.
+
+    Of a model with experts only their widths count: nothing else is in FP8.
+    """
     fp8, tensor = config(FP8), config(FP8, "--tensor-model-parallel-size 2 --teacher-fp8-recipe blockwise")
     assert codes(fp8, TEACHER) == codes(config("--bf16"), MOE_TEACHER) == []
-    assert codes(fp8, MOE_TEACHER) == ["fp8-not-possible: but the teacher has experts"]
+    assert codes(fp8, MOE_TEACHER) == codes(config(FP8, "--seq-length 12"), MOE_TEACHER) == []
+    narrow_experts = replace(MOE_TEACHER.layers[0], moe=replace(MOE_TEACHER.moe, ffn_hidden_size=24))
+    narrow_experts = replace(MOE_TEACHER, layers=(narrow_experts,) * MOE_TEACHER.num_layers)
+    assert codes(fp8, narrow_experts) == ["fp8-not-possible: but experts of the teacher have 24 channels"]
     layers = tuple(replace(layer, ffn_hidden_size=24) for layer in TEACHER.layers)
     narrow = replace(TEACHER, layers=layers)
     assert (
@@ -99,7 +105,38 @@ def test_a_teacher_that_runs_alone():
     for argv, expected in (("", []), ("--seq-length 12", ["length-not-divisible: is not a multiple of"])):
         problems = problems_of_one(config(FP8, argv), 8, TEACHER, 0)
         assert reports(problems) == expected
-    assert reports(problems_of_one(config(FP8), 8, MOE_TEACHER, 0)) == [
-        "fp8-not-possible: but the teacher has experts"
-    ]
+    assert problems_of_one(config(FP8), 8, MOE_TEACHER, 0) == []
     assert problems_of_one(config(FP8, "--seq-length 12"), 8, None) == []
+
+
+BLOCKS_OF_128 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "expected"),
+    [
+        (BLOCKS_OF_128, []),
+        ({"quant_method": "mxfp4"}, []),
+        (None, ["fp8-not-possible: neither FP8 with blocks of weights nor MXFP4"]),
+        ({"quant_method": "gptq"}, ["fp8-not-possible: neither FP8 with blocks of weights nor MXFP4"]),
+        ({"quant_method": "fp8"}, ["fp8-not-possible: its scales are of blocks of None, not of 128 x 128"]),
+        (BLOCKS_OF_128 | {"weight_block_size": [64, 128]}, ["fp8-not-possible: its scales are of blocks of"]),
+    ],
+)
+def test_experts_that_stay_as_they_are_stored(quantisation, expected):
+    stored = replace(MOE_TEACHER, hf_config={"quantization_config": quantisation})
+    assert codes(config("--teacher-precision stored --bf16"), stored) == expected
+    assert codes(config("--teacher-precision stored"), stored) == expected
+
+
+def test_other_models_that_have_nothing_stored():
+    stored, given = config("--teacher-precision stored"), {"quantization_config": BLOCKS_OF_128}
+    assert codes(stored, replace(TEACHER, hf_config=given)) == ["fp8-not-possible: the teacher has none"]
+    shape = replace(MOE_TEACHER, hf_config=given)
+    argv = f"{BASE} --teacher-precision stored".replace("--teacher-hf t", "--teacher-load t")
+    from_megatron = load_config(argv.split()).config
+    assert codes(from_megatron, shape) == ["fp8-not-possible: Megatron checkpoints have unquantised weights"]
+    narrow = replace(shape.layers[0], moe=replace(shape.moe, ffn_hidden_size=64))
+    assert codes(stored, replace(shape, layers=(narrow,) * shape.num_layers)) == [
+        "fp8-not-possible: a block of gates, of which an expert has 64"
+    ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mkd.families.layer_shape import MLAShape
 from mkd.plan.advice.forecast_text import describe_forecast
 from mkd.plan.advice.teacher_place import PlannedPlace, choose, describe_places, plan_places
 from mkd.plan.advice.verdict import fullest_rank
@@ -165,7 +166,9 @@ def test_the_forecast_says_which_peak_its_mfu_is_of():
 
 
 def test_teachers_that_cannot_be_in_fp8_are_planned_in_bf16():
-    assert not any("fp8" in name for name in by_name(forecast(8, teachers=(MOE_TEACHER,))))
+    latent = replace(TEACHER.layers[0], mla=MLAShape(512, 128, 64, 128))
+    latent = replace(TEACHER, layers=(latent,) * TEACHER.num_layers)
+    assert not any("fp8" in name for name in by_name(forecast(8, teachers=(latent,))))
     blockwise = forecast(8, "--teacher-precision", "fp8", "--teacher-fp8-recipe", "blockwise")
     assert by_name(blockwise)["device"] == by_name(forecast(8))["device"]
     assert by_name(blockwise)["device, fp8"].step_ms > by_name(forecast(8))["device, fp8"].step_ms
