@@ -13,7 +13,8 @@ of the tag, from the average of both teachers, or from the text alone. Two more 
 expert, and the mean of their weights.
 
 Runs are commands of mkd, several at a time on each GPU. A call with the same --out continues: complete runs
-are kept, and runs that do not fit into --seconds are left out and named.
+are kept, and runs that do not fit into --seconds are left out and named. For a GPU without network see
+docs/decisions/2026-11-27-what-teachers-gain.md.
 """
 
 from __future__ import annotations
