@@ -53,6 +53,7 @@ from mkd.run.read_texts import describe_texts, read_texts
 from mkd.run.student_side import end_teachers, launch_timeout, links_of_student
 from mkd.train.layer_graphs import graph_bytes
 from mkd.train.nonfinite import NonFinitePolicy
+from mkd.train.remote_states import take_wait_ms
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine
@@ -267,5 +268,6 @@ def build_reporter(
         updates=config.grpo.rollout_updates,
         is_frozen=config.lora.is_on,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
+        take_wait_ms=partial(take_wait_ms, engine.schedule.remote, context),
         graph_bytes=partial(graph_bytes, engine.stages),
     )

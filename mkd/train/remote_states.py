@@ -11,7 +11,6 @@ Between steps, states of the next step are ahead. An evaluation has a lane of it
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
+from mkd.models.stage import Stopwatch
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.host_row import HostRow
 from mkd.parallel.side_groups import Bridge, Transfer
@@ -60,7 +60,7 @@ class RemoteStates:
     ):
         self.links, self.context, self.place, self.needed = links, context, place, needed
         self.shape, self.dtype, self.sequence_parallel, self.ahead = shape, dtype, sequence_parallel, ahead
-        self.waited_s = 0.0  # for states, since it was last read
+        self.waiting = Stopwatch()  # time without the state that is needed
         self.most_ahead = 0
         self._held = HeldRows(context.sizes, context.row_rank)
         self._number = 0
@@ -121,11 +121,6 @@ class RemoteStates:
         self._asked.clear()
         self.links.close()
 
-    def take_waited_ms(self) -> float:
-        """Return the milliseconds for which this process waited for states since the last call."""
-        waited, self.waited_s = self.waited_s, 0.0
-        return 1000 * waited
-
     def _is_needed(self, batch: PackedBatch) -> bool:
         return not batch.needed_teachers or batch.needed_teachers[self.needed]
 
@@ -162,9 +157,8 @@ class RemoteStates:
     def _received(self, request: _Request) -> Tensor:
         """Return the rows of the state that this process received."""
         assert request.received is not None, "it is posted before it is taken"
-        start = time.perf_counter()
-        parts = [(transfer.wait(), places) for transfer, places in request.received]
-        self.waited_s += time.perf_counter() - start
+        with self.waiting.running(self.context.device):
+            parts = [(transfer.wait(), places) for transfer, places in request.received]
         while request.sent:  # the teacher has read them; gloo's transfers end with their first wait
             request.sent.pop().wait()
         size = sum(len(places) for _, places in parts)
@@ -180,3 +174,16 @@ class RemoteStates:
 
     def _control(self, request: _Request) -> Bridge | None:
         return self.links.control.get(self._replica(request))
+
+
+def take_wait_ms(teachers: Sequence[RemoteStates], context: ParallelContext) -> float | None:
+    """Return how many ms the process that waited most did so since the last call; None without `teachers`.
+
+    Communication: one all-reduce MAX over all processes of the student.
+    """
+    if not teachers:
+        return None
+    waited = sum(one.waiting.take_ms() for one in teachers)
+    most = torch.tensor(waited, dtype=torch.float64, device=context.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)

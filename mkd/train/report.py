@@ -50,6 +50,7 @@ class Reporter:
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     is_frozen: bool = False  # the student's weights, beside its adapters
+    take_wait_ms: Callable[[], float | None] = lambda: None  # see mkd.train.remote_states; collective
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     graph_bytes: Callable[[], int] = lambda: 0  # see mkd.train.layer_graphs
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
@@ -108,6 +109,9 @@ class Reporter:
         teacher_ms = self.take_teacher_ms()
         if teacher_ms is not None:
             record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
+        wait_ms = self.take_wait_ms()
+        if wait_ms is not None:
+            record["teacher_wait_ms"] = wait_ms / self._steps
         self._losses, self._steps, self._untimed_ms = None, 0, 0.0
         self._write({"teacher_share": math.nan} | record, self.lines.train(record))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +26,14 @@ def own_layout(processes: int, *, tp: int = 1, pp: int = 1, cp: int = 1, more: S
 
 def run_sides(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], folder: Path, out: Path) -> dict:
     """Return the measures of a student's process, with the states it got, or the counts of a teacher's."""
+    from mkd.plan.sides import apart_teachers
+
     launch, plan, side = start_side(layout.argv(*pair) + list(flags), folder)
     if side.teacher is not None:
         server = serve(launch, plan, side)
         return {"forwards": server.num_forwards, "kept": server.most_kept}
     engine, state, context = student_engine(launch, plan, side)
-    batches = microbatches(layout, context, len(plan.setups))
+    batches = microbatches(layout, context, len(plan.setups), apart_teachers(plan.config))
     states = step_states(engine, batches)
     found = measure(engine, state, batches, pair[0], out)
     lead = [one.most_ahead for one in engine.schedule.remote]
@@ -84,8 +86,8 @@ def student_engine(launch, plan, side):
     return engine, state, context
 
 
-def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
-    """Return this rank's share of the global batch, with the rows of all teachers and equal padding."""
+def microbatches(layout: Layout, context, num_teachers: int = 1, apart: Iterable[int] = ()) -> list:
+    """Return this rank's share of the global batch, with rows of the teachers `apart` and equal padding."""
     from mkd.data.batch import collate
     from mkd.data.teacher_input import SharedTokens
 
@@ -93,7 +95,7 @@ def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
     packs = [replace(pack, teacher_inputs=shared) for pack in fixed_packs(layout.permuted)]
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
     wholes = [collate(group) for group in groups[context.dp_rank :: context.dp_size]]
-    return [one.with_host_rows(range(num_teachers)).shard(context.row_shard) for one in wholes]
+    return [one.with_host_rows(list(apart)).shard(context.row_shard) for one in wholes]
 
 
 def step_states(engine, batches: list) -> list[tuple]:

@@ -86,3 +86,30 @@ def test_layouts(pool, pair, single, tmp_path, case):
 @pytest.mark.parametrize("case", SLOW)
 def test_more_layouts(pool, pair, single, tmp_path, case):
     check(pool, pair, single, tmp_path, *SLOW[case])
+
+
+def several(folder, teacher, *more: str) -> tuple[str, str]:
+    """Return the flag of a file with three teachers, of which the last two have these settings."""
+    folder.mkdir(exist_ok=True)
+    entries = [
+        f"{{hf: {teacher}, name: {name}{extra}}}" for name, extra in zip("abc", ("", *more), strict=True)
+    ]
+    (folder / "run.yaml").write_text(f"teachers: [{', '.join(entries)}]\n")
+    return "--config", str(folder / "run.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", ["weighted_sum", "average"])
+def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combination):
+    weights = ", weight: 2, temperature: 1.5", ", weight: 0.5"
+    if combination == "average":
+        weights = ", weight: 2", ", weight: 0.5"
+    how = ("--teacher-combination", combination)
+    alone = Layout("one", flags=(*several(tmp_path / "one", pair[1], *weights), *how))
+    (reference,) = pool.run(run_layout, 1, alone, *pair, tmp_path / "single")
+    sides = f"{weights[0]}, processes: 2, pipeline_model_parallel_size: 2", f"{weights[1]}, processes: 1"
+    flags = (*several(tmp_path / "sides", pair[1], *sides), *how)
+    student = Layout("s", 2, pp=2)
+    found = pool.run(run_sides, 5, student, pair, flags, tmp_path, tmp_path / "layout")
+    require_equal(errors_of([one["measures"] for one in found[:2]], tmp_path, reference))
+    assert all(one["forwards"] for one in found[2:])

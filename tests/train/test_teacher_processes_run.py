@@ -41,6 +41,9 @@ def test_a_run_and_its_resumption_with_another_split(files, tmp_path):
     (rest,) = run(tmp_path, [*half, *more], 1)
     assert rest.code == EXIT_DONE, rest.output
     assert losses(files / "split") == losses(files / "alone")
+    records = [json.loads(line) for line in (files / "split" / "metrics.jsonl").read_text().splitlines()]
+    waits = [one["iteration"] for one in records if "teacher_wait_ms" in one]
+    assert waits == [1, 2]  # the rest ran without processes of the teacher
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from mkd.kinds.apart.apart_settings import ApartSettings
 from mkd.kinds.kind import Kind
 from mkd.kinds.placed.choice import flag_of
 from mkd.kinds.routed.route_settings import ROUTE
+from mkd.log.metrics import STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
@@ -33,6 +34,18 @@ class TeachersApart(Kind):
     """Runs with a teacher on processes of its own."""
 
     calculates_with = (*SHARDS, *STAGES, *(f"teacher_{field.name}" for field in fields(ApartSettings)))
+
+    metrics = (
+        Metric(
+            "teacher_wait_ms",
+            "ms",
+            STEP_MEAN,
+            "time of a step for which the student has nothing to do but wait for states of teachers on "
+            "processes of their own, on the process that waits most; evaluations included. Absent without "
+            "such teachers",
+            line=("teacher wait (ms)", ".1f"),
+        ),
+    )
 
     def problems(self, facts: RunFacts) -> Iterator[UsageError]:
         config = facts.config
