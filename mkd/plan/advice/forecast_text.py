@@ -84,16 +84,23 @@ def parameters(forecast: Forecast) -> Iterator[str]:
 
 
 def _heads(forecast: Forecast) -> Iterator[str]:
-    """Yield a line for each teacher whose hidden states are stored: disk, memory, and the rate of reading."""
+    """Yield a line for each teacher that does not run here: where it is, and the memory of its head."""
+    teachers, numbers = forecast.config.teachers, forecast.facts.head_numbers
     element, pair = 2 if forecast.config.training.bf16 else 4, forecast.facts.pair
     seconds = forecast.planned_step_ms() / 1000
     tokens = forecast.batch.global_batch_size * forecast.batch.seq_length / forecast.facts.sizes.copies
-    for teacher in pair.heads:
+    for teacher, settings in zip(pair.heads, (teachers[one] for one in numbers), strict=True):
         row, rows = teacher.shape.hidden_size * element, teacher.shape.padded_vocab_size(pair.sizes.tensor)
+        head = f"on the last stage the head takes {size(rows // pair.sizes.tensor * row)}"
+        if settings.is_apart:
+            where = (
+                f"runs on {counted(settings.processes, 'process')} of its own, which are not predicted here"
+            )
+            yield f"{teacher.role}: {where}; {head}"
+            continue
         yield (
-            f"{teacher.role}: hidden states are stored, {row:,} bytes a loss token; on the last stage the "
-            f"head takes {size(rows // pair.sizes.tensor * row)}, and a process reads up to "
-            f"{size(round(tokens * row / seconds))} a second"
+            f"{teacher.role}: hidden states are stored, {row:,} bytes a loss token; {head}, and a process "
+            f"reads up to {size(round(tokens * row / seconds))} a second"
         )
 
 
