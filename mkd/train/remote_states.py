@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,8 @@ class RemoteStates:
     ):
         self.links, self.context, self.place, self.needed = links, context, place, needed
         self.shape, self.dtype, self.sequence_parallel, self.ahead = shape, dtype, sequence_parallel, ahead
-        self.waiting = Stopwatch()  # time without the state that is needed
+        self.waiting = Stopwatch()  # time of training without the state that is needed
+        self._is_timed = True
         self.most_ahead = 0
         self._held = HeldRows(context.sizes, context.row_rank)
         self._number = 0
@@ -75,7 +76,7 @@ class RemoteStates:
         if not self.context.holds_last_stage:
             yield
             return
-        kept = self._todo, self._asked
+        kept, self._is_timed = (self._todo, self._asked), not is_evaluation
         if is_evaluation:
             self._todo, self._asked = deque(), deque()
         batches = [one for one in (*microbatches, *following) if self._is_needed(one)]
@@ -157,7 +158,7 @@ class RemoteStates:
     def _received(self, request: _Request) -> Tensor:
         """Return the rows of the state that this process received."""
         assert request.received is not None, "it is posted before it is taken"
-        with self.waiting.running(self.context.device):
+        with self.waiting.running(self.context.device) if self._is_timed else nullcontext():
             parts = [(transfer.wait(), places) for transfer, places in request.received]
         while request.sent:  # the teacher has read them; gloo's transfers end with their first wait
             request.sent.pop().wait()

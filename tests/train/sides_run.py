@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -51,7 +53,7 @@ def start_side(argv: list[str], folder: Path):
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    launch = Launch(dist.FileStore(str(folder / "sides"), size), rank, size)
+    launch = Launch(dist.FileStore(str(folder / "launch"), size), rank, size)
     config = load_config(argv).config
     sides = sides_of(config, size)
     side = next(one for one in reversed(sides) if one.first <= rank)
@@ -147,3 +149,32 @@ def whole_states(parts: Sequence[list[tuple]], tokens: int) -> dict[tuple, torch
         assert torch.equal(torch.where(known.isnan(), state, known), state), "processes have other states"
         target[rows] = state
     return whole
+
+
+def run_many_steps(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], folder: Path, steps: int):
+    """Run steps of uneven speed. Return (most that was ahead or kept, MiB that later steps added)."""
+    import random
+
+    from mkd.plan.sides import apart_teachers
+    from mkd.train.step import train_step
+
+    launch, plan, side = start_side(layout.argv(*pair) + list(flags), folder)
+    if side.teacher is not None:
+        server = serve(launch, plan, side)
+        return server.most_kept, 0.0
+    engine, _, context = student_engine(launch, plan, side)
+    batches = microbatches(layout, context, len(plan.setups), apart_teachers(plan.config))
+    uneven, resident = random.Random(0), []
+    for step in range(steps):
+        time.sleep(uneven.choice((0.0, 0.0, 0.1)))
+        train_step(engine, batches, following=batches if step + 1 < steps else ())
+        resident.append(resident_mib())
+    (states,) = engine.schedule.remote
+    states.stop(0)
+    return states.most_ahead, resident[-1] - resident[steps // 4]
+
+
+def resident_mib() -> float:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -17,7 +17,7 @@ from tests.train.invariance import (
     require_equal,
     run_layout,
 )
-from tests.train.sides_run import own_layout, run_sides, shared_states, whole_states
+from tests.train.sides_run import own_layout, run_many_steps, run_sides, shared_states, whole_states
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +113,12 @@ def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combi
     found = pool.run(run_sides, 5, student, pair, flags, tmp_path, tmp_path / "layout")
     require_equal(errors_of([one["measures"] for one in found[:2]], tmp_path, reference))
     assert all(one["forwards"] for one in found[2:])
+
+
+@pytest.mark.slow
+def test_a_thousand_rows_are_never_too_far_ahead(pool, pair, tmp_path):
+    """Nothing grows, whichever side is slower at the moment."""
+    flags = own_layout(2, pp=2, more=("--teacher-ahead", "3"))
+    (ahead, growth), *kept = pool.run(run_many_steps, 3, Layout("s"), pair, flags, tmp_path, 125)
+    assert ahead <= 3 and all(one <= 3 for one, _ in kept)
+    assert growth < 8

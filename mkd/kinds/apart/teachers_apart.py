@@ -41,8 +41,7 @@ class TeachersApart(Kind):
             "ms",
             STEP_MEAN,
             "time of a step for which the student has nothing to do but wait for states of teachers on "
-            "processes of their own, on the process that waits most; evaluations included. Absent without "
-            "such teachers",
+            "processes of their own, on the process that waits most. Absent without such teachers",
             line=("teacher wait (ms)", ".1f"),
         ),
     )
