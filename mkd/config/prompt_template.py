@@ -8,6 +8,11 @@ from string import Formatter
 PROMPT = "prompt"
 """Field of the text that the student reads as its last user message or prompt."""
 
+FEEDBACK, SIBLING = "feedback", "sibling"
+"""Fields that a step of sampling fills: what the reward function says about a completion, and the best other
+completion of its prompt."""
+MADE = (FEEDBACK, SIBLING)
+
 
 def template_fields(text: str) -> tuple[str, ...]:
     """Return the fields of a text, each once. Raises ValueError if it is not a template."""

@@ -192,7 +192,7 @@ class PackedDataset:
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
         packs, ranges = [self[index] for index in sample], [self.index.piece_range(index) for index in sample]
         return [
-            (summarise_context if side.text.context else summarise_teacher)(
+            (summarise_context if side.text.context and not side.text.aligns else summarise_teacher)(
                 side,
                 packs,
                 [pack.teacher_inputs[number] for pack in packs],

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mkd.config.prompt_template import MADE
 from mkd.data.aligned.context_records import ContextTemplate, missing_context
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer, without_eos
@@ -38,9 +39,25 @@ class PromptReader:
         """
         if self.context is None:
             return encode_prompt(prompt, self.tokenizer)
-        found = self.context.in_place_of(prompt, fields)
-        if found is None:
-            if not self.context.may_miss:
-                raise missing_context(self.context)
-            return None
-        return encode_prompt(found, self.tokenizer)
+        found = self.read_made(prompt, fields, {})
+        if found is None and not self.context.may_miss and self.longest(prompt, fields) is None:
+            raise missing_context(self.context)
+        return found
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Fields of its prompts whose values only a step of sampling makes."""
+        return () if self.context is None else tuple(one for one in MADE if one in self.context.fields)
+
+    def read_made(
+        self, prompt: str | Conversation, fields: Mapping[str, Any], values: Mapping[str, str | None]
+    ) -> np.ndarray | None:
+        """Return `read`'s tokens with the `values` that a step made; None: a value is missing."""
+        assert self.context is not None, "without a context nothing is made"
+        known = {key: value for key, value in fields.items() if key not in MADE}
+        found = self.context.in_place_of(prompt, {**known, **values})
+        return None if found is None else encode_prompt(found, self.tokenizer)
+
+    def longest(self, prompt: str | Conversation, fields: Mapping[str, Any]) -> np.ndarray | None:
+        """Return the prompt with short values for what is made; None: it lacks other values too."""
+        return self.read_made(prompt, fields, dict.fromkeys(MADE, "."))

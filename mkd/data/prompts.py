@@ -48,6 +48,7 @@ class Prompt:
     # Teacher that reads other tokens -> these; without an entry, the completions have nothing for it.
     of_teachers: Mapping[str, np.ndarray] = field(default_factory=dict)
     tag: str = ""  # of its record or file; "": tags are not read
+    asked: str | Conversation | None = None  # its text, if teachers' prompts are made in each step
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def read_prompts(
     contexts = tuple(
         dict.fromkeys(key for one in teachers.values() if one.context for key in one.context.keys)
     )
+    is_made = any(one.made for one in teachers.values())
     read_keys = (*contexts, *(() if wanted is None else wanted.keys))
     for path, file_tag in _files(paths, file_tags):
         parsed = []
@@ -120,7 +122,8 @@ def read_prompts(
                     break
             else:
                 is_chat = isinstance(prompt, Conversation)
-                prompts.append(Prompt(ids, path, number, fields, is_chat, theirs, tag))
+                asked = prompt if is_made else None
+                prompts.append(Prompt(ids, path, number, fields, is_chat, theirs, tag, asked))
         _log_ignored(path, parsed, tokenizer, with_fields, read_keys)
         if len(bad) > max_bad_records:
             raise bad[0] if len(bad) == 1 else ErrorList(bad[:MAX_REPORTED_ERRORS])

@@ -48,6 +48,8 @@ LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
         "weights": FROZEN,
         "tag_key": None,
         "tag_weights": [],
+        "fallbacks": [],
+        "success": 1.0,
         **{field.name: field.default for field in fields(PrecisionSettings)},
     }
 )

@@ -77,7 +77,8 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
         running = (one.text for one in texts.teachers if one.runs)
         for text, length in zip(running, texts.teacher_seq_lengths, strict=True):
             if not isinstance(text, SharedTokens) and text.context is not None:
-                lines += summarise_context_prompts(text, texts.prompts.prompts, length)
+                ours = plan.tokenizers.student
+                lines += summarise_context_prompts(text, ours, texts.prompts.prompts, length)
     stored = (texts.train_set, texts.valid_set)
     return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)
 

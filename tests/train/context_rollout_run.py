@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,13 @@ def prompt_of(i: int) -> dict[str, Any]:
     ][i]
 
 
-def prompts_of(record: dict[str, Any], hf, **more: str) -> tuple[list[int], list[int] | None]:
-    """Return the ids of both prompts from the documentation alone; None: the teacher has none."""
+def prompts_of(
+    record: dict[str, Any], hf, hints: Sequence[str] = (HINT,), values: dict[str, str] | None = None
+) -> tuple[list[int], list[int] | None]:
+    """Return the ids of both prompts from the documentation alone; None: the teacher has none.
+
+    The first of `hints` whose values are there counts; None: they are those of the record.
+    """
 
     def encode(text):
         return hf(text)["input_ids"]
@@ -49,18 +56,21 @@ def prompts_of(record: dict[str, Any], hf, **more: str) -> tuple[list[int], list
     def chat(messages):
         return encode(hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
-    known = record | more
+    def hinted(question):
+        known = (record if values is None else values) | {"prompt": question}
+        names = [[one[1] for one in Formatter().parse(hint) if one[1]] for hint in hints]
+        fit = [hint for hint, own in zip(hints, names, strict=True) if set(own) <= known.keys()]
+        return fit[0].format(**known) if fit else None
+
     if "prompt" in record:
-        return encode(record["prompt"]), encode(HINT.format(**known)) if "solution" in known else None
+        text = hinted(record["prompt"])
+        return encode(record["prompt"]), None if text is None else encode(text)
     *before, last = record["messages"]
-    own, theirs = chat(record["messages"]), None
+    own = chat(record["messages"])
     if "teacher_messages" in record:
-        theirs = chat(record["teacher_messages"])
-    elif "teacher_prompt" in record:
-        theirs = chat([*before, said("user", record["teacher_prompt"])])
-    elif "solution" in known:
-        theirs = chat([*before, said("user", HINT.format(prompt=last["content"], **known))])
-    return own, theirs
+        return own, chat(record["teacher_messages"])
+    text = record.get("teacher_prompt") or hinted(last["content"])
+    return own, None if text is None else chat([*before, said("user", text)])
 
 
 def write_teachers(path: Path, *teachers: dict[str, Any], **sections: Any) -> Path:
@@ -108,38 +118,47 @@ def taught_of(rollouts: dict, files: Path) -> list[Taught]:
     return found
 
 
-def reference(
-    student_dir: Path,
-    teacher_dir: Path | None,
-    completions: list[Taught],
-    out_dir: Path,
-    settings: dict[str, Any] | None = None,  # of `objective_of`
-) -> float:
-    """Write float64 gradients of transformers as a folder; return the mean loss. None: the student teaches.
+@dataclass(frozen=True)
+class Term:
+    """A mean over the tokens that a teacher teaches."""
 
-    Every completion runs alone.
+    teacher: Path | None  # None: the student
+    completions: list[Taught]
+    weight: float = 1.0
+
+
+def reference(
+    student_dir: Path, terms: list[Term], out_dir: Path, settings: dict[str, Any] | None = None
+) -> float:
+    """Write float64 gradients of transformers as a folder; return the loss. Every completion runs alone.
+
+    `settings` are those of `objective_of`.
     """
     from mkd.losses.dense_reference import dense_kd
     from tests.losses.objectives import objective_of
     from tests.train.hf_gradients import load
 
-    student = load(student_dir)
-    teacher = student if teacher_dir is None else load(teacher_dir).requires_grad_(False)
+    student, total = load(student_dir), 0.0
     settings = settings or dict(temperature=TEMPERATURE, divergence="jsd", jsd_beta=BETA)
-    known = [one for one in completions if one.theirs is not None]
-    masks = [torch.tensor(np.ones(len(one.ids)) if one.loss is None else one.loss).double() for one in known]
-    count, total = float(sum(mask.sum() for mask in masks)), 0.0
-    for one, mask in zip(known, masks, strict=True):
-        ids, theirs = (torch.tensor([*before, *one.ids]) for before in (one.own, one.theirs))
-        logits = student(ids[None]).logits[0]
-        with torch.no_grad():
-            of_teacher = teacher(theirs[None]).logits[0, len(one.theirs) - 1 : -1]
-        rows = torch.arange(len(one.own) - 1, len(ids) - 1)
-        sizes = dict(student_vocab_size=logits.shape[1], teacher_vocab_size=of_teacher.shape[1], kd_ratio=1.0)
-        objective = objective_of(**sizes, **settings)
-        loss = dense_kd(logits[rows], of_teacher, ids[rows + 1], mask, objective).loss / count
-        loss.backward()
-        total += loss.item()
+    for term in terms:
+        teacher = student if term.teacher is None else load(term.teacher).requires_grad_(False)
+        known = [one for one in term.completions if one.theirs is not None]
+        masks = [
+            torch.tensor(np.ones(len(one.ids)) if one.loss is None else one.loss).double() for one in known
+        ]
+        count = float(sum(mask.sum() for mask in masks))
+        for one, mask in zip(known, masks, strict=True):
+            ids, theirs = (torch.tensor([*before, *one.ids]) for before in (one.own, one.theirs))
+            logits = student(ids[None]).logits[0]
+            with torch.no_grad():
+                of_teacher = teacher(theirs[None]).logits[0, len(one.theirs) - 1 : -1]
+            rows = torch.arange(len(one.own) - 1, len(ids) - 1)
+            sizes = dict(student_vocab_size=logits.shape[1], teacher_vocab_size=of_teacher.shape[1])
+            objective = objective_of(**sizes, kd_ratio=1.0, **settings)
+            loss = dense_kd(logits[rows], of_teacher, ids[rows + 1], mask, objective).loss
+            loss = loss * term.weight / count
+            loss.backward()
+            total += loss.item()
     for parameter in student.parameters():
         parameter.data = parameter.grad
     student.save_pretrained(out_dir)

@@ -77,6 +77,8 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     with gradients_as_parameters(engine, engine.context):
         export_student(engine, run.state, student, out_dir)
     run.reporter.close()
+    if stream.rewards is not None:
+        stream.rewards.calls.close()
     rollouts = [one for pack in stream._packs.packs for one in pack]
     return {
         "sums": objective.sums(sums).token_sums(),
@@ -90,6 +92,24 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
             for is_own in (False, True)
         ],
     }
+
+
+def one_step_alone(arguments: list[str]) -> dict:
+    """Sample, run one step's forward and backward, and return its sums."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.run.plan_run import plan_run
+    from mkd.run.setup import build_run
+    from mkd.train.step import training_objective
+
+    world_size = torch.distributed.get_world_size()
+    run = build_run(plan_run(load_config(arguments).config, world_size), detect())
+    batches, engine = run.data.train.next_step(), run.engine
+    engine.optimizer.zero_grad()
+    objective = training_objective(engine, batches)
+    sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
+    run.reporter.close()
+    return objective.sums(sums).token_sums()
 
 
 def require_equal_steps(results: list[dict], single: dict, files: Path, gradients: str = "gradients") -> None:

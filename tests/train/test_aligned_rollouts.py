@@ -176,6 +176,27 @@ def test_figures_are_those_of_the_chunks(single, files):
     assert single["figures"]["rollout/coverage"] == pytest.approx(coverage) and 0.3 < coverage < 1
 
 
+def test_a_context_takes_the_place_of_the_prompt(files, ranks):
+    """The student's own prompt as the context changes nothing; another one does, under every layout."""
+    found = {}
+    for name, user in (("alone", None), ("same", "{prompt}"), ("other", "{answer}: {prompt}")):
+        teacher = {"name": "cross", "hf": str(files / "cross"), "xtoken": {}}
+        if user is not None:
+            settings = {"student": {"hf": str(files / "student")}}
+            settings["teachers"] = [teacher | {"context": {"user": user}}]
+            (files / f"{name}.yaml").write_text(json.dumps(settings))
+        (found[name],) = ranks.run(
+            one_step, 1, on_policy(files, name, f"context {name}"), files / "gradients 2"
+        )
+    sums = {name: one["sums"] for name, one in found.items()}
+    for key, value in sums["alone"].items():
+        assert sums["same"][key] == pytest.approx(value, rel=1e-5), key
+    assert sums["other"]["kd"] != pytest.approx(sums["alone"]["kd"], rel=1e-4)
+    arguments = on_policy(files, "other", "context layout", *CASES[0].flags)
+    results = ranks.run(one_step, 2, arguments, files / "layout gradients")
+    require_equal_steps(results, found["other"], files, gradients="gradients 2")
+
+
 def test_the_command_trains_and_resumes(files, ranks):
     """A conversation for each model in its own template; four steps in two runs equal four in one."""
     from tests.tokenizers.trained import CHATML

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
+from tests.kinds.sampled.reward_functions import with_feedback
 from tests.train import record_run
 from tests.train.command import read_metrics, run_main, write_records
 from tests.train.context_rollout_run import (
     Taught,
+    Term,
     argv,
     knowing,
     make_rollout_files,
+    prompt_of,
+    prompts_of,
     reference,
     taught_of,
     write_teachers,
 )
 from tests.train.invariance import worst_relative_error
-from tests.train.rollout_run import Case, one_step, require_equal_steps
+from tests.train.reward_run import REWARD
+from tests.train.rollout_run import Case, one_step, one_step_alone, require_equal_steps
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
@@ -57,7 +63,8 @@ def test_loss_and_every_gradient_equal_transformers(kind, singles, files):
     single, name = singles[kind], KINDS[kind]
     completions = taught_of(single["rollouts"], files)
     assert {len(one.ids) for one in completions} - {14} and any(one.theirs is None for one in completions)
-    loss = reference(files / "student", name and files / name, completions, files / f"dense {kind}")
+    terms = [Term(name and files / name, completions)]
+    loss = reference(files / "student", terms, files / f"dense {kind}")
     assert single["sums"]["kd"] / single["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
     error, where = worst_relative_error(files / f"one {kind}", files / f"dense {kind}")
     assert error <= 1e-5, where
@@ -118,9 +125,121 @@ def test_records_of_agents_bring_the_prompts_of_the_teacher(files, ranks):
         Taught(one.request.ids, theirs.get(one.id), one.ids, one.loss) for one in found["rollouts"].values()
     ]
     plain_kl = dict(temperature=1.0, divergence="reverse_kl")
-    loss = reference(
-        files / "student", files / "teacher", completions, files / "agent dense", settings=plain_kl
-    )
+    terms = [Term(files / "teacher", completions)]
+    loss = reference(files / "student", terms, files / "agent dense", plain_kl)
     assert found["sums"]["kd"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
     error, where = worst_relative_error(files / "agent gradients", files / "agent dense")
     assert error <= 1e-5, where
+
+
+MADE = {
+    "user": "{prompt} like {sibling}",
+    "fallbacks": ["{prompt} {feedback} {solution}", "{prompt} {feedback}"],
+}
+SUCCESS = 1.5
+
+
+def made_prompts(rollouts: dict, files) -> list[Taught]:
+    """Return completions with the prompts that siblings and feedback make, from the documentation alone."""
+    hf = AutoTokenizer.from_pretrained(files / "student")
+    stops = json.loads((files / "student" / "generation_config.json").read_text())["eos_token_id"]
+    texts = {key: hf.decode(ids[:-1] if ids[-1] in stops else ids) for key, (_, ids, _) in rollouts.items()}
+    said = {key: with_feedback("", text, {}) for key, text in texts.items()}
+    found = []
+    for (prompt, sample), (own, ids, _) in sorted(rollouts.items()):
+        record = prompt_of(prompt)
+        others = [key for key in rollouts if key[0] == prompt and key[1] != sample]
+        best = max(others, key=lambda key: (said[key][0], -key[1]))
+        values = {key: record[key] for key in ("solution",) if key in record}
+        values |= {"sibling": texts[best]} if said[best][0] >= SUCCESS else {}
+        values |= {"feedback": said[prompt, sample][1]} if said[prompt, sample][1] else {}
+        _, theirs = prompts_of(record, hf, (MADE["user"], *MADE["fallbacks"]), values)
+        found.append(Taught(own, theirs, ids))
+    return found
+
+
+def made_argv(files, run, *more, samples=4):
+    teacher = {"hf": str(files / "teacher"), "name": "knows", "context": MADE | {"success": SUCCESS}}
+    config = write_teachers(files / "made.yaml", teacher)
+    reward = ("--reward", f"{REWARD}:with_feedback", "--samples-per-prompt", samples)
+    return argv(files, run, config, *reward, *more)
+
+
+def test_siblings_and_feedback_make_the_prompts_of_the_teacher(files, ranks):
+    (found,) = ranks.run(one_step, 1, made_argv(files, "made"), files / "made gradients")
+    completions = made_prompts(found["rollouts"], files)
+    assert {one.theirs is None for one in completions} == {True, False}
+    loss = reference(files / "student", [Term(files / "teacher", completions)], files / "made dense")
+    assert found["sums"]["kd"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
+    assert found["sums"]["loss"] == found["sums"]["kd"], "rewards have no loss"
+    error, where = worst_relative_error(files / "made gradients", files / "made dense")
+    assert error <= 1e-5, where
+    several = made_argv(files, "made DP2", "--use-distributed-optimizer")
+    results = ranks.run(one_step, 2, several, files / "layout gradients")
+    require_equal_steps(results, found, files, gradients="made gradients")
+
+
+def test_a_run_with_siblings_beside_a_policy_loss_resumes_bitwise(files, ranks):
+    def run(folder, *more):
+        flags = ("--kd-ratio", 0.5, "--save", files / folder, "--log-interval", 1, *more)
+        results = run_main(ranks, made_argv(files, folder, *flags))
+        assert results[0].exit_code == 0, results[0].stderr
+        names = ("loss", "kd_loss", "num_aligned/knows", "rollout/coverage", "reward/mean", "grad_norm")
+        return [[line[name] for name in names] for line in read_metrics(files / folder)]
+
+    straight = run("made straight")
+    run("made halves", "--exit-interval", 2)
+    assert run("made halves", "--load", files / "made halves") == straight
+    assert len(straight) == 4 and min(line[3] for line in straight) < 1
+
+
+def test_a_teacher_without_a_context_beside_it(files, ranks):
+    teachers = knowing({"hf": str(files / "teacher"), "weight": 3}), {"hf": str(files / "student")}
+    config = write_teachers(files / "both.yaml", *teachers)
+    (found,) = ranks.run(one_step, 1, argv(files, "both", config), files / "both gradients")
+    completions = taught_of(found["rollouts"], files)
+    plain = [Taught(one.own, one.own.tolist(), one.ids) for one in completions]
+    terms = [Term(files / "teacher", completions, 0.75), Term(files / "student", plain, 0.25)]
+    loss = reference(files / "student", terms, files / "both dense")
+    assert found["sums"]["kd"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
+    error, where = worst_relative_error(files / "both gradients", files / "both dense")
+    assert error <= 1e-5, where
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tag_of_a_prompt_chooses_a_teacher_with_a_context(kind, files, ranks):
+    """Its mean over the tokens that it teaches has the share of its tag in all sampled tokens."""
+    tags = ("a", "b", "a", "b", "a")
+    prompts = [prompt_of(i) | {"kind": tag} for i, tag in enumerate(tags)]
+    write_records(files / "tagged.jsonl", *prompts)
+    model = {"hf": str(files / "teacher")} if kind == "frozen" else {"weights": "live"}
+    others = {"hf": str(files / "student"), "name": "plain", "tags": ["b"]}
+    kd = {"teacher_combination": "route", "tag_key": "kind"}
+    config = write_teachers(files / "routed.yaml", knowing(model) | {"tags": ["a"]}, others, kd=kd)
+    flags = ("--prompt-data-path", files / "tagged.jsonl")
+    (found,) = ranks.run(one_step, 1, argv(files, "routed", config, *flags), files / "routed gradients")
+    completions = taught_of(found["rollouts"], files)
+    of_tag = {tag: [one for n, one in enumerate(completions) if tags[n // 2] == tag] for tag in "ab"}
+    counts = {tag: sum(len(one.ids) for one in of) for tag, of in of_tag.items()}
+    plain = [Taught(one.own, one.own.tolist(), one.ids) for one in of_tag["b"]]
+    total, name = sum(counts.values()), KINDS[kind]
+    terms = [
+        Term(name and files / name, of_tag["a"], counts["a"] / total),
+        Term(files / "student", plain, counts["b"] / total),
+    ]
+    loss = reference(files / "student", terms, files / "routed dense")
+    assert found["sums"]["kd"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
+    error, where = worst_relative_error(files / "routed gradients", files / "routed dense")
+    assert error <= 1e-5, where
+    layout = argv(files, "routed layout", config, *flags, *TP2, "--sequence-parallel")
+    results = ranks.run(one_step, 2, layout, files / "layout gradients")
+    require_equal_steps(results, found, files, gradients="routed gradients")
+
+
+@pytest.mark.parametrize("model", [{"weights": "live"}, {"hf": "student-base"}], ids=("live", "base"))
+def test_a_lora_student_is_its_own_teacher(model, singles, files, ranks):
+    """The adapters are 0 at first, so that both are the student."""
+    config = write_teachers(files / "lora.yaml", knowing(model))
+    arguments = argv(files, "lora", config, *TP2, "--sequence-parallel", "--lora-rank", 4)
+    for found in ranks.run(one_step_alone, 2, arguments):
+        assert found["kd"] == pytest.approx(singles["live"]["sums"]["kd"], rel=1e-5)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mkd.data.aligned.aligned_ids import Pair, align_ids
-from mkd.data.aligned.context_records import context_record
+from mkd.data.aligned.aligned_ids import Pair, align_ids, align_sampled
+from mkd.data.aligned.context_records import ContextTemplate, context_record, context_sides
 from mkd.data.aligned.teacher_store import chunk_marks
 from mkd.data.corpus.documents import encode_record, require_eos
 from mkd.data.corpus.encoding import FileBatch, each_row
@@ -78,7 +78,7 @@ class RowAligner:
     def _align(self, row: Row) -> AlignedText:
         record, pair = parse_row(row, self.wanted), self.pair
         if pair.context is not None:
-            return context_record(record, pair.student, pair.append_eod, pair.context)
+            return align_context(record, pair, pair.context)
         return align_record(record, pair)
 
     def _without_teacher(self, row: Row) -> AlignedText:
@@ -129,6 +129,24 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     else:
         aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
     return _with_eos(aligned, pair) if pair.append_eod else aligned
+
+
+def align_context(record: Record, pair: Pair, template: ContextTemplate) -> AlignedText:
+    """Return both sides of a record whose completion the teacher reads after another prompt.
+
+    With another tokenizer the completion's bytes become the teacher's tokens, as those of a sampled one.
+    """
+    if pair.teacher.fingerprint == pair.student.fingerprint:
+        return context_record(record, pair.student, pair.append_eod, template)
+    one = context_sides(record, pair.student, pair.append_eod, template, pair.teacher)
+    if one.before is None:
+        return one.untaught
+    ids, roles = one.ids[one.start : one.stop].astype(np.int64), pair.student.roles
+    is_stopped = int(ids[-1]) in (roles.get("eos"), roles.get("end_of_turn"))
+    found = align_sampled(ids, pair, is_stopped=is_stopped, is_chat=record.kind == MESSAGES)
+    chunks = found.chunks[found.chunks[:, 0] >= template.skip_first]
+    chunks = chunks + [one.start, one.start, len(one.before), len(one.before)]
+    return AlignedText(one.ids, np.concatenate([one.before, found.teacher_ids]), chunks)
 
 
 def _align_document(ids: np.ndarray, loss: np.ndarray, pair: Pair) -> AlignedText:

@@ -38,18 +38,24 @@ class ContextTemplate:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     may_miss: bool = False  # a record without a context is not taught, instead of bad
     skip_first: int = 0  # tokens of a completion that are not taught
+    fallbacks: tuple[str, ...] = ()  # in place of `user`, where it lacks a value
 
     @property
     def settings(self) -> list[Any]:
         """Settings that decide the tokens of a corpus, as JSON values."""
         kwargs = sorted(self.template_kwargs.items())
-        return ["context", self.name, self.user, self.system, kwargs, self.may_miss, self.skip_first]
+        found = ["context", self.name, self.user, self.system, kwargs, self.may_miss, self.skip_first]
+        return [*found, list(self.fallbacks)] if self.fallbacks else found
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of records that the prompt may need."""
-        fields = template_fields(self.user + (self.system or ""))
-        return (*CONTEXTS, *(name for name in fields if name != PROMPT))
+        return (*CONTEXTS, *(name for name in self.fields if name != PROMPT))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of its texts, each once."""
+        return template_fields("".join((self.user, *self.fallbacks, self.system or "")))
 
     def prompt_of(self, record: Record) -> Conversation | str | None:
         """Return the teacher's prompt: messages, or a text; None if the record has no context for it.
@@ -127,16 +133,16 @@ class ContextTemplate:
         self, question: Any, given: Mapping[str, Any], context: Mapping[str, Any]
     ) -> tuple[str, str | None] | None:
         """Return (last user text, system message) of the teacher's prompt; None if a value is missing."""
-        user = self.user
+        choices = self.user, *self.fallbacks
         if TEACHER_PROMPT in given:
             check_string(given[TEACHER_PROMPT], TEACHER_PROMPT)
-            user = "{" + TEACHER_PROMPT + "}"
-        elif PRIVILEGED in given and PRIVILEGED not in template_fields(user + (self.system or "")):
+            choices = ("{" + TEACHER_PROMPT + "}",)
+        elif PRIVILEGED in given and PRIVILEGED not in self.fields:
             what, why = f"the record has {PRIVILEGED}", "no text of this teacher's context has a field for it"
             raise _bad(what, why, f"write {{{PRIVILEGED}}} where it belongs, or remove the key")
         check_string(question, "the last user message")
         values = {**context, **given, PROMPT: question}
-        filled = self._filled(user, values)
+        filled = next((text for one in choices if (text := self._filled(one, values)) is not None), None)
         if filled is None or self.system is None:
             return None if filled is None else (filled, None)
         system = self._filled(self.system, values)
@@ -149,6 +155,44 @@ class ContextTemplate:
         return fill(text, {name: _as_text(name, values[name]) for name in names})
 
 
+@dataclass(frozen=True)
+class ContextSides:
+    """A record's document, and the teacher's prompt."""
+
+    ids: np.ndarray  # [n] int64, of the student
+    start: int  # first token of the completion
+    stop: int  # behind its last one
+    before: np.ndarray | None  # [p] int64, tokens of the teacher's prompt; None: it has none
+
+    @property
+    def untaught(self) -> AlignedText:
+        """Both sides without anything for the teacher."""
+        return AlignedText(self.ids, np.zeros(0, np.int64), np.zeros((0, 4), np.int64))
+
+
+def context_sides(
+    record: Record,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    template: ContextTemplate,
+    teacher: Tokenizer,  # of its prompt
+) -> ContextSides:
+    """Return both prompts and the completion of a record.
+
+    Raises DataError for a record without a context, unless the template allows that.
+    """
+    if record.images:
+        what, why = "the record has images", "contexts of teachers are text alone so far"
+        raise _bad(what, why, "remove the record, or the teacher's context")
+    document = encode_record(record, tokenizer, append_eod)
+    start, stop = completion_of(document.loss)
+    prompt = template.prompt_of(record) if 0 < start < stop else None
+    if prompt is None and not template.may_miss:
+        raise missing_context(template)
+    before = None if prompt is None else np.asarray(prompt_ids(prompt, teacher), np.int64)
+    return ContextSides(document.ids, start, stop, before)
+
+
 def context_record(
     record: Record, tokenizer: Tokenizer, append_eod: bool, template: ContextTemplate
 ) -> AlignedText:
@@ -156,19 +200,12 @@ def context_record(
 
     Without a context, the teacher's side is empty. Raises DataError unless the template allows that.
     """
-    if record.images:
-        what, why = "the record has images", "contexts of teachers are text alone so far"
-        raise _bad(what, why, "remove the record, or the teacher's context")
-    document = encode_record(record, tokenizer, append_eod)
-    ids, start, stop = document.ids, *completion_of(document.loss)
-    prompt = template.prompt_of(record) if 0 < start < stop else None
-    if prompt is None:
-        if not template.may_miss:
-            raise missing_context(template)
-        return AlignedText(ids, np.zeros(0, np.int64), np.zeros((0, 4), np.int64))
-    before = prompt_ids(prompt, tokenizer)
-    teacher_ids = np.concatenate([np.asarray(before, np.int64), ids[start:stop].astype(np.int64)])
-    return AlignedText(ids, teacher_ids, completion_chunks(start, len(before), stop - start, template))
+    one = context_sides(record, tokenizer, append_eod, template, tokenizer)
+    if one.before is None:
+        return one.untaught
+    teacher_ids = np.concatenate([one.before, one.ids[one.start : one.stop].astype(np.int64)])
+    chunks = completion_chunks(one.start, len(one.before), one.stop - one.start, template)
+    return AlignedText(one.ids, teacher_ids, chunks)
 
 
 def completion_of(loss: np.ndarray) -> tuple[int, int]:
@@ -226,7 +263,7 @@ def _as_text(name: str, value: Any) -> str:
 
 def missing_context(template: ContextTemplate) -> DataError:
     """Return the error of a record that has nothing for the teacher of `template`."""
-    names = [name for name in template_fields(template.user + (template.system or "")) if name != PROMPT]
+    names = [name for name in template.fields if name != PROMPT]
     return _bad(
         f"the record has no context for the teacher {template.name}",
         f"its prompt has the fields {', '.join(names)}, and a completion follows it"

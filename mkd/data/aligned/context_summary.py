@@ -12,6 +12,7 @@ from mkd.data.aligned.teacher_store import COVERED, SILENT
 from mkd.data.batch import Pack
 from mkd.data.prompts import Prompt
 from mkd.human import counted
+from mkd.tokenizers.tokenizer import Tokenizer
 
 TAIL = 8  # tokens of a prompt that are shown
 
@@ -40,7 +41,9 @@ def summarise_context(
     return "\n".join(lines)
 
 
-def summarise_context_prompts(text: TeacherText, prompts: Sequence[Prompt], seq_length: int) -> list[str]:
+def summarise_context_prompts(
+    text: TeacherText, student: Tokenizer, prompts: Sequence[Prompt], seq_length: int
+) -> list[str]:
     """Return lines about the prompts of a teacher's own, for completions in its packs of `seq_length`."""
     found = [(one.ids, one.of_teachers[text.name]) for one in prompts if text.name in one.of_teachers]
     without = len(prompts) - len(found)
@@ -50,7 +53,7 @@ def summarise_context_prompts(text: TeacherText, prompts: Sequence[Prompt], seq_
         return ["; ".join([line, *lost])]
     lengths = [len(theirs) for _, theirs in found]
     parts = [line, f"{min(lengths)} to {max(lengths)} tokens", *lost]
-    return ["; ".join(parts), _ends(text, *(one[-TAIL:] for one in found[0]))]
+    return ["; ".join(parts), _ends(text, student, *(one[-TAIL:] for one in found[0]))]
 
 
 def _untaught(side: TeacherSide) -> list[str]:
@@ -81,11 +84,11 @@ def _tails(side: TeacherSide, packs: Sequence[Pack], parts: Sequence[TeacherPack
             one[max(row + 1 - skipped - TAIL, 0) : row + 1 - skipped]
             for one, row in zip((pack.tokens, part.tokens), rows, strict=True)
         ]
-        return [_ends(side.text, *tails)]
+        return [_ends(side.text, side.text.tokenizer, *tails)]
     return []
 
 
-def _ends(text: TeacherText, ours: np.ndarray, theirs: np.ndarray) -> str:
+def _ends(text: TeacherText, student: Tokenizer, ours: np.ndarray, theirs: np.ndarray) -> str:
     """Return a line with the ends of a prompt as the student and as the teacher read it."""
-    tails = [text.tokenizer.decode(one.tolist()) for one in (ours, theirs)]
-    return f"  prompts end with {tails[0]!r} (student) and {tails[1]!r} ({text.name})"
+    own, other = student.decode(ours.tolist()), text.tokenizer.decode(theirs.tolist())
+    return f"  prompts end with {own!r} (student) and {other!r} ({text.name})"

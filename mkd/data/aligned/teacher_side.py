@@ -39,6 +39,11 @@ class TeacherText:
     context: ContextTemplate | None = None  # of its prompt; None: it reads the student's
     least_seq_length: int = 1  # teacher tokens that a pack of the default length has at least
 
+    @property
+    def aligns(self) -> bool:
+        """True if its tokens are of another tokenizer."""
+        return self.twins is not None
+
     def selection(self) -> ChunkSelection:
         """Return the choice of the chunks that have loss."""
         return ChunkSelection(self.spellings, self.twins, self.vocab_size)

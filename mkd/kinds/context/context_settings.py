@@ -17,7 +17,14 @@ class ContextConfig:
         USER,
         "text of the last user message, or of the prompt of a record without messages, as the teacher reads "
         "it. {prompt} is the text that the student reads there, {KEY} the value of that key of the record. "
-        "Write {{ and }} for braces",
+        "For completions of the student {feedback} is what --reward says about one, and {sibling} the best "
+        "other completion of its prompt. Write {{ and }} for braces",
+        flag=False,
+    )
+    fallbacks: tuple[str, ...] = option(
+        (),
+        "texts that take the place of `user` where a value for one of its fields is missing. The first one "
+        "with all values counts",
         flag=False,
     )
     system: str | None = option(
@@ -45,9 +52,19 @@ class ContextConfig:
         "would copy from the context",
         flag=False,
     )
+    success: float = option(
+        1.0,
+        "smallest reward of a completion that other completions of its prompt have as {sibling}",
+        flag=False,
+    )
     seq_length: int | None = option(
         None,
         "tokens of the teacher's packs. A completion that does not fit is cut there "
         "(default: as many as the longest pack of the data needs)",
         flag=False,
     )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts with fields."""
+        return (self.user, *self.fallbacks, self.system or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,22 +54,11 @@ class ContextSetup(TeacherSetup):
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> ContextSetup:
         """Return the teacher with packs that have room for completions.
 
-        By default their number of tokens is that of the student's, times the proportion of both models'
-        tokens in the longest completions, times SPARE_ROOM. Each completion fits. Without prompts it is
-        WITHOUT_PROMPTS times that of the student's.
+        See `room_for`.
         """
-        new, proportion, longest = self.longest_completion, WITHOUT_PROMPTS, 0
-        if prompts:
-            pairs = [
-                (len(one.ids) + new, len(one.of_teachers[self.name]) + new)
-                for one in prompts.prompts
-                if self.name in one.of_teachers
-            ]
-            longest = max((theirs for _, theirs in pairs), default=0)
-            ours, theirs = (sum(column) for column in zip((1, 1), *pairs, strict=True))
-            proportion = max(1.0, SPARE_ROOM * theirs / ours)
-        unit, needed = document_multiple * LENGTH_UNIT, max(longest, seq_length * proportion)
-        return replace(self, own_text=replace(self.text, least_seq_length=math.ceil(needed / unit) * unit))
+        reader = PromptReader(self.text.tokenizer, self.text.context)
+        least = room_for(prompts, self.name, reader, self.longest_completion, seq_length, document_multiple)
+        return replace(self, own_text=replace(self.text, least_seq_length=least))
 
     def pack_length(self, seq_length: int) -> int:
         return self.text.seq_length or self.text.least_seq_length
@@ -83,6 +72,42 @@ class ContextSetup(TeacherSetup):
         return ContextTeacher(self.name, share, self.index, divergence)
 
 
+def room_for(
+    prompts: PromptSet,
+    name: str,
+    reader: PromptReader,  # of the teacher `name`
+    new: int,  # tokens of the longest completion
+    seq_length: int,  # of the student's packs
+    document_multiple: int,
+) -> int:
+    """Return the tokens of the packs of a teacher that reads completions after prompts of its own.
+
+    That is the student's number, times the proportion of both models' tokens in the longest completions,
+    times SPARE_ROOM. Each completion fits. Without prompts it is WITHOUT_PROMPTS times the student's number.
+    """
+    proportion, longest = WITHOUT_PROMPTS, 0
+    if prompts:
+        pairs = list(_lengths(prompts, name, reader, new))
+        longest = max((theirs for _, theirs in pairs), default=0)
+        ours, theirs = (sum(column) for column in zip((1, 1), *pairs, strict=True))
+        proportion = max(1.0, SPARE_ROOM * theirs / ours)
+    unit, needed = document_multiple * LENGTH_UNIT, max(longest, seq_length * proportion)
+    return math.ceil(needed / unit) * unit
+
+
+def _lengths(prompts: PromptSet, name: str, reader: PromptReader, new: int) -> Iterator[tuple[int, int]]:
+    """Yield the tokens of prompts with their longest completions, of the student and of the teacher.
+
+    Each value that a step makes for the teacher's prompt counts as such a completion too.
+    """
+    for one in prompts.prompts:
+        theirs, made = one.of_teachers.get(name), 0
+        if reader.made and one.asked is not None:
+            theirs, made = reader.longest(one.asked, one.fields), len(reader.made)
+        if theirs is not None:
+            yield len(one.ids) + new, len(theirs) + (1 + made) * new
+
+
 def template_of(name: str, settings: ContextConfig) -> ContextTemplate:
     """Return the recipe of the prompts of the teacher `name`. The settings have been checked."""
     kwargs = settings.chat_template_kwargs
@@ -93,4 +118,5 @@ def template_of(name: str, settings: ContextConfig) -> ContextTemplate:
         template_kwargs={} if kwargs is None else json.loads(kwargs),
         may_miss=settings.missing == "skip",
         skip_first=settings.skip_first,
+        fallbacks=settings.fallbacks,
     )

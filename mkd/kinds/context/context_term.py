@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -39,6 +39,16 @@ class ContextTeacher:
 
     def num_rows(self, batch: PackedBatch) -> int:
         return self._chunks(batch).num_chunks
+
+    def num_rows_of(self, batch: PackedBatch, packs: Sequence[int]) -> int:
+        """Return how many of the `num_rows` are in the packs of these numbers."""
+        of_packs = self._chunks(batch).pack_chunks
+        return sum(of_packs[number] for number in packs)
+
+    def rows_of(self, given: LossInput) -> Tensor:
+        """Return the tokens of this rank in packs where the teacher has a weight, int64 []."""
+        weights = given.pack_weights[self.name]
+        return (weights > 0)[self._chunks(given.batch).packs].sum()
 
     def _chunks(self, batch: PackedBatch) -> ChunkBatch:
         part = batch.teacher_inputs[self.index]

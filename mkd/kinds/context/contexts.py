@@ -13,8 +13,8 @@ from mkd.data.records.refused_keys import CONTEXTS
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import MkdError, UsageError
 from mkd.kinds.context.context_settings import ContextConfig
+from mkd.kinds.context.made_fields import fields_of, made_fields
 from mkd.kinds.kind import Kind, TeacherCard
-from mkd.kinds.routed.route_settings import ROUTE
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 from mkd.tokenizers.chat_input import ChatSettings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # they load torch
     from mkd.kinds.context.context_setup import ContextSetup
     from mkd.resolve.model_source import ModelSource
 
-PROMPT_SETTINGS = ("user", "system", "chat_template_kwargs")
+PROMPT_SETTINGS = ("user", "fallbacks", "system", "chat_template_kwargs", "success")
 WHOLE_RULES = ("drop", "truncate")
 """Treatments of long conversations that keep the prompt."""
 
@@ -50,7 +50,7 @@ class Contexts(Kind):
         return WantedRecords(context=tuple(keys)) if keys else ANY_RECORDS
 
     def teaches(self, teacher: TeacherConfig) -> bool:
-        return teacher.context is not None
+        return teacher.context is not None and teacher.xtoken is None
 
     def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
         return TeacherCard(
@@ -69,22 +69,16 @@ class Contexts(Kind):
 
 def _keys(context: ContextConfig) -> list[str]:
     """Return the keys of records that a teacher's prompt may need."""
-    fields = [name for text in (context.user, context.system or "") for name in _fields(text)]
+    fields = [name for text in context.texts for name in fields_of(text)]
     return [*CONTEXTS, *(name for name in fields if name != PROMPT)]
-
-
-def _fields(text: str) -> tuple[str, ...]:
-    try:
-        return template_fields(text)
-    except ValueError:  # `_settings` reports it
-        return ()
 
 
 def _settings(context: ContextConfig, path: str) -> Iterator[MkdError]:
     """Yield values that are not valid."""
-    for name in ("user", "system"):
+    named = {"user": context.user, "fallbacks": "".join(context.fallbacks), "system": context.system or ""}
+    for name, text in named.items():
         try:
-            template_fields(getattr(context, name) or "")
+            template_fields(text)
         except ValueError as error:
             what = f"{path}.{name} is not a template: {error}"
             do = "write {prompt}, {KEY} of a record, and {{ and }} for braces"
@@ -137,11 +131,9 @@ def _of_agents(config: Config) -> Iterator[UsageError]:
 def _excluded(config: Config, index: int) -> Iterator[UsageError]:
     """Yield what this teacher cannot be besides."""
     teacher, given = config.teachers[index], f"teachers[{index}] has a context"
-    if teacher.xtoken is not None:
-        what, why = (
-            f"{given} and xtoken settings",
-            "a teacher with a context reads the student's tokens so far",
-        )
+    if teacher.xtoken is not None and config.rollout.is_on and config.rollout.rollout_source == "records":
+        what = f"{given} and xtoken settings, and rollout-source is records"
+        why = "records have the teacher's prompt as ids of the student's tokenizer"
         yield UsageError(what, why, "remove one of them", code="exclude-each-other")
     if teacher.stand_in:
         what, why = f"{given}, but it is stored", "its predictions are of the student's prompts"
@@ -156,9 +148,6 @@ def _run(config: Config) -> Iterator[UsageError]:
         what, why = f"teacher-combination average, but {given}", "teachers of an average read the same tokens"
         do = "use --teacher-combination weighted_sum"
         yield UsageError(what, why, do, code="exclude-each-other")
-    if config.kd.teacher_combination == ROUTE:
-        what, why = (f"teacher-combination route, but {given}", "its loss has rows of its own, without tags")
-        yield UsageError(what, why, "use --teacher-combination weighted_sum", code="exclude-each-other")
     if config.pair_loss is not None:
         what, why = (
             f"{given}, but {config.pair_loss.flag[2:]} is set",
@@ -168,6 +157,12 @@ def _run(config: Config) -> Iterator[UsageError]:
     is_stored = config.data.data_path or config.data.valid_data_path
     if config.rollout.is_on and config.rollout.rollout_source == "records" and not is_stored:
         yield from _of_agents(config)
+    made = sorted(made_fields(config))
+    if made and not config.grpo.is_on:
+        what = f"{given} with {' and '.join(f'{{{one}}}' for one in made)}, but there is no --reward"
+        yield UsageError(
+            what, "the reward function fills it", "add --reward module:function", code="add-flag"
+        )
     rule = rule_for_conversations(config.data.overlong, config.data.overlong_conversations)
     if rule not in WHOLE_RULES:
         what = f"{given}, but overlong-conversations is {rule}"

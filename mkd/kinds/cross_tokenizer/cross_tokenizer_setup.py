@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from mkd.config.schema import Config, XTokenConfig
+from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.processors import load_image_processor
 from mkd.data.prompt_readers import PromptReader
 from mkd.data.prompts import PromptSet
+from mkd.kinds.context.context_setup import room_for, template_of
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.models.language_model import LanguageModel
 from mkd.operations.run_folders import cache_folder
@@ -39,6 +41,7 @@ class CrossTokenizerSetup(TeacherSetup):
 
     relation: VocabularyRelation | None = None  # known after `meet`
     own_text: TeacherText | None = None  # known after `meet`
+    longest_completion: int = 0  # tokens that the student samples at most
     vocabulary: ChunkVocabulary | None = None  # beside the student's; on ranks with the last stage
 
     has_own_tokens: ClassVar[bool] = True
@@ -71,8 +74,10 @@ class CrossTokenizerSetup(TeacherSetup):
             reasoning=self.xtoken.reasoning,
             name=self.name,
             images=self._images(config, tokenizers),
+            context=self._context,
         )
-        return replace(self, relation=relation, own_text=text)
+        longest = config.rollout.max_new_tokens
+        return replace(self, relation=relation, own_text=text, longest_completion=longest)
 
     def _images(self, config: Config, tokenizers: Tokenizers) -> ConversationImages | None:
         """Return the reader of the teacher's images; None if the teacher or the student reads none."""
@@ -84,7 +89,13 @@ class CrossTokenizerSetup(TeacherSetup):
 
     def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader | None:
         theirs = tokenizers.teachers[self.index]
-        return None if theirs is None else PromptReader(theirs)
+        return None if theirs is None else PromptReader(theirs, self._context)
+
+    @property
+    def _context(self) -> ContextTemplate | None:
+        """Recipe of the teacher's prompts; None: it reads those of the student."""
+        context = self.settings.context
+        return None if context is None else template_of(self.name, context)
 
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> CrossTokenizerSetup:
         """Return the teacher with packs that have room for completions.
@@ -92,6 +103,12 @@ class CrossTokenizerSetup(TeacherSetup):
         By default their number of tokens is that of the student's, times the proportion of both in the
         prompts, times SPARE_ROOM. Without prompts the proportion is 1.
         """
+        if self._context is not None:
+            reader = PromptReader(self.text.tokenizer, self._context)
+            least = room_for(
+                prompts, self.name, reader, self.longest_completion, seq_length, document_multiple
+            )
+            return replace(self, own_text=replace(self.text, least_seq_length=least))
         ours = sum(len(prompt.ids) for prompt in prompts.prompts)
         theirs = sum(len(prompt.of_teachers[self.name]) for prompt in prompts.prompts) or 1
         unit, needed = (

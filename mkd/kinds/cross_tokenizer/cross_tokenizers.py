@@ -76,7 +76,9 @@ class CrossTokenizers(Kind):
     def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
         assert teacher.xtoken is not None, "the teacher is of this kind"
         loss = teacher.xtoken.loss
+        own = ", after a prompt of the teacher's own (context)" if teacher.context is not None else ""
         return TeacherCard(
+            details=own,
             divergence=(
                 "sum |sorted p_t - sorted p_s|"
                 if loss == "uld"

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.options import settings
+from mkd.config.prompt_template import SIBLING
 from mkd.config.schema import Config, RewardConfig
 from mkd.errors import UsageError
+from mkd.kinds.context.made_fields import made_fields
 from mkd.kinds.judged.reward_settings import RECORDED
 from mkd.kinds.kind import CardTerm, Kind, Row
 from mkd.log.metrics import ROW_MEAN, STEP_MEAN, Metric
@@ -73,15 +75,17 @@ class GRPO(Kind):
             what = f"{given}, but on-policy-fraction is {rollout.on_policy_fraction}"
             why = "rewards judge what the student samples, and stored text has none"
             yield UsageError(what, why, "use --on-policy-fraction 1", code="reward-needs")
-        if rollout.samples_per_prompt < 2 and not is_recorded:
+        made = made_fields(config)
+        has_policy = ratio < 1
+        if rollout.samples_per_prompt < 2 and not is_recorded and (has_policy or SIBLING in made):
             what = f"{given}, but samples-per-prompt is {rollout.samples_per_prompt}"
             why = "a reward counts relative to those of other completions of the same prompt"
             yield UsageError(what, why, "use --samples-per-prompt 8", code="reward-needs")
-        if rollout.rollout_temperature != 1:
+        if rollout.rollout_temperature != 1 and has_policy:
             what = f"{given}, but rollout-temperature is {rollout.rollout_temperature}"
             why = "the policy gradient is that of text that the student itself samples"
             yield UsageError(what, why, "use --rollout-temperature 1", code="reward-needs")
-        if ratio == 1:
+        if ratio == 1 and not made:
             what = f"{given}, but kd-ratio is 1"
             why = "the loss is (1 - kd-ratio) x policy loss + kd-ratio x KD"
             do = "use --kd-ratio 0, or a little more for a divergence from a reference"
@@ -93,17 +97,23 @@ class GRPO(Kind):
 
     def work(self, config: Config) -> Work:
         reward = config.grpo
-        scores_tokens = reward.is_on and reward.has_ratio
-        return Work(own_head_pass=reward.is_on, scores_tokens=scores_tokens, updates=reward.rollout_updates)
+        is_on = has_policy_loss(config)
+        scores_tokens = is_on and reward.has_ratio
+        return Work(own_head_pass=is_on, scores_tokens=scores_tokens, updates=reward.rollout_updates)
 
     def card(self, config: Config) -> CardTerm | None:
-        if not config.grpo.is_on:
+        if not has_policy_loss(config):
             return None
         return CardTerm(
             name="policy",
             rows=tuple(_card_rows(config)),
             without_counterpart="others estimate the divergence from the sampled token",
         )
+
+    def text_rows(self, config: Config) -> Iterator[Row]:
+        if config.grpo.is_on and not has_policy_loss(config):
+            made = " and ".join(f"{{{one}}}" for one in sorted(made_fields(config)))
+            yield "reward", f"{config.grpo.reward}: it fills {made} of contexts, and has no loss"
 
     def identity(self, config: Config) -> Mapping[str, object]:
         return {
@@ -116,7 +126,14 @@ class GRPO(Kind):
         from mkd.kinds.judged.policy_gradient import PolicyGradient
 
         reward = config.grpo
-        return PolicyGradient(reward.clip_range, reward.has_ratio, scored_ids) if reward.is_on else None
+        if not has_policy_loss(config):
+            return None
+        return PolicyGradient(reward.clip_range, reward.has_ratio, scored_ids)
+
+
+def has_policy_loss(config: Config) -> bool:
+    """Return True if rewards have a loss. With a kd-ratio of 1 they only fill contexts of teachers."""
+    return config.grpo.is_on and config.kd.kd_ratio < 1
 
 
 _HOW_REWARDED = ("reward_timeout_s", "max_failed_rewards")
@@ -143,6 +160,8 @@ def _reference(config: Config) -> Iterator[UsageError]:
     kd, initial = config.kd, _place(config.student.hf, config.student.load)
     for teacher in config.teachers if config.needs_models else ():
         name = DivergenceSettings.from_config(kd, teacher).name
+        if teacher.context is not None:
+            continue  # it teaches what it knows
         if _place(teacher.hf, teacher.load) == initial and name != "reverse_kl":
             what = f"the reference is the initial student, but its divergence is {name}"
             why = "what holds a policy near its reference is KL(student || reference)"

@@ -12,6 +12,7 @@ server/               completions from a vLLM server that gets the student's wei
 records/              text of agents, written by another process
 reward/               a function that judges completions
 rollout_teachers.py   completions as each teacher reads them: other prompts, other tokenizers
+made_contexts.py      teachers' prompts with siblings and feedback
 rollout_packs.py      completions as packs for training
 rollout_figures.py    length, truncation, repetition and entropy of a step's completions
 rollout_stream.py     the batches of a run: stored packs and fresh completions

@@ -18,6 +18,7 @@ from mkd.data.loader import EMPTY, BatchLayout, Dealt
 from mkd.data.order import EpochOrder
 from mkd.data.prompts import PromptSet
 from mkd.data.tags import UNTAGGED, TeacherRoutes
+from mkd.kinds.sampled.made_contexts import MadeContexts
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
@@ -87,6 +88,7 @@ class RolloutStream:
     consumed_samples: int
     announce: Callable[[int], None] = lambda iteration: None  # called for every token that is sampled
     rewards: Rewards | RecordRewards | None = None  # judge the completions; None: only teachers do
+    contexts: MadeContexts | None = None  # make teachers' prompts of rewards; None: no teacher has such
     tag_names: Sequence[str] = ()  # of all tags of the run; (): tags do not matter
     routes: TeacherRoutes | None = None  # which teachers a micro-batch needs; None: all
     rows: list[RolloutRows] = field(default_factory=list)  # of the last step's micro-batches
@@ -126,6 +128,8 @@ class RolloutStream:
             # Those of records take records alone, which the source gives.
             rollouts, judged = self.rewards(rollouts, self.iteration)  # type: ignore[arg-type,assignment]
             self.figures |= judged
+            if self.contexts is not None:
+                rollouts = self.contexts(rollouts)
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]
         self._stored = self._next_stored()
         if not self._stored:

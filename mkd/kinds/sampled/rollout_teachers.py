@@ -61,6 +61,13 @@ class RowRollouts:
     prompts: PromptSet
     seq_length: int
 
+    def _prompt(self, rollout: Rollout) -> np.ndarray | None:
+        """Return the teacher's tokens of the prompt; None if it has none for this completion."""
+        made = rollout.of_teachers.get(self.text.name)
+        if made is not None or not self.prompts:
+            return made
+        return self.prompts.prompts[rollout.request.prompt].of_teachers.get(self.text.name)
+
     def pack(self, documents: Sequence[AlignedText], starts: Sequence[int], pack: Pack) -> TeacherPack:
         """Return the teacher's part.
 
@@ -97,9 +104,7 @@ class ContextRollouts(RowRollouts):
     """The side of a teacher that reads another prompt. The sampled ids follow it as they are."""
 
     def align(self, rollout: Rollout) -> AlignedText:
-        theirs = rollout.of_teachers.get(self.text.name)
-        if theirs is None and self.prompts:
-            theirs = self.prompts.prompts[rollout.request.prompt].of_teachers.get(self.text.name)
+        theirs = self._prompt(rollout)
         if theirs is None:
             return NOTHING
         own, template = rollout.request.ids, self.text.context
@@ -124,8 +129,10 @@ class AlignedRollouts(RowRollouts):
     def align(self, rollout: Rollout) -> AlignedText:
         if not self.prompts:
             return self._without_prompt(rollout)
-        prompt = self.prompts.prompts[rollout.request.prompt]
-        own, theirs = rollout.request.ids, prompt.of_teachers[self.text.name]
+        own, theirs = rollout.request.ids, self._prompt(rollout)
+        if theirs is None:
+            return NOTHING
+        prompt, template = self.prompts.prompts[rollout.request.prompt], self.text.context
         found = align_sampled(
             rollout.ids, self.pair, is_stopped=not rollout.is_truncated, is_chat=prompt.is_chat
         )
@@ -133,7 +140,7 @@ class AlignedRollouts(RowRollouts):
         return AlignedText(
             student_ids=np.concatenate([own, found.student_ids]),
             teacher_ids=np.concatenate([theirs, found.teacher_ids]),
-            chunks=found.chunks + offset,
+            chunks=found.chunks[found.chunks[:, 0] >= (template.skip_first if template else 0)] + offset,
         )
 
     def _without_prompt(self, rollout: Rollout) -> AlignedText:

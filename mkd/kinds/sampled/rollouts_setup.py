@@ -10,6 +10,7 @@ from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
 from mkd.kinds.routed.route_setup import teacher_routes
+from mkd.kinds.sampled.made_contexts import MadeContexts
 from mkd.kinds.sampled.records.record_meter import RecordMeter
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.records.record_stream import RecordStream
@@ -83,6 +84,7 @@ def build_rollouts(
         consumed_samples=position.consumed_samples,
         announce=lambda iteration: phases.enter(ROLLOUT, iteration),
         rewards=rewards,
+        contexts=_made_contexts(plan, texts.prompts, tokenizer),
         tag_names=texts.tag_names,
         routes=teacher_routes(plan, texts.tag_names, engine.context),
     )
@@ -91,6 +93,17 @@ def build_rollouts(
     if not chosen.reads_prompts:
         meter = RecordMeter.of(meter, plan.scored_ids, next(state.models[0].parameters()).dtype)
     return stream, meter
+
+
+def _made_contexts(plan: Plan, prompts: PromptSet, tokenizer: Tokenizer) -> MadeContexts | None:
+    """Return the maker of prompts with siblings and feedback; None if no teacher has such."""
+    assert plan.tokenizers is not None, "a run reads text"
+    readers, success = {}, {}
+    for one in plan.setups:
+        reader, settings = one.prompt_reader(plan.tokenizers), one.settings.context
+        if prompts and reader is not None and reader.made and settings is not None:
+            readers[one.name], success[one.name] = reader, settings.success
+    return MadeContexts(prompts, tokenizer, readers, success) if readers else None
 
 
 def _sampling(plan: Plan, tokenizer: Tokenizer) -> Sampling:
@@ -117,7 +130,7 @@ def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[Roll
         if isinstance(text, SharedTokens):
             found.append(SharedRollouts(length))
             continue
-        if text.context is not None:
+        if text.context is not None and not text.aligns:
             found.append(ContextRollouts(text, prompts, length))
             continue
         pair = Pair(ours, text.tokenizer, text.alignment, text.reasoning, plan.config.data.append_eod)

@@ -47,7 +47,7 @@ class Routed:
     weight: float = 1.0  # of the teacher among those of the tag
     tag_share: float = 1.0  # in the reported divergence, see `RunTags.share`
     has_own_mean: bool = False  # over the tag's tokens alone, or its chunks
-    has_chunks: bool = False  # rows are the chunks of a teacher with another tokenizer
+    has_chunks: bool = False  # rows are those of a teacher with another tokenizer or a context
     takes_empty: bool = False  # runs, without any row, for a micro-batch of empty packs
 
     @property

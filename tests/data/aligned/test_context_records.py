@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from mkd.data.aligned.aligned_documents import align_context
+from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.context_records import ContextTemplate, context_record
 from mkd.data.records.parsing import parse_row
 from mkd.data.records.refused_keys import CONTEXTS
@@ -12,8 +16,10 @@ from mkd.errors import DataError
 from mkd.tokenizers.load import open_tokenizer
 from tests.tiny_models import add_tokenizer
 from tests.train.context_run import TEMPLATE
+from tests.xtoken.small_tokenizers import train_byte_level
 
 WANTED = WantedRecords(context=(*CONTEXTS, "solution", "completion"))
+MAY_MISS = ContextTemplate("knows", "{prompt} ({solution})", may_miss=True)
 HINT = ContextTemplate("knows", "{prompt} ({solution})")
 TURNS = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "lazy dog"}]
 EARLIER = [{"role": "user", "content": "jumps?"}, {"role": "assistant", "content": "over"}]
@@ -121,3 +127,38 @@ def test_a_context_that_is_not_valid_is_a_bad_record(fields, text, tokenizer):
 def test_a_text_prompt_has_no_place_for_a_system_message(tokenizer):
     with pytest.raises(DataError, match="no place for the teacher's system message"):
         read(tokenizer, ContextTemplate("knows", "{prompt}", system="s"), prompt="fox", completion=" dog")
+
+
+def test_the_first_text_with_all_values_counts(tokenizer):
+    several = ContextTemplate("knows", "{prompt} {hint}", fallbacks=("{prompt} ({solution})", "{prompt}!"))
+    wanted = WantedRecords(context=several.keys)
+    for more, expected in (
+        (dict(hint="dog", solution="x"), "fox dog"),
+        (dict(solution="x"), "fox (x)"),
+        ({}, "fox!"),
+    ):
+        row = dict(prompt="fox", completion=" dog") | more
+        aligned = context_record(parse_row(row, wanted), tokenizer, True, several)
+        assert tokenizer.decode(aligned.teacher_ids.tolist()) == expected + " dog<|endoftext|>"
+
+
+def test_a_teacher_with_other_tokens_reads_its_prompt_and_the_same_text(tokenizer, tmp_path):
+    train_byte_level(600).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("<|endoftext|>", "</s>"))
+    theirs = open_tokenizer(str(tmp_path))
+    template = ContextTemplate("knows", "{prompt} ({solution})", skip_first=1)
+    pair = Pair(tokenizer, theirs, "byte_offset", True, True, context=template)
+    aligned = align_context(parse_row(dict(messages=EARLIER + TURNS, solution="dog"), WANTED), pair, template)
+    text = theirs.decode(aligned.teacher_ids.tolist())
+    assert text == "u:jumps?</s>a:over</s>u:fox? (dog)</s>a:lazy dog</s>"
+    plain = align_context(parse_row(dict(messages=TURNS), WANTED), replace(pair, context=None), MAY_MISS)
+    assert len(plain.teacher_ids) == len(plain.chunks) == 0
+    own, its = (
+        ["".join(reader.decode(ids[a:b].tolist())) for a, b in aligned.chunks[:, columns]]
+        for reader, ids, columns in (
+            (tokenizer, aligned.student_ids, [0, 1]),
+            (theirs, aligned.teacher_ids, [2, 3]),
+        )
+    )
+    assert own[:-1] == its[:-1] and (own[-1], its[-1]) == ("<|endoftext|>", "</s>")
+    assert "lazy dog".endswith("".join(own[:-1])) and len(own) > 1

@@ -62,12 +62,26 @@ def test_what_a_live_teacher_cannot_have(flags, teacher, tmp_path):
     assert any(one.startswith("value-not-valid") for one in found), found
 
 
+def test_rewards_fill_prompts_with_or_without_a_policy_loss(tmp_path):
+    siblings, feedback = {"user": "{prompt} {sibling}"}, {"fallbacks": ["{prompt} {feedback}"]}
+    ratio = ("--kd-ratio", "1", *FRESH)
+    rewarded = (*ratio, "--reward", "m:f", "--samples-per-prompt", "4")
+    assert [one[:8] for one in problems(tmp_path, *ratio, context=siblings)] == ["add-flag"]
+    assert problems(tmp_path, *rewarded, context=siblings) == []
+    assert problems(tmp_path, *rewarded, "--kd-ratio", "0.5", context=siblings) == []
+    alone = (*rewarded, "--samples-per-prompt", "1")
+    assert problems(tmp_path, *alone, context=feedback) == []
+    assert any(one.startswith("reward-needs") for one in problems(tmp_path, *alone, context=siblings))
+    assert any(one.startswith("reward-needs") for one in problems(tmp_path, *rewarded))
+
+
 @pytest.mark.parametrize(
     "context, code",
     [
         ({"user": "{prompt} {0.x}"}, "value-not-valid: is not a template"),
         ({"system": "{} no"}, "value-not-valid: is not a template"),
         ({"user": "{open"}, "value-not-valid: is not a template"),
+        ({"fallbacks": ["{}"]}, "value-not-valid: is not a template"),
         ({"chat_template_kwargs": "[1]"}, "value-not-valid: is not a JSON object"),
         ({"chat_template_kwargs": '{"tools": 1}'}, "remove-flag: sets"),
         ({"skip_first": -1}, "out-of-range: is too small"),
@@ -81,9 +95,7 @@ def test_settings_that_are_not_valid(context, code, tmp_path):
 @pytest.mark.parametrize(
     "flags, more, code",
     [
-        ((), {"xtoken": {}}, "exclude-each-other"),
         (("--teacher-combination", "average"), {"several": True}, "exclude-each-other"),
-        (("--teacher-combination", "route", "--tag-key", "x"), {"several": True}, "exclude-each-other"),
         (("--dpo-beta", "0.1", "--kd-ratio", "0"), {}, "preferences-exclude"),
         (("--overlong-conversations", "split"), {}, "exclude-each-other"),
         (("--overlong-conversations", "truncate-left"), {}, "exclude-each-other"),

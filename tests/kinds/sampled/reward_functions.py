@@ -19,6 +19,17 @@ def quickly(prompt, completion, fields):
     return completion.count(" ") / max(len(completion), 1)
 
 
+def with_feedback(prompt, completion, fields):
+    """Reward a length, and say something about short texts."""
+    length = len(completion)
+    return length % 4 / 2, f"only {length} letters" if length % 2 else None
+
+
+def pair_of(prompt, completion, fields):
+    """Return the pair that `fields` have."""
+    return tuple(fields["pair"])
+
+
 def libraries(prompt, completion, fields):
     """Count what a process for rewards should not have loaded."""
     return float(sum(name in sys.modules for name in ("torch", "numpy", "mkd", "megatron")))

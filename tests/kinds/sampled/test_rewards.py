@@ -39,6 +39,17 @@ def test_a_function_gets_prompt_completion_and_fields(calls, capfd):
     assert "a function may print" in capfd.readouterr().err
 
 
+def test_a_function_may_say_why(calls):
+    pair = calls("pair_of")
+    assert pair.judge("p", "c", {"pair": [0.5, "too short"]}) == (0.5, "too short")
+    assert (
+        pair.judge("p", "c", {"pair": [1, None]}) == (1.0, "") and pair("p", "c", {"pair": [1, "x"]}) == 1.0
+    )
+    for wrong in ([1], [1, 2], ["x", "1"], [1, "x", "y"]):
+        with refused("reward-failed"):
+            pair("p", "c", {"pair": wrong})
+
+
 def test_its_process_is_another_one_without_our_libraries(calls):
     assert calls("libraries")("p", "c", {}) == 0
     process = calls("process")

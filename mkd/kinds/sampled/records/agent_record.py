@@ -92,7 +92,6 @@ class RecordedRollout(Rollout):
 
     id: str = ""
     group: str = ""
-    reward: float | None = None
     has_advantage: bool = False  # the record has an advantage, which its reward does not replace
     tag: str | None = None
     place: tuple[str, int] = ("", 0)

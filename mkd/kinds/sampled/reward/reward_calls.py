@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mkd.errors import DataError, UsageError
 from mkd.kinds.sampled.reward import reward_process
@@ -21,6 +21,13 @@ from mkd.kinds.sampled.reward import reward_process
 LARGEST = 1e100  # whose square is a number too
 START_S = 120.0  # until the module of the function is imported
 WHY = "--max-failed-rewards completions of a step may have no reward: they are left out of the loss"
+
+
+class Judgement(NamedTuple):
+    """Reward and feedback of one completion."""
+
+    reward: float  # NaN: it failed
+    feedback: str = ""
 
 
 @dataclass
@@ -33,7 +40,14 @@ class RewardCalls:
     _rest: bytes = b""  # read after the last line
 
     def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
-        """Return the reward. Raises DataError if the call gives none, UsageError if there is no function."""
+        """Return the reward. Raises as `judge`."""
+        return self.judge(prompt, completion, fields).reward
+
+    def judge(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Judgement:
+        """Return what the function says.
+
+        Raises DataError if the call gives no reward, UsageError if there is no function.
+        """
         call, do = json.dumps([prompt, completion, fields]), "repair the function, or raise the limit"
         if self._process is None:
             self.start()
@@ -49,7 +63,7 @@ class RewardCalls:
         if not abs(answer["value"]) <= LARGEST:  # NaN is not
             what = f"--reward returned {answer['value']}, and a reward is a number from -1e100 to 1e100"
             raise DataError(what, WHY, do, code="reward-failed")
-        return answer["value"]
+        return Judgement(answer["value"], answer.get("feedback", ""))
 
     def start(self) -> None:
         """Start the process. Raises UsageError if the function cannot be imported."""

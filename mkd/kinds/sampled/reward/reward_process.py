@@ -1,9 +1,9 @@
 """The process that calls a reward function: `python reward_process.py module:function`.
 
 It imports nothing of mkd. For each call it reads a line of JSON, [prompt, completion, fields], from stdin
-and writes one to stdout: {"value": number} or {"error": text}. A line before the first call says whether the
-function was found. What the function prints goes to stderr, and its own stdin is empty. The process ends
-with the stdin that it was given, even in the middle of a call.
+and writes one to stdout: {"value": number, "feedback": text} or {"error": text}. A line before the first call
+says whether the function was found. What the function prints goes to stderr, and its own stdin is empty. The
+process ends with the stdin that it was given, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     while True:
         call = json.loads(calls.get())
         try:
-            result: dict[str, Any] = {"value": number(function(*call))}
+            result = judgement(function(*call))
         except BaseException as error:
             result = {"error": describe(error)}
         answer(answers, result)
@@ -52,6 +52,18 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
     return function
+
+
+def judgement(result: Any) -> dict[str, Any]:
+    """Return what the function says: a reward, or a pair of reward and feedback, a text or None.
+
+    Raises TypeError for anything else.
+    """
+    if not isinstance(result, tuple | list):
+        return {"value": number(result)}
+    if len(result) != 2 or not isinstance(result[1], str | None):
+        raise TypeError("the result is neither a number nor a pair of a number and a text")
+    return {"value": number(result[0]), "feedback": result[1] or ""}
 
 
 def number(reward: Any) -> float:

@@ -13,8 +13,8 @@ import numpy as np
 
 from mkd.data.prompts import PromptSet
 from mkd.errors import DataError, MkdError
-from mkd.kinds.sampled.reward.reward_calls import RewardCalls
-from mkd.kinds.sampled.sampler.rollouts import STOP, Rollout
+from mkd.kinds.sampled.reward.reward_calls import Judgement, RewardCalls
+from mkd.kinds.sampled.sampler.rollouts import Rollout
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -48,14 +48,15 @@ class Rewards:
 
         Raises DataError on all ranks if more than `max_failed` have none.
         """
-        rewards = np.array(self._judge(rollouts, iteration), dtype=np.float64)
+        said = self._judge(rollouts, iteration)
+        rewards = np.array([one.reward for one in said], dtype=np.float64)
         groups = rewards.reshape(-1, self.group_size)
         advantages, is_flat = group_advantages(groups)
         is_judged = np.isfinite(rewards)
         judged = [
-            replace(one, advantage=float(advantage))
-            for one, advantage, has in zip(rollouts, advantages.reshape(-1), is_judged, strict=True)
-            if has
+            replace(one, advantage=float(advantage), reward=its.reward, feedback=its.feedback)
+            for one, advantage, its in zip(rollouts, advantages.reshape(-1), said, strict=True)
+            if np.isfinite(its.reward)
         ]
         figures = {"reward/failed": float((~is_judged).sum())}
         if judged:
@@ -66,32 +67,34 @@ class Rewards:
             figures["reward/std0_groups"] = float(is_flat[np.isfinite(groups).any(axis=1)].mean())
         return judged, figures
 
-    def _judge(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:
-        """Return the reward of each completion, NaN where it failed. Collective: ranks meet after a slice."""
-        self._failed = 0
-        rewards: list[float] = []
-        while len(rewards) < len(rollouts):
-            self.announce(iteration)
-            left = rollouts[len(rewards) :]
-            found = on_rank_0(partial(self._judge_slice, left, iteration), _unexpected)
-            rewards += self.context.broadcast_object(found or [])
-        return rewards
+    def _judge(self, rollouts: Sequence[Rollout], iteration: int) -> list[Judgement]:
+        """Return what is said about each completion, NaN where that failed.
 
-    def _judge_slice(self, rollouts: Sequence[Rollout], iteration: int) -> list[float]:
-        """Return the rewards of the first completions, at least one, that take about `slice_s`."""
-        end, rewards = time.monotonic() + self.slice_s, list[float]()
+        Collective: ranks meet after a slice.
+        """
+        self._failed = 0
+        said: list[Judgement] = []
+        while len(said) < len(rollouts):
+            self.announce(iteration)
+            left = rollouts[len(said) :]
+            found = on_rank_0(partial(self._judge_slice, left, iteration), _unexpected)
+            said += self.context.broadcast_object(found or [])
+        return said
+
+    def _judge_slice(self, rollouts: Sequence[Rollout], iteration: int) -> list[Judgement]:
+        """Judge the first completions, at least one, that take about `slice_s`."""
+        end, said = time.monotonic() + self.slice_s, list[Judgement]()
         for one in rollouts:
-            rewards.append(self._reward(one, iteration))
+            said.append(self._judge_one(one, iteration))
             if time.monotonic() >= end:
                 break
-        return rewards
+        return said
 
-    def _reward(self, rollout: Rollout, iteration: int) -> float:
+    def _judge_one(self, rollout: Rollout, iteration: int) -> Judgement:
         prompt = self.prompts.prompts[rollout.request.prompt]
-        ids = rollout.ids[:-1] if rollout.finish == STOP else rollout.ids
-        completion = self.tokenizer.decode(ids.tolist())
+        completion = self.tokenizer.decode(rollout.text_ids.tolist())
         try:
-            return self.calls(self.tokenizer.decode(prompt.ids.tolist()), completion, prompt.fields)
+            return self.calls.judge(self.tokenizer.decode(prompt.ids.tolist()), completion, prompt.fields)
         except DataError as failed:
             self._failed += 1
             entry = {"iteration": iteration, "file": prompt.path, "line": prompt.line, "reason": failed.what}
@@ -101,7 +104,7 @@ class Rewards:
             if self._failed > self.max_failed:
                 place = f"{prompt.path}:{prompt.line}, iteration {iteration}"
                 raise failed.located(place) from failed
-            return float("nan")
+            return Judgement(float("nan"))
 
 
 def group_advantages(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

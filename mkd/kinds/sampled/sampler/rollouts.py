@@ -38,11 +38,18 @@ class Rollout:
     loss: np.ndarray | None = None  # [c] bool, which tokens were sampled; None: all. The others: logp 0
     # Teacher with a context -> tokens [p] of its prompt, where these are not known before it is sampled.
     of_teachers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    reward: float | None = None  # None: nothing judges it
+    feedback: str = ""  # of its reward function
 
     @property
     def num_sampled(self) -> int:
         """Number of tokens that the student sampled."""
         return len(self.ids) if self.loss is None else int(self.loss.sum())
+
+    @property
+    def text_ids(self) -> np.ndarray:
+        """Its tokens without the one at which it stopped."""
+        return self.ids[:-1] if self.finish == STOP else self.ids
 
     @property
     def is_truncated(self) -> bool:
