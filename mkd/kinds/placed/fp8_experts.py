@@ -16,8 +16,12 @@ if TYPE_CHECKING:  # they load torch
     from mkd.models.coded.coded_weights import CodedWeights
     from mkd.models.language_model import LanguageModel
 
-EXPERT_TIME = {"tensorwise": 0.8, "blockwise": 1.0}
-"""FP8 recipe -> time of the products of experts over that in bf16, inputs rounded included."""
+EXPERT_TIME = {"tensorwise": 0.92, "blockwise": 1.38}
+"""FP8 recipe -> time of the products of experts over that in bf16, inputs rounded included.
+
+Measured on one H100 with a layer of Qwen3-30B-A3B and 8,192 tokens (torch 2.11): 1.04 ms in bf16, 0.96
+tensorwise and 1.44 blockwise.
+"""
 
 
 def saved_bytes(

@@ -107,10 +107,13 @@ def decode_mxfp4(codes, scales, output, rows, width, ROWS: tl.constexpr):
     of_bytes = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = (of_rows < rows)[:, None] & (of_bytes < width // 2)[None, :]
     packed = tl.load(codes + of_rows[:, None] * (width // 2) + of_bytes[None, :], mask=inside, other=0)
-    at = of_rows[:, None] * (width // 32) + (of_bytes // 16)[None, :]
-    exponent = tl.load(scales + at, mask=inside, other=127).to(tl.int32)
+    groups = tl.program_id(0) * (TILE // 16) + tl.arange(0, TILE // 16)  # 16 bytes share a scale
+    known = (of_rows < rows)[:, None] & (groups < width // 32)[None, :]
+    exponent = tl.load(scales + of_rows[:, None] * (width // 32) + groups[None, :], mask=known, other=127)
+    power = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    power = tl.reshape(tl.broadcast_to(power[:, :, None], (ROWS, TILE // 16, 16)), (ROWS, TILE))
     packed = packed.to(tl.int32)
-    pair = tl.join(_element(packed & 15, exponent), _element(packed >> 4, exponent))
+    pair = tl.join(_element(packed & 15) * power, _element(packed >> 4) * power)
     columns = 2 * of_bytes
     to = output + of_rows[:, None] * width + columns[None, :]
     both = tl.join(to, to + 1)
@@ -119,11 +122,12 @@ def decode_mxfp4(codes, scales, output, rows, width, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _element(code, exponent):
-    """Return the element of a code of E2M1, whose bit 3 is the sign, times 2^(exponent - 127); fp32."""
+def _element(code):
+    """Return the element of a code of E2M1, whose bit 3 is the sign; fp32.
+
+    Its two bits of exponent and one of mantissa become those of fp32. 0 and 0.5 have no implicit 1.
+    """
     magnitude = code & 7
-    power, half = magnitude >> 1, (magnitude & 1).to(tl.float32)
-    # 0 and 0.5 have no implicit 1; the others are (1 + half / 2) x 2^(power - 1).
-    factor = tl.where(power == 0, 0.5 * half, (1.0 + 0.5 * half) * tl.exp2((power - 1).to(tl.float32)))
-    value = factor * tl.exp2((exponent - 127).to(tl.float32))
-    return tl.where(code >= 8, -value, value)
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    bits = tl.where(magnitude < 2, magnitude * (126 << 23), normal)
+    return (bits | ((code >> 3) << 31)).to(tl.float32, bitcast=True)

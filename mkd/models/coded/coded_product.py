@@ -16,7 +16,7 @@ FIRST_FP8, HOPPER = (8, 9), (9, 0)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MATRIX_UNIT = 16  # channels: rows of matrices in FP8 begin at multiples of 16 bytes
-DECODED_ROWS = 8  # of a tile of `decode_mxfp4`
+DECODED_ROWS = 16  # of a tile of `decode_mxfp4`
 
 
 @dataclass(eq=False)

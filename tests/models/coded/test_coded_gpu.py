@@ -135,7 +135,7 @@ def measure(folder):
         found[precision] = dict(
             output=output.float().cpu(),
             same=[torch.equal(output, again), torch.equal(output, on_host)],
-            waits=[str(one.message) for one in caught if "synchroniz" in str(one.message)],
+            waits=[str(one.message) for one in caught if "called a synchronizing" in str(one.message)],
             graphed=graphed(model, context, run, output),
         )
     return found
