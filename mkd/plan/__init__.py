@@ -12,6 +12,9 @@ It starts without torch. In reading order:
     times/           the time of a step
     footprint/       its memory
     checks/          validation: every problem of a configuration
+    sides.py         the processes of the student, and of teachers that have their own
+    serving_side.py  time and memory of such a teacher
     forecast.py      all of the above for one run
+    teacher_split.py  the search for processes of a teacher's own
     advice/          forecasts, verdicts and advice as text
 """

@@ -19,6 +19,8 @@ from mkd.plan.models.flops import distillation_flops, forward_flops
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import active_parameters, model_parameters
 from mkd.plan.models.planned_teachers import Teacher
+from mkd.plan.serving_side import TeacherSide
+from mkd.plan.sides import apart_teachers
 from mkd.plan.times.bubble import StepForecast, simulate
 from mkd.plan.times.cost import PairCost, with_copies
 from mkd.plan.times.hardware import HOST_BYTES_PER_MS, USABLE
@@ -197,17 +199,35 @@ class Forecast:
         To compare settings where `planned_step_ms` would take long. Collectives count, messages between
         stages do not.
         """
-        return self.updates * (self.step.step_ms + self.after_ms)
+        return self._with_sides(self.step.step_ms + self.after_ms)
 
     def planned_step_ms(self) -> float:
         """Return `step_ms` of a run, whose teachers may be ahead."""
+        return self._with_sides(self.pipeline_ms() + self.after_ms)
+
+    def student_step_ms(self) -> float:
+        """Return the time of a step if no teacher on processes of its own is late."""
         return self.updates * (self.pipeline_ms() + self.after_ms)
+
+    @cached_property
+    def sides(self) -> tuple[TeacherSide, ...]:
+        """Teachers on processes of their own."""
+        shapes = zip(self.facts.head_numbers, self.facts.heads, strict=True)
+        known = [(number, shape) for number, shape in shapes if shape is not None]
+        apart = apart_teachers(self.config)
+        return tuple(TeacherSide.of(self.facts, number, shape) for number, shape in known if number in apart)
+
+    def _with_sides(self, update_ms: float) -> float:
+        """Return the time of a step with such updates, or that of the slowest teacher elsewhere."""
+        microbatches = self.batch.num_microbatches * self.batch.data_parallel
+        elsewhere_ms = (one.step_ms(microbatches) for one in self.sides)
+        return self.updates * max([update_ms, *elsewhere_ms])
 
     def least_step_ms(self) -> float:
         """Return a bound that `planned_step_ms` never falls below: the slowest rank never waits."""
         ranks, stages = self.student_layout.pipeline_parallel, self.stage_times
         slowest_ms = max(sum(time.total_ms for time in stages[rank::ranks]) for rank in range(ranks))
-        return self.updates * (self.batch.num_microbatches * slowest_ms + self.after_ms)
+        return self._with_sides(self.batch.num_microbatches * slowest_ms + self.after_ms)
 
     def pipeline_ms(self) -> float:
         """Predicted time of forwards and backwards of an update of a run, whose teachers may be ahead."""
@@ -229,7 +249,11 @@ class Forecast:
     @cached_property
     def flops_per_step(self) -> float:
         """Model FLOPs of one iteration, all its updates and all processes together."""
-        return self._flops(self.teachers)
+        return self._flops(self._all_teachers)
+
+    @property
+    def _all_teachers(self) -> list[Teacher]:
+        return [*self.teachers, *(side.teacher for side in self.sides)]
 
     def teacher_share(self) -> float:
         """Proportion (0 to 1) of the step's FLOPs that are forward passes of teachers."""
@@ -262,8 +286,8 @@ class Forecast:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs, one for each process."""
-        return self.facts.world_size
+        """Number of GPUs, one for each process, those of teachers on processes of their own included."""
+        return self.facts.world_size + sum(side.processes for side in self.sides)
 
     def figures(self) -> dict[str, Any]:
         """Return figures to compare with those of a run, under the names of its metrics, as JSON values.

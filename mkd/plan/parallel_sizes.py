@@ -92,6 +92,14 @@ class Sizes:
 ONE_PROCESS = Sizes()
 
 
+def partners(own: int, others: int) -> int:
+    """Return with how many of the `others`, replicas of a side, one of the `own` of another exchanges states.
+
+    Request n of student replica d goes to teacher replica (n x student replicas + d) mod teacher replicas.
+    """
+    return others // math.gcd(own, others)
+
+
 def sizes_of(config: Config, world_size: int) -> Sizes:
     """Return the sizes of `config` on `world_size` processes. UsageError if replicas do not divide them."""
     sizes = Sizes.of(config.parallel)

@@ -8,6 +8,7 @@ import pytest
 from mkd.config.load import format_config, load_config, num_defaults, read_saved_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import ErrorList
+from mkd.plan.sides import student_processes
 from tests.reported import reports
 from tests.run_facts import problems_of
 
@@ -24,6 +25,7 @@ WORLD_SIZES = {
     "qwen3_1.7b_grpo.yaml": 8,
     "qwen3_1.7b_on_policy.yaml": 8,
     "qwen3_30b_a3b_from_235b.yaml": 64,
+    "qwen3_30b_a3b_own_processes.yaml": 64,
     "qwen3_4b_lora_24gib.yaml": 1,
     "qwen3_8b_lora_80gib.yaml": 1,
     "qwen3_8b_lora_8gpus.yaml": 8,
@@ -190,7 +192,7 @@ def test_format_shows_every_given_value_once_and_aligned(yaml_file):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_valid(path):
     config = load_config(["--config", str(path)]).config
-    assert problems_of(config, WORLD_SIZES[path.name]) == []
+    assert problems_of(config, student_processes(config, WORLD_SIZES[path.name])) == []
 
 
 def test_every_example_is_tested():

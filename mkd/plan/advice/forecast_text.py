@@ -93,10 +93,7 @@ def _heads(forecast: Forecast) -> Iterator[str]:
         row, rows = teacher.shape.hidden_size * element, teacher.shape.padded_vocab_size(pair.sizes.tensor)
         head = f"on the last stage the head takes {size(rows // pair.sizes.tensor * row)}"
         if settings.is_apart:
-            where = (
-                f"runs on {counted(settings.processes, 'process')} of its own, which are not predicted here"
-            )
-            yield f"{teacher.role}: {where}; {head}"
+            yield f"{teacher.role}: runs on {counted(settings.processes, 'process')} of its own; {head}"
             continue
         yield (
             f"{teacher.role}: hidden states are stored, {row:,} bytes a loss token; {head}, and a process "
@@ -156,7 +153,7 @@ def _times(forecast: Forecast) -> list[str]:
     equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
     by_stage = ", ".join(f"{_ms(time.forward_ms)} + {_ms(time.backward_ms)}" for time in forecast.stage_times)
     copies = f", {milliseconds(copies_ms)} of them copies from and to the host" if copies_ms else ""
-    update = milliseconds(step_ms / forecast.updates)
+    update = milliseconds(forecast.student_step_ms() / forecast.updates)
     replicas = f" and {milliseconds(forecast.replica_ms)} of gradients and weights between replicas"
     replicas = replicas if forecast.replica_ms else ""
     optimizer = f"with {milliseconds(optimizer_ms)} of the optimizer's update{copies}{replicas}: {update}"
@@ -183,7 +180,7 @@ def _times(forecast: Forecast) -> list[str]:
         ),
         f"{flops} a step on {gpus}: predicted MFU {forecast.mfu(step_ms):.3f}{peak}; "
         f"at MFU 0.5 a step takes {milliseconds(forecast.mfu(1.0) / 0.5)}",
-        *([share] if forecast.teachers else []),
+        *([share] if forecast.teachers or forecast.sides else []),
         *(
             f"{what}: {milliseconds(ms)} of a rank's step, share {ms / step_ms:.3f}"
             for what, ms in sent.items()

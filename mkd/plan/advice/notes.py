@@ -9,6 +9,7 @@ from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
 from mkd.human import milliseconds, number
 from mkd.plan.advice.cuda_graphs import PlannedGraphs, planned_graphs
+from mkd.plan.advice.own_processes import side_notes
 from mkd.plan.checks.prefetch_limits import FLAG
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
@@ -43,6 +44,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
     yield from _swapped_models(forecast)
     yield from _unread_keys(forecast.facts)
     yield from _dequantised_experts(forecast.facts)
+    yield from side_notes(forecast)
     behind_ms, pipeline_ms = forecast.step.step_ms, forecast.pipeline_ms()
     if pipeline_ms > SLOWER * behind_ms:
         ahead = f"{FLAG} {forecast.states_ahead}"

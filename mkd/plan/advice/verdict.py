@@ -14,6 +14,7 @@ from mkd.config.student_base import with_student_base
 from mkd.errors import MkdError
 from mkd.human import milliseconds
 from mkd.plan.advice.forecast_text import describe_forecast
+from mkd.plan.advice.own_processes import describe_sides
 from mkd.plan.advice.teacher_place import describe_places, separates_peers
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.footprint.memory import RankMemory
@@ -74,11 +75,11 @@ def describe(forecast: Forecast) -> str:
     It then also has a line for every place of the teachers' weights.
     """
     memory_gib = forecast.config.device_memory_gib
-    described = describe_forecast(forecast)
-    if memory_gib is None:
-        return described
-    places = describe_places(forecast, USABLE * memory_gib)
-    return "\n".join([described, verdict(forecast, memory_gib), *places])
+    usable_gib = None if memory_gib is None else USABLE * memory_gib
+    described = [describe_forecast(forecast), *describe_sides(forecast, usable_gib)]
+    if memory_gib is not None:
+        described += [verdict(forecast, memory_gib), *describe_places(forecast, USABLE * memory_gib)]
+    return "\n".join(described)
 
 
 def verdict(forecast: Forecast, device_memory_gib: float) -> str:

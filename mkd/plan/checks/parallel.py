@@ -34,8 +34,9 @@ def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
         why = "interleaving shrinks the bubble of a pipeline, and there is no pipeline"
         do = "raise --pipeline-model-parallel-size, or remove the virtual stages"
         yield UsageError(what, why, do, code="remove-flag")
-    layouts = zip(given_layouts(config), layout_flags(config), strict=True)
-    flags = [flag for layout, flag in layouts if layout]
+    models = config.student, *config.teachers
+    layouts = zip(models, given_layouts(config), layout_flags(config), strict=True)
+    flags = [flag for model, layout, flag in layouts if layout and not getattr(model, "processes", 0)]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
     if parallel.pipeline_layout == "auto" and flags:
         given = " and ".join(flags)

@@ -60,7 +60,9 @@ def _obstacles(config: Config) -> Iterator[UsageError]:
         yield UsageError(what, why, do, code="teacher-prefetch-not-possible")
     if not config.needs_models or all(one.stand_in for one in config.teachers):
         what = f"{given}, but no teacher runs"
-        why = "a stored teacher needs no teacher forward"
+        why = (
+            "a stored teacher needs no teacher forward, and one on processes of its own runs ahead by itself"
+        )
         yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")
     if config.rollout.is_on:
         what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"

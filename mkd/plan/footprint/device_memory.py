@@ -22,6 +22,7 @@ ALONE_GIB = 0.38  # communicator of a group of one process
 SPREAD_GIB = 0.19  # of several, before its first message
 MESSAGE_GIB = 0.28  # what the first message of several processes adds
 PAIRS_GIB = 0.44  # what messages between two pipeline ranks add
+BRIDGE_GIB = SPREAD_GIB + MESSAGE_GIB  # messages to a replica of another side; assumed, as of other groups
 WORLD_GIB = 0.65  # the group of all processes, with messages
 
 
@@ -34,12 +35,13 @@ class Groups:
     spreads_optimizer: bool = False  # the gradient's norm is then a sum over all processes
     peers: Sequence[int] = ()  # processes that share layers of a teacher, for each group
     teacher_experts: Sequence[int] = ()  # processes that share experts, where not as the student's
+    bridges: int = 0  # replicas of another side that the last stage sends hidden states to
     links_stages: bool = False  # teachers are ahead: their hidden states have communicators of their own
 
 
 def device_gib(sizes: Sizes, groups: Groups) -> float:
     """Return the GiB of one process, on the first pipeline rank. Others need about the same."""
-    base = CONTEXT_GIB + KERNELS_GIB
+    base = CONTEXT_GIB + KERNELS_GIB + groups.bridges * BRIDGE_GIB
     if sizes.stage * sizes.pipeline == 1:
         # Of all processes, with and without context parallelism of data, of pipelines, and for the norm.
         used = 5 + groups.has_experts * (1 if groups.spreads_optimizer else 2)

@@ -7,12 +7,12 @@ Not counted: fragmentation of torch's allocator (a few percent of what it reserv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.checks.prefetch_limits import states_ahead
 from mkd.plan.facts import RunFacts
@@ -26,7 +26,8 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import Parameters, stage_parameters
 from mkd.plan.models.planned_teachers import Teacher
 from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
-from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.parallel_sizes import Sizes, partners
+from mkd.plan.sides import apart_teachers, teacher_sizes
 from mkd.plan.times.bubble import rank_order
 
 GIB = 2**30
@@ -192,7 +193,7 @@ class _Models:
         optimizer = self._optimizer_bytes(learned)
         if self.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
-        transient += self._bytes_ahead()
+        transient += self._bytes_ahead() + self._remote_bytes() * ends[1]
         own = (learned.total + own_frozen) * self.element
         if self.lora is not None and self.lora.is_rounded:
             in_4_bits = self.lora.weights(self.student, layers, self.sizes.tensor)
@@ -249,6 +250,7 @@ class _Models:
             spreads_optimizer=self.config.parallel.use_distributed_optimizer,
             peers=[processes for _, processes in peers if processes > 1],
             teacher_experts=sorted(experts - {self.sizes.expert}),
+            bridges=sum(partners(self.sizes.data, teacher_sizes(one).data) for one in self.apart.values()),
             links_stages=self.ahead > 0,
         )
 
@@ -333,6 +335,16 @@ class _Models:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
         states = min(self.ahead, 2 * self.facts.batch.num_microbatches)
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
+
+    @property
+    def apart(self) -> Mapping[int, TeacherConfig]:
+        """Teachers on processes of their own."""
+        return apart_teachers(self.config)
+
+    def _remote_bytes(self) -> int:
+        """Return the bytes of the state that a last stage receives beside the one of its loss."""
+        heads = zip(self.facts.head_numbers, self.facts.pair.heads, strict=True)
+        return sum(self._activations(one).hidden_bytes for number, one in heads if number in self.apart)
 
     def _cache_bytes(self, rank: int, slots: int) -> int:
         """Return the bytes that the student's layers on a pipeline rank keep while it samples."""
