@@ -9,7 +9,7 @@ Layout of a save directory:
     SAVE/iter_0000010/manifest.json   size and SHA-256 of every file
     SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
 
-A checkpoint never contains the teacher.
+A checkpoint never contains the teacher. Of one that averages the student's weights it has the average.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from mkd.checkpoint.averages import AVERAGES, Average, averages_problem, averages_state, key_of, load_averages
 from mkd.checkpoint.finite import first_not_finite
 from mkd.checkpoint.folders import BY_STEPS, CAUSE, Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
@@ -76,6 +77,7 @@ class TrainingState:
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None  # not saved: its count follows from the position
     holds: Callable[[str], bool] = everything  # names of the models' tensors that a checkpoint contains
+    averages: Sequence[Average] = ()  # of the student's weights, in teachers
 
 
 def save_checkpoint(
@@ -114,6 +116,7 @@ def start_save(
     more = {"layout": _layout(context), "device": context.device.type}
     more |= {"optimizer": optimizer_kind(state.optimizer), "precision": _precision(state)}
     more |= {CAUSE: cause, **(run_identity or {})}
+    more |= {AVERAGES: len(state.averages)} if state.averages else {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False)
     sharded["content_metadata"] = _content_metadata(context)
@@ -143,6 +146,7 @@ def load_checkpoint(
     saved = read_state(folder)
     if state.optimizer is not None:
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
+        agree(averages_problem(folder, saved, len(state.averages)))
         give_first_state(state.optimizer)  # Megatron reads only into state that exists
     no_tower = state.holds(TOWER) and _keeps_tower(folder, state, context, has_tower, note)
     wanted = _sharded_state(state, context, is_loading=True, no_tower=no_tower)
@@ -150,7 +154,7 @@ def load_checkpoint(
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
     loaded = _read_sharded(folder, wanted, context)
-    agree(_not_finite(folder, state.models, loaded))
+    agree(_not_finite(folder, state.models, loaded, len(state.averages)))
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in missing if state.holds(name) and not name.endswith(EXTRA_STATE)]
@@ -161,6 +165,7 @@ def load_checkpoint(
         weights = MainWeights(state.optimizer)
         load_optimizer(state.optimizer, loaded["optimizer"])
         agree(weights.problem(folder))
+        load_averages(state.averages, loaded)
         state.scheduler.num_steps = position.iteration - position.skipped_iterations
         state.scheduler.step(increment=0)
     if "rng" in loaded:
@@ -267,10 +272,11 @@ def _read_weights(
 
 
 def _not_finite(
-    folder: Path, models: Sequence[MegatronModule], loaded: Mapping[str, Any]
+    folder: Path, models: Sequence[MegatronModule], loaded: Mapping[str, Any], averages: int = 0
 ) -> CheckpointError | None:
     """Return the error for a loaded tensor that is not finite, with its layer's number in the whole model."""
-    named = {key: value for key, value in loaded.items() if key == "optimizer"}
+    others = {"optimizer", *map(key_of, range(averages))}
+    named = {key: value for key, value in loaded.items() if key in others}
     for index, model in enumerate(models):
 
         def in_model(match: re.Match[str], first: int = model.first_layer) -> str:
@@ -321,6 +327,7 @@ def _sharded_state(
         read = state.optimizer.sharded_state_dict
         sharded["optimizer"] = read(named, is_loading=is_loading, metadata=metadata)
         sharded["rng"] = _random_states(context)
+        sharded |= averages_state(state.averages, models, is_loading)
     return sharded
 
 

@@ -13,6 +13,7 @@ from mkd.config.models import with_initial
 from mkd.config.options import FIRST_TEACHER, OF_TEACHERS, all_options, build_config, settings
 from mkd.config.packaged import config_path
 from mkd.config.schema import Config
+from mkd.config.self_teacher import with_self_teacher
 from mkd.config.student_base import with_student_base
 from mkd.config.yaml_file import FORMER_SECTIONS, YamlFile, read_yaml
 from mkd.errors import ErrorList, collect_error
@@ -42,9 +43,9 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         path = collect_error(errors, lambda: config_path(given_file))
         file = file if path is None else read_yaml(str(path))
     errors = file.errors + errors
-    if errors:
+    given = collect_error(errors, lambda: with_self_teacher(file.values, command_line.values))
+    if errors or given is None:
         raise ErrorList(errors)
-    given = file.values | command_line.values
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
     values = {path: value for path, (value, _) in given.items()}
     config = build_config(values, max(file.num_teachers, int(has_teacher)))

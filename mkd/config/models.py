@@ -12,12 +12,13 @@ from typing import Any
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
 from mkd.kinds.apart.apart_settings import ApartSettings
+from mkd.kinds.averaged.ema_settings import EMAConfig
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
 from mkd.kinds.placed.placed_settings import PlaceSettings, PrecisionSettings
 
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select", "route")
-FROZEN, LIVE = "frozen", "live"
+FROZEN, LIVE, EMA = "frozen", "live", "ema"
 """Weights of a teacher."""
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
@@ -144,8 +145,9 @@ class TeacherModel(TeacherDivergence):
     weights: str = option(
         FROZEN,
         "weights of the teacher. frozen: those that it starts with. live: the student's own ones at every "
-        "moment, without a gradient. A live teacher has a context, no hf or load, and takes no memory",
-        choices=(FROZEN, LIVE),
+        "moment, without a gradient; it has a context, and takes no memory. ema: a moving average of the "
+        "student's, see ema. Teachers that are live or ema name no model",
+        choices=(FROZEN, LIVE, EMA),
         flag=False,
     )
     temperature: float | None = option(
@@ -159,6 +161,7 @@ class TeacherConfig(ApartSettings, PrecisionSettings, PlaceSettings, TeacherMode
 
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
     context: ContextConfig | None = None  # None: it reads the student's prompt
+    ema: EMAConfig | None = None  # with the weights `ema`, never None once the configuration is loaded
 
     @property
     def stand_in(self) -> str | None:

@@ -13,11 +13,14 @@ from typing import Any, get_args, get_type_hints
 from mkd.config.field import Range
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
+from mkd.kinds.averaged.ema_settings import EMAConfig
 from mkd.kinds.context.context_settings import ContextConfig
 
 FIRST_TEACHER = "teachers[0]"
 XTOKEN = ".xtoken"  # after a teacher's section: the section of its cross-tokenizer settings
-OF_TEACHERS: Mapping[str, type] = MappingProxyType({"xtoken": XTokenConfig, "context": ContextConfig})
+OF_TEACHERS: Mapping[str, type] = MappingProxyType(
+    {"xtoken": XTokenConfig, "context": ContextConfig, "ema": EMAConfig}
+)
 """Field of a teacher -> dataclass of its nested section. Even empty it has a meaning."""
 _NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_"} | {
     f"{FIRST_TEACHER}.{name}": f"{name}_" for name in OF_TEACHERS

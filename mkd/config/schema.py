@@ -15,6 +15,7 @@ from mkd.config.divergence import KDDivergence
 from mkd.config.field import option
 from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
+from mkd.config.self_teacher import SelfTeacherSettings
 from mkd.config.split import parse_split
 from mkd.errors import UsageError
 from mkd.kinds.judged.pair_losses.dpo import DPO
@@ -319,7 +320,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(SelfTeacherSettings):
     """All settings of a run."""
 
     student: StudentConfig = StudentConfig()

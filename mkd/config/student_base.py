@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mkd.config.models import LIVE, TeacherConfig
+from mkd.config.models import EMA, LIVE, TeacherConfig
 from mkd.config.schema import Config
+from mkd.kinds.averaged.ema_settings import EMAConfig
 
 STUDENT_BASE = "student-base"
 """Name of a teacher that is the student as it starts, in place of a folder."""
 STUDENT_LIVE = "student-live"
 """Name of a teacher that is the student as it is, unless it has another."""
+STUDENT_EMA = "student-ema"
+"""Name of a teacher that averages the student's weights, unless it has another."""
 
 
 def with_student_base(config: Config) -> Config:
@@ -21,7 +24,7 @@ def with_student_base(config: Config) -> Config:
     """
     teachers = tuple(_named(config, one) for one in config.teachers)
     parallel = config.parallel
-    if parallel.teacher_prefetch == "auto" and any(one.weights == LIVE for one in teachers):
+    if parallel.teacher_prefetch == "auto" and any(one.weights in (LIVE, EMA) for one in teachers):
         # The weights of the next step do not exist yet.
         parallel = replace(parallel, teacher_prefetch="0")
     return replace(config, teachers=teachers, parallel=parallel)
@@ -32,6 +35,8 @@ def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     if teacher.weights == LIVE and not teacher.is_given:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_LIVE)
         return replace(teacher, residency="student", pipeline_layout=student.pipeline_layout)
+    if teacher.weights == EMA:
+        return _averaged(config, teacher)
     if teacher.hf == STUDENT_BASE:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_BASE)
     layout, experts = teacher.pipeline_layout, teacher.expert_model_parallel_size
@@ -43,3 +48,18 @@ def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     if is_shared and is_same and is_plain and teacher.residency in ("device", "student"):
         return replace(teacher, residency="student", pipeline_layout=student.pipeline_layout)
     return teacher
+
+
+def _averaged(config: Config, teacher: TeacherConfig) -> TeacherConfig:
+    """Return a teacher whose weights average the student's, with the student's model and layout.
+
+    Frozen weights of a student with adapters are shared.
+    """
+    student = config.student
+    if not teacher.is_given:
+        teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_EMA)
+    if teacher.pipeline_layout is None:
+        teacher = replace(teacher, pipeline_layout=student.pipeline_layout)
+    if config.lora.is_on and teacher.residency == "device":
+        teacher = replace(teacher, residency="student")
+    return replace(teacher, ema=teacher.ema or EMAConfig())

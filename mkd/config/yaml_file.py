@@ -36,7 +36,11 @@ FORMER_DEFAULTS: Mapping[str, str] = MappingProxyType(
     }
 )
 NESTED_MEANINGS: Mapping[str, str] = MappingProxyType(
-    {"xtoken": "has another tokenizer than the student", "context": "reads another prompt than the student"}
+    {
+        "xtoken": "has another tokenizer than the student",
+        "context": "reads another prompt than the student",
+        "ema": "averages the student's weights",
+    }
 )
 """Nested section of a teacher -> what even an empty one says."""
 _PAIRS = ("data_tags", "tag_weights")  # lists of NAME=VALUE that may also be written as a mapping

@@ -10,6 +10,7 @@ weighted/        records that count more or less than others
 stored/          teachers whose predictions were exported before
 cross_tokenizer/ teachers with another tokenizer
 context/         teachers that read another prompt than the student
+averaged/        teachers whose weights average the student's
 texts.py         the record of the text of a run
 placed/          places and precisions of teachers' layers
 fp8_students/    students that multiply in FP8 while they are trained

@@ -13,6 +13,7 @@ from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
 from mkd.kinds.apart.teachers_apart import TeachersApart
+from mkd.kinds.averaged.averaged_teachers import Averages
 from mkd.kinds.fp8_students.fp8_students import Fp8Students
 from mkd.kinds.judged.grpo import GRPO
 from mkd.kinds.judged.preferences import Pairs
@@ -46,6 +47,7 @@ KINDS: tuple[Kind, ...] = (
     Routed(),
     OwnText(),
     LoRAStudents(),
+    Averages(),
     Precisions(),
     Places(),
     TeachersApart(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
+from mkd.kinds.averaged.averaged_teachers import follows_student, weights_text
 from mkd.kinds.kind import CardTerm, Row, TeacherCard
 from mkd.kinds.known_kinds import KINDS, card_term, teacher_card
 from mkd.kinds.placed.known_places import rounding
@@ -131,7 +132,8 @@ def _teachers(
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         note = "".join(notes[index : index + 1])
-        yield label, share + term.formula() + teacher_card(teacher).details + note + rounding(teacher)
+        details = teacher_card(teacher).details + weights_text(teacher)
+        yield label, share + term.formula() + details + note + rounding(teacher)
         if index < len(vocabularies) > 1:
             yield f"vocabulary {name}", vocabularies[index]
     if len(vocabularies) == 1:
@@ -206,6 +208,8 @@ def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence
         return "the balance losses of experts are by document here"
     if len(config.teachers) > 1:
         return "one teacher only"
+    if follows_student(config.teachers[0]):
+        return "their teachers are frozen"
     if reason := teacher_card(config.teachers[0]).without_counterpart:
         return reason
     if any(shape.vocab_size != student.vocab_size for shape in teachers):

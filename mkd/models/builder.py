@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
+
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
 from mkd.models.stored_head import StoredHead
@@ -11,6 +13,7 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.models.vision.vision_model import VisionLanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.lora_shape import is_factor
 from mkd.plan.models.model_shape import ModelShape
 
 
@@ -46,6 +49,32 @@ def build_base_parts(
         for name, _ in list(part.named_parameters()):
             module, _, leaf = name.rpartition(".")
             part.get_submodule(module).register_parameter(leaf, known[name])
+        buffers = dict(student.named_buffers())
+        for name, buffer in part.named_buffers():
+            buffer.copy_(buffers[name])
+    return parts
+
+
+@torch.no_grad()
+def build_copied_parts(
+    students: Sequence[LanguageModel],
+    layout: PipelineLayout,
+    options: ModelOptions,  # those of the students; releases layers of students with adapters
+    context: ParallelContext,
+    padded_vocab_size: int,
+) -> list[LanguageModel]:
+    """Return copies of the students as parts of a teacher, which shares what they do not learn."""
+    parts = build_model_parts(students[0].shape, layout, options, context, padded_vocab_size)
+    for student, part in zip(students, parts, strict=True):
+        known = dict(student.named_parameters())
+        for name, own in list(part.named_parameters()):
+            if not known[name].requires_grad:
+                module, _, leaf = name.rpartition(".")
+                part.get_submodule(module).register_parameter(leaf, known[name])
+            elif is_factor(name):  # it has no memory yet
+                own.data = known[name].detach().clone()
+            else:
+                own.copy_(known[name])
         buffers = dict(student.named_buffers())
         for name, buffer in part.named_buffers():
             buffer.copy_(buffers[name])

@@ -174,7 +174,10 @@ class Forecast:
     def optimizer_ms(self) -> float:
         """Time of the optimizer's update, copies of its state included."""
         clips = self.config.optimizer.clip_grad > 0
-        return update_ms(self._with_state, self.config.training.bf16, clips) + self.optimizer_copies_ms()
+        teachers = self.config.teachers if self.config.needs_models else ()
+        moves = sum(1 / one.ema.every for one in teachers if one.ema is not None)
+        of_update = update_ms(self._with_state, self.config.training.bf16, clips, averages=moves)
+        return of_update + self.optimizer_copies_ms()
 
     @cached_property
     def replica_ms(self) -> float:

@@ -22,7 +22,7 @@ from mkd.checkpoint.distributed import (
 from mkd.checkpoint.hf.hf_adapters import start_adapters
 from mkd.checkpoint.hf.hf_rounded import RoundedWeights
 from mkd.checkpoint.hf.hf_weights import load_hf_weights
-from mkd.config.models import LIVE
+from mkd.config.models import EMA, LIVE
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
 from mkd.kinds.known_kinds import data_term
@@ -31,6 +31,7 @@ from mkd.kinds.routed.route_setup import run_tags
 from mkd.models.attention_check import agreed_own_attention
 from mkd.models.builder import (
     build_base_parts,
+    build_copied_parts,
     build_model_parts,
     common_padded_vocab_size,
     join_stages,
@@ -59,6 +60,7 @@ from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.input_rounding import RoundedInputs
 from mkd.train.layer_graphs import graph_layers
+from mkd.train.moving_average import build_averages
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.remote_states import RemoteStates
 from mkd.train.schedule import PipelineSchedule
@@ -80,17 +82,7 @@ def build_engine(
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
-    options = ModelOptions(
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute_granularity=config.training.recompute_granularity,
-        recompute_method=config.training.recompute_method,
-        recompute_num_layers=config.training.recompute_num_layers,
-        recompute_modules=config.training.recompute_modules,
-        deterministic=config.training.deterministic_mode,
-        balance_coeff=config.training.moe_aux_loss_coeff,
-        z_coeff=config.training.moe_z_loss_coeff,
-    )
+    options = model_options(config)
     lora = LoRAShape.of(config)
     # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
@@ -103,6 +95,9 @@ def build_engine(
         rows = None if setup.has_own_tokens else vocab
         if setup.settings.weights == LIVE:
             parts = students
+        elif setup.settings.weights == EMA:
+            like = replace(options, lora=lora, releases_layers=lora is not None)
+            parts = build_copied_parts(students, plan.facts.layouts.student, like, context, vocab)
         elif PLACES.of(setup.settings).shares_base:
             apart = replace(options, norms_apart=True, releases_layers=True)
             build = partial(build_model_parts, source.shape, layout, apart, contexts[index], rows)
@@ -119,7 +114,8 @@ def build_engine(
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
         graph_layers(stages, context, *agreed_graphs(plan, context, students))
-    optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context))
+    averages = build_averages(stages, [one.settings for one in setups])
+    optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context), averages)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     teachers = build_teachers(config, setups)
@@ -129,7 +125,22 @@ def build_engine(
     others = experts, instead_of_ce, inputs, run_tags(plan, tags)
     engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, *others)
     holds = everything if lora is None else is_factor
-    return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds)
+    return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds, averages)
+
+
+def model_options(config: Config) -> ModelOptions:
+    """Return the options that all models of a run have."""
+    return ModelOptions(
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute_granularity=config.training.recompute_granularity,
+        recompute_method=config.training.recompute_method,
+        recompute_num_layers=config.training.recompute_num_layers,
+        recompute_modules=config.training.recompute_modules,
+        deterministic=config.training.deterministic_mode,
+        balance_coeff=config.training.moe_aux_loss_coeff,
+        z_coeff=config.training.moe_z_loss_coeff,
+    )
 
 
 def build_heads(

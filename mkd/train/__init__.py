@@ -9,6 +9,7 @@ sums.py                          the sums that micro-batches report, and the mea
 expert_monitor.py                counts, balance losses and load of the student's experts
 optimizer.py                     Megatron's DDP and optimizer around the student
 optimizer_residency.py           the optimizer's state in host memory between updates
+moving_average.py                a teacher whose weights average the student's
 input_rounding.py                the inputs of a rounded student's matrices, and their calibration
 layer_graphs.py                  which decoder layers run as CUDA graphs
 report.py                        metrics records and progress lines

@@ -27,6 +27,7 @@ from mkd.models.stage import DistillationStage
 from mkd.operations.stopping import StepAgreement, without_peers
 from mkd.parallel.context import ParallelContext
 from mkd.platform.megatron_versions import gradients_in_norm
+from mkd.train.moving_average import MovingAverage
 from mkd.train.optimizer_residency import OptimizerResidency
 
 
@@ -112,6 +113,7 @@ class StudentOptimizer:
     stages: list[DistributedDataParallel]
     residency: OptimizerResidency | None = None  # None: the state stays on the device
     rounded: RoundedWeights | None = None  # None: the student is not rounded
+    averages: tuple[MovingAverage, ...] = ()  # of its weights, in teachers
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
@@ -169,6 +171,8 @@ class StudentOptimizer:
                     if parameters := inner.get_parameters():  # CUDA kernels crash without tensors
                         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
             self.optimizer.step_with_ready_grads()
+            for average in self.averages:  # of main weights, which are on the device now
+                average.follow(self.optimizer)
         self.round_weights()  # every process has gathered them
         # After the update, which uses the rate of this iteration. Skipped updates return before it.
         self.scheduler.step(increment=int(ends_iteration))
@@ -200,6 +204,7 @@ def build_optimizer(
     config: Config,
     context: ParallelContext,
     rounded: RoundedWeights | None = None,
+    averages: Sequence[MovingAverage] = (),
 ) -> StudentOptimizer:
     """Build AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule).
 
@@ -226,7 +231,8 @@ def build_optimizer(
     )
     on_host = config.training.optimizer_residency == "host"
     residency = OptimizerResidency(optimizer, context.device) if on_host else None
-    built = StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency, rounded)
+    more = residency, rounded, tuple(averages)
+    built = StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, *more)
     built.round_weights()
     return built
 

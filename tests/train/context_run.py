@@ -124,15 +124,25 @@ def argv(files: Path, run: str, *more: object, config: Path | None = None) -> li
 
 def reference(folder: Path, out_dir: Path, *, live: bool = False) -> dict[str, float]:
     """Write float64 gradients as a folder; return both losses and their sum. Every record runs alone."""
+    from tests.train.hf_gradients import load
+
+    student = load(folder / "student")
+    teacher = student if live else load(folder / "teacher").requires_grad_(False)
+    found = backward(folder, student, teacher)
+    for parameter in student.parameters():
+        parameter.data = parameter.grad
+    student.save_pretrained(out_dir)
+    return found
+
+
+def backward(folder: Path, student: torch.nn.Module, teacher: torch.nn.Module) -> dict[str, float]:
+    """Add the gradients of a step to those of the student; return both losses, their sum and the counts."""
     from transformers import AutoTokenizer
 
     from mkd.losses.dense_reference import dense_kd
     from tests.losses.objectives import objective_of
-    from tests.train.hf_gradients import load
 
     hf = AutoTokenizer.from_pretrained(folder / "student")
-    student = load(folder / "student")
-    teacher = student if live else load(folder / "teacher").requires_grad_(False)
     records = [sides_of(record_of(i), hf) for i in range(NUM_RECORDS)]
     num_tokens = sum(len(one.completion) + len(one.earlier) for one in records)
     num_taught = sum(len(one.completion) for one in records if one.theirs is not None)
@@ -155,8 +165,5 @@ def reference(folder: Path, out_dir: Path, *, live: bool = False) -> dict[str, f
         ((1 - RATIO) * ce + RATIO * kd).backward()
         found["ce"] += ce.item()
         found["kd"] += kd.item()
-    for parameter in student.parameters():
-        parameter.data = parameter.grad
-    student.save_pretrained(out_dir)
     found["loss"] = (1 - RATIO) * found["ce"] + RATIO * found["kd"]
     return found | {"num_loss_tokens": num_tokens, "num_taught": num_taught}

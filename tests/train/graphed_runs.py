@@ -31,6 +31,7 @@ RUNS = {  # flags beside the student's
     "another tokenizer": f"{TEXT} --teacher-hf {{files}}/foreign --xtoken-loss partition_kl",
     "two tokenizers, two teachers": f"{TEXT} --config {{files}}/two.yaml",
     "own text": f"{OWN_TEXT} --teacher-hf {{files}}/twin --kd-ratio 1 --rollout-prompts 16",
+    "average of the student": f"{TEXT} --self-teacher ema",
     "DPO": f"--dpo-beta 0.2 --kd-ratio 0 --data-path {{files}}/pairs.jsonl {EVALUATED}",
     "GRPO": f"{OWN_TEXT} --teacher-hf {{files}}/twin --kd-ratio 0.1 --kd-divergence reverse_kl "
     "--reward tests.kinds.sampled.reward_functions:of_length --rollout-prompts 8 --samples-per-prompt 3 "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from mkd.config.models import LIVE
+from mkd.config.models import FROZEN
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.apart.apart_settings import ApartSettings
@@ -120,7 +120,7 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         "the teacher has a tokenizer of its own": teacher.xtoken is not None,
         "the teacher has a context of its own": teacher.context is not None,
         "the teacher has the student's own weights": (
-            teacher.weights == LIVE or teacher.residency == "student"
+            teacher.weights != FROZEN or teacher.residency == "student"
         ),
         "records choose their teachers by tag": config.kd.teacher_combination == ROUTE,
         "the student's own text is in the loss": config.rollout.is_on,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mkd.config.models import LIVE
+from mkd.config.models import FROZEN
 from mkd.errors import UsageError
 from mkd.kinds.placed.choice import flag_of
 from mkd.kinds.placed.place import Place
@@ -37,7 +37,7 @@ class StudentMemory(Place):
 
     def problems(self, facts: RunFacts, index: int) -> Iterator[UsageError]:
         config, teacher = facts.config, facts.config.teachers[index]
-        if teacher.weights == LIVE:  # its kind reports what such a teacher cannot have
+        if teacher.weights != FROZEN:  # its kind reports what such a teacher cannot have
             return
         flag, other = f"{flag_of(index, 'residency')} student", "use another residency"
         given = {

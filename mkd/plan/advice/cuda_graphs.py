@@ -101,7 +101,10 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
         reason = "rounded inputs have not been tried in graphs"
     yield reason
     for teacher in facts.planned_teachers:
-        yield "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
+        if teacher.is_averaged:
+            yield "weights that are averaged have not been tried in graphs"
+        else:
+            yield "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
 
 
 def _of_shape(shape: ModelShape) -> str | None:

@@ -189,6 +189,7 @@ class _Models:
         if rank == 0:  # the vision towers
             loaded = (one.shape for one in self.teachers if not one.place.shares_base)
             frozen += sum(tower_parameters(shape).total for shape in loaded) * self.element
+        frozen += sum(one.is_averaged for one in self.teachers) * self._average_bytes(learned)
         alive, transient = max(self._moments(rank), key=sum)
         optimizer = self._optimizer_bytes(learned)
         if self.optimizer_residency == "host":
@@ -233,11 +234,22 @@ class _Models:
         A distributed optimizer spreads it over the copies: data x context parallel processes, for experts
         tensor x context x data / expert parallel ones.
         """
+        return state_bytes(self.config.training.bf16) * self._updated(learned)
+
+    def _updated(self, learned: Parameters) -> float:
+        """Return the number of parameters that a process updates, of those that it learns."""
         is_spread = self.config.parallel.use_distributed_optimizer
         copies = self.sizes.copies if is_spread else 1
         of_experts = self.sizes.expert_copies if is_spread else 1
-        updated = learned.dense / copies + learned.experts / of_experts
-        return state_bytes(self.config.training.bf16) * updated
+        return learned.dense / copies + learned.experts / of_experts
+
+    def _average_bytes(self, learned: Parameters) -> int:
+        """Return the bytes of a teacher that averages what a process learns, beside its weights.
+
+        In fp32 the weights are the average. Weights of adapters count here: the rest is the student's.
+        """
+        own = learned.total * self.element if self.lora is not None else 0
+        return own + (round(4 * self._updated(learned)) if self.config.training.bf16 else 0)
 
     @property
     def _groups(self) -> Groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mkd.config.models import EMA
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.flops import expert_parameters, projection_parameters
@@ -63,11 +64,17 @@ def checkpoint_bytes(shape: ModelShape, bf16: bool, train_parts: Sequence[str]) 
 
 
 def saved_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the `checkpoint_bytes` of a run's student: of its adapters alone, if these learn."""
+    """Return the `checkpoint_bytes` of a run's student: of its adapters alone, if these learn.
+
+    Teachers that average its weights add their averages.
+    """
     bf16, lora = config.training.bf16, LoRAShape.of(config)
+    count = config.needs_models * sum(one.weights == EMA for one in config.teachers)
     if lora is None:
-        return checkpoint_bytes(shape, bf16, config.student.train_parts)
-    return lora.parameters(shape, shape.layers) * ((2 if bf16 else 4) + MASTER_BYTES * bf16 + ADAM_BYTES)
+        averages = count * MASTER_BYTES * model_parameters(shape).total
+        return checkpoint_bytes(shape, bf16, config.student.train_parts) + averages
+    each = (2 if bf16 else 4) + MASTER_BYTES * (bf16 + count) + ADAM_BYTES
+    return lora.parameters(shape, shape.layers) * each
 
 
 def active_parameters(shape: ModelShape) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mkd.config.models import EMA
 from mkd.config.schema import Config, TeacherConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.models.model_shape import ModelShape
@@ -27,6 +28,7 @@ class Teacher:
     has_own_row: bool = False  # it reads another row of tokens, in a pass over the heads of its own
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
     share: float = 1.0  # expected share of the micro-batches in which it runs
+    is_averaged: bool = False  # its weights are a moving average of the student's
 
     @property
     def product_time(self) -> float:
@@ -89,6 +91,7 @@ def plan_teachers(
             place=place(teacher),
             precision=precision(teacher),
             sizes=model_sizes(config, shape, index),
+            is_averaged=teacher.weights == EMA,
         )
         for index, (shape, role, teacher) in enumerate(zip(shapes, roles, config.teachers, strict=False))
     )

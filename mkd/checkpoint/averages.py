@@ -1,0 +1,96 @@
+"""Averages of the student's weights, which teachers have, in checkpoints.
+
+Each is stored like a copy of the student in fp32, so that every layout can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch import Tensor
+
+from mkd.errors import CheckpointError
+
+AVERAGES = "averages"  # entry of mkd.json: their number
+UPDATES, STAGES = "updates", "stages"  # entries of each
+
+
+class Average(Protocol):
+    """An average of the student's weights, see mkd/train/moving_average.py."""
+
+    updates: int
+
+    @property
+    def names(self) -> list[frozenset[str]]:
+        """Names of the averaged parameters of each stage."""
+
+    def whole(self) -> list[dict[str, Tensor]]:
+        """Return the average of each stage, fp32 by the names of the student's parameters. Collective."""
+
+    def load(self, stages: Sequence[Mapping[str, Tensor]], updates: int) -> None:
+        """Take what `whole` returned after so many updates."""
+
+
+def key_of(number: int) -> str:
+    """Return the key of the average of that number in a sharded state, and the prefix of its tensors."""
+    return f"average{number}"
+
+
+def averages_state(
+    averages: Sequence[Average],
+    models: Sequence[Mapping[str, Any]],  # sharded state of each stage of the student
+    is_loading: bool,
+) -> dict[str, Any]:
+    """Return the sharded state of all averages. Collective."""
+    found: dict[str, Any] = {}
+    for number, one in enumerate(averages):
+        values = _empty(one, models) if is_loading else one.whole()
+        stages = _stages(f"{key_of(number)}.", models, values)
+        found[key_of(number)] = {UPDATES: one.updates, STAGES: stages}
+    return found
+
+
+def _stages(
+    prefix: str, models: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Tensor]]
+) -> list[dict[str, Any]]:
+    return [
+        {name: _entry(prefix, model[name], value) for name, value in own.items()}
+        for model, own in zip(models, values, strict=True)
+    ]
+
+
+def _entry(prefix: str, of_student: Any, value: Tensor) -> Any:
+    changes: dict[str, Any] = dict(key=prefix + of_student.key, data=value)
+    if not isinstance(of_student, ShardedTensorFactory):
+        changes["dtype"] = value.dtype
+    return replace(of_student, **changes)
+
+
+def _empty(average: Average, models: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+    pairs = zip(average.names, models, strict=True)
+    return [{name: torch.zeros(model[name].data.shape) for name in names} for names, model in pairs]
+
+
+def load_averages(averages: Sequence[Average], loaded: Mapping[str, Any]) -> None:
+    """Load all averages from the state that has been read."""
+    for number, one in enumerate(averages):
+        state = loaded[key_of(number)]
+        one.load(state[STAGES], state[UPDATES])
+
+
+def averages_problem(folder: Path, saved: Mapping[str, Any], number: int) -> CheckpointError | None:
+    """Return an error if the checkpoint has another number of averages than the run."""
+    found = int(saved.get(AVERAGES, 0))
+    if found >= number:
+        return None
+    return CheckpointError(
+        f"{folder} holds {found} averages of the student's weights, and {number} are needed",
+        "teachers of the run that saved it had other weights",
+        "start from the student's weights: --student-load instead of --load",
+        code="optimizer-state-differs",
+    )
