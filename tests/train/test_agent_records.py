@@ -24,6 +24,7 @@ TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size
 CASES = (
     pytest.param(Case("DP2 + distributed optimizer", 2, ("--use-distributed-optimizer",)), id="DP2"),
     pytest.param(Case("PP2", 2, PP2), id="PP2"),
+    pytest.param(Case("CP2", 2, ("--context-parallel-size", 2)), id="CP2"),
     pytest.param(Case("TP2 + sequence parallel", 2, (*TP2, "--sequence-parallel")), id="TP2", marks=SLOW),
     pytest.param(Case("PP2 DP2", 4, PP2), id="PP2 DP2", marks=SLOW),
 )

@@ -28,6 +28,7 @@ from tests.train.rollout_run import Case, one_step, one_step_alone, require_equa
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
+CP2 = (("--context-parallel-size", 2), ("--context-parallel-size", 2, "--micro-batch-size", 2))
 CASES = (
     Case("TP2 + sequence parallel", 2, (*TP2, "--sequence-parallel")),
     Case("PP2 micro-batch 2", 2, (*PP2, "--micro-batch-size", 2)),
@@ -97,39 +98,51 @@ def test_a_run_with_a_context_resumes_bitwise(configs, files, ranks):
     assert len(straight) == 4 and all(0.5 < coverage < 1 for _, _, coverage, *_ in straight)
 
 
-def test_records_of_agents_bring_the_prompts_of_the_teacher(files, ranks):
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_of_agents_bring_the_prompts_of_the_teacher(kind, files, ranks):
     """One of three records of a group has none; results of tools have no loss on either side."""
-    config = write_teachers(files / "agent.yaml", {"hf": str(files / "teacher")} | KNOWS)
-    plain = record_run.argv(files, "played", ratio=1)
-    with record_run.playing(files, "played"):
+    model = {"hf": str(files / "teacher")} if kind == "frozen" else {"weights": "live"}
+    agent, played_by = f"agent {kind}", f"played {kind}"
+    config = write_teachers(files / f"{agent}.yaml", model | KNOWS)
+    plain = record_run.argv(files, played_by, ratio=1)
+    with record_run.playing(files, played_by):
         (played,) = ranks.run(record_run.one_step, 1, plain, files / "played gradients")
-    prepared = files / "agent" / "rollouts"
+    prepared = files / agent / "rollouts"
     prepared.mkdir(parents=True)
     (prepared / "run.json").write_text('{"run": "named"}')
     records, theirs = [], {}
-    for path in sorted((files / "played in").glob("*.jsonl")):
+    for path in sorted((files / f"{played_by} in").glob("*.jsonl")):
         records += [json.loads(line) | {"version": "named-0"} for line in path.read_text().splitlines()]
     for number, one in enumerate(records):
         if number % 3:
             theirs[one["id"]] = one["teacher_ids"] = [9, 8, 7 + number]
-    write_records(files / "agent in.jsonl", *records)
-    (files / "agent in").mkdir()
-    (files / "agent in.jsonl").rename(files / "agent in" / "a.jsonl")
-    words = [*record_run.argv(files, "agent", ratio=1), "--config", str(config)]
+    (files / f"{agent} in").mkdir()
+    write_records(files / f"{agent} in" / "a.jsonl", *records)
+    words = [*record_run.argv(files, agent, ratio=1), "--config", str(config)]
     place = words.index("--teacher-hf")
     del words[place : place + 2]
-    save = ("--save", str(files / "agent"), "--load", str(files / "agent"))
-    (found,) = ranks.run(record_run.one_step, 1, [*words, *save], files / "agent gradients")
+    words += ["--save", str(files / agent), "--load", str(files / agent)]
+    (found,) = ranks.run(record_run.one_step, 1, words, files / "agent gradients")
     assert found["rollouts"].keys() == played["rollouts"].keys()
     completions = [
         Taught(one.request.ids, theirs.get(one.id), one.ids, one.loss) for one in found["rollouts"].values()
     ]
     plain_kl = dict(temperature=1.0, divergence="reverse_kl")
-    terms = [Term(files / "teacher", completions)]
+    terms = [Term(files / "teacher" if kind == "frozen" else None, completions)]
     loss = reference(files / "student", terms, files / "agent dense", plain_kl)
     assert found["sums"]["kd"] / found["sums"]["num_loss_tokens"] == pytest.approx(loss, rel=1e-5)
     error, where = worst_relative_error(files / "agent gradients", files / "agent dense")
     assert error <= 1e-5, where
+    for flags in CP2:  # a run that resumes takes the same records
+        results = ranks.run(record_run.one_step, 2, [*words, *map(str, flags)], files / "agent layout")
+        for other in results:
+            assert other["rollouts"].keys() == found["rollouts"].keys()
+            for name, value in found["sums"].items():
+                assert other["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            for name in ("rollout/coverage", "rollout/teacher_nll", "rollout/kl_quarter_1"):
+                assert other["figures"][name] == pytest.approx(found["figures"][name], abs=1e-5), name
+        error, where = worst_relative_error(files / "agent layout", files / "agent dense")
+        assert error <= 1e-5, where
 
 
 MADE = {

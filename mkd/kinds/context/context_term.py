@@ -56,7 +56,7 @@ class ContextTeacher:
         return part.chunks
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        chunks, rows = self._chunks(given.batch), self._student_rows(given.batch)
+        chunks, rows = self._chunks(given.batch), self.student_rows(given.batch)
         weights = torch.zeros_like(given.batch.loss_mask[0])
         weights[rows] = given.pack_weights[self.name][chunks.packs]
         settings = dict(self.divergence, compact=(rows, self._states(given)))
@@ -67,7 +67,7 @@ class ContextTeacher:
     def pack_scores(self, given: LossInput, vocab_size: int | None = None) -> PackScores:
         """Return its predictions over the first `vocab_size` ids, by default over all that it knows."""
         chunks, model = self._chunks(given.batch), given.stage.compared[self.index]
-        rows = self._student_rows(given.batch)
+        rows = self.student_rows(given.batch)
         scores = token_scores(
             self._states(given),
             model.head_weight(),
@@ -80,7 +80,7 @@ class ContextTeacher:
         covered = sum_by(chunks.packs, torch.ones(len(rows), device=rows.device), given.num_packs)
         return PackScores(scores, chunks.packs, covered)
 
-    def _student_rows(self, batch: PackedBatch) -> Tensor:
+    def student_rows(self, batch: PackedBatch) -> Tensor:
         """Return the student's rows that are compared on this rank, int64 [n]."""
         side = self._chunks(batch).student
         # Under context parallelism a chunk's owner holds its row: it sends it to nobody else.

@@ -176,9 +176,10 @@ class RolloutMeter:
             numbers.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
             for side in (ours, theirs)
         )
-        places = torch.searchsorted(sampled.rows, ours.rows).clamp(max=len(sampled.rows) - 1)
+        rows = ours.rows if isinstance(teacher, CrossTokenizer) else teacher.student_rows(given.batch)
+        places = torch.searchsorted(sampled.rows, rows).clamp(max=len(sampled.rows) - 1)
         first = ours.offsets[:-1]
-        is_sampled = sampled.rows[places[first]] == ours.rows[first]  # a chunk of stored text is left out
+        is_sampled = sampled.rows[places[first]] == rows[first]  # a chunk of stored text is left out
         student = sum_segments(of_student, sampled.logp[places], count)
         logp = sum_segments(of_teacher, scores, count)
         tokens, quarter = ours.offsets.diff().double(), sampled.quarter[places[first]]

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, Pack, empty_pack
+from mkd.data.batch import ADVANTAGE, SAMPLED_LOGP, Pack, PackedBatch, empty_pack
 from mkd.data.packing.best_fit import pack_pieces
+from mkd.data.packing.cutting import padded_lengths
 from mkd.kinds.sampled.rollout_teachers import NOTHING, RolloutTeacher
 from mkd.kinds.sampled.sampler.rollouts import Rollout
+from mkd.parallel.zigzag import RowShard
 from mkd.xtoken.align.align_text import AlignedText
 
 QUARTERS = 4  # parts of a completion in which the divergence is measured
@@ -26,6 +29,15 @@ class RolloutRows:
     @classmethod
     def stored(cls, count: int) -> RolloutRows:
         return cls(np.full(count, -1), np.zeros(count, dtype=np.float32))
+
+    def held(self, batch: PackedBatch, shard: RowShard) -> RolloutRows:
+        """Return the rows that a context-parallel process holds of a whole micro-batch."""
+        if shard.is_whole:
+            return self
+        places = shard.rows(batch.cu_seqlens_padded)
+        has_loss = batch.loss_mask[0, places] != 0
+        rows = torch.searchsorted(batch.loss_rows, places[has_loss]).numpy()
+        return RolloutRows(self.quarter[rows], self.logp[rows])
 
     @classmethod
     def joined(cls, parts: Sequence[RolloutRows]) -> RolloutRows:
@@ -44,6 +56,7 @@ class RolloutPacks:
     seq_length: int
     pad_id: int
     teachers: Sequence[RolloutTeacher]
+    multiple: int = 1  # documents are padded to a multiple of it
     tags: np.ndarray | None = None  # [packs] int64, number of each pack's tag; None: they have none
 
     @classmethod
@@ -55,6 +68,7 @@ class RolloutPacks:
         teachers: Sequence[RolloutTeacher],
         tags: np.ndarray | None = None,  # [rollouts] int64: a pack holds completions of one tag
         taught: Sequence[frozenset[int]] = (),  # tags of each of `teachers`; (): all
+        multiple: int = 1,  # documents are padded to a multiple of it
     ) -> RolloutPacks:
         """Put the completions into packs: best fit decreasing.
 
@@ -72,13 +86,15 @@ class RolloutPacks:
         ]
         for teacher, documents in zip(teachers, aligned, strict=True):
             theirs = np.array([len(one.teacher_ids) for one in documents], dtype=np.int64)
+            theirs = padded_lengths(theirs, multiple)
             lengths = np.maximum(lengths, -(-theirs * seq_length // teacher.seq_length))
+        lengths = padded_lengths(lengths, multiple)
         filled = pack_pieces(np.minimum(lengths, seq_length), seq_length, "bfd", tags=tags)
         pieces = [filled.pieces_of(number).tolist() for number in range(len(filled))]
         packs = [[rollouts[i] for i in numbers] for numbers in pieces]
         of_teachers = [[[one[i] for i in numbers] for numbers in pieces] for one in aligned]
         of_packs = None if tags is None else tags[[numbers[0] for numbers in pieces]]
-        return cls(packs, of_teachers, seq_length, pad_id, teachers, of_packs)
+        return cls(packs, of_teachers, seq_length, pad_id, teachers, multiple, of_packs)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -97,9 +113,9 @@ class RolloutPacks:
             pack.loss_mask[first : end - 1] = 1 if one.loss is None else one.loss
             advantage[first : end - 1], logp[first : end - 1] = one.advantage, one.logp
             parts.append(RolloutRows(np.arange(count) * QUARTERS // count, one.logp[sampled]))
-            start = end
+            start = int(padded_lengths(np.int64(end), self.multiple))
         lengths = np.array([len(one.request.ids) + len(one.ids) for one in self.packs[number]])
-        spans = lengths.copy()
+        spans = padded_lengths(lengths, self.multiple)
         spans[-1] += self.seq_length - start
         judged = {ADVANTAGE: advantage, SAMPLED_LOGP: logp}
         inputs = tuple(

@@ -136,13 +136,16 @@ class RolloutStream:
             warn_if_empty(self.iteration, sampled, len(rollouts), len(kept))
         tags = self._tags(kept)
         taught = () if self.routes is None else self.routes.tags
-        self._packs = RolloutPacks.fill(kept, self.seq_length, self.pad_id, self.teachers, tags, taught)
+        self._packs = RolloutPacks.fill(
+            kept, self.seq_length, self.pad_id, self.teachers, tags, taught, self.context.document_multiple
+        )
         # After `_stored` and `_packs`: `_mine` deals the samples of both to the ranks.
         batches, self.rows = [], []
         for dealt in self._mine():
             packs, rows = zip(*map(self._build, dealt.samples), strict=True)
-            batches.append(replace(collate(packs), needed_teachers=dealt.needed_teachers))
-            self.rows.append(RolloutRows.joined(rows))
+            whole, shard = collate(packs), self.context.row_shard
+            batches.append(replace(whole.shard(shard), needed_teachers=dealt.needed_teachers))
+            self.rows.append(RolloutRows.joined(rows).held(whole, shard))
         return batches
 
     def following_step(self) -> list[PackedBatch]:

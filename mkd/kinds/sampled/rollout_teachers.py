@@ -15,6 +15,7 @@ from mkd.data.aligned.context_records import completion_chunks
 from mkd.data.aligned.teacher_batch import TeacherPack, empty_teacher_pack
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.batch import Pack
+from mkd.data.packing.cutting import padded_lengths
 from mkd.data.prompts import PromptSet
 from mkd.data.teacher_input import SharedTokens
 from mkd.kinds.sampled.sampler.rollouts import Rollout
@@ -60,6 +61,7 @@ class RowRollouts:
     text: TeacherText
     prompts: PromptSet
     seq_length: int
+    multiple: int  # documents are padded to a multiple of it
 
     def _prompt(self, rollout: Rollout) -> np.ndarray | None:
         """Return the teacher's tokens of the prompt; None if it has none for this completion."""
@@ -86,10 +88,10 @@ class RowRollouts:
             part.labels[place : place + len(ids) - 1] = ids[1:]
             chunks.append(found + [start, start, place, place])
             lengths.append(len(ids))
-            place += len(ids)
+            place = int(padded_lengths(np.int64(place + len(ids)), self.multiple))
         if not lengths:
             return part
-        spans = np.array(lengths)
+        spans = padded_lengths(np.array(lengths), self.multiple)
         spans[-1] += self.seq_length - place
         kept = self._selection(np.concatenate(chunks), pack.labels, pack.loss_mask, part.labels)
         return TeacherPack(part.tokens, part.labels, np.array(lengths), spans, kept)

@@ -74,7 +74,7 @@ def build_rollouts(
         micro_batch_size=plan.batch.micro_batch_size,
         seq_length=training.seq_length,
         pad_id=tokenizer.padding_id(plan.known_ids),
-        teachers=_rollout_teachers(plan, texts, texts.prompts),
+        teachers=_rollout_teachers(plan, texts, texts.prompts, engine.context.document_multiple),
         seed=training.seed,
         shuffle=config.data.shuffle,
         drops_truncated=rollout.rollout_truncated == "drop",
@@ -120,7 +120,7 @@ def _sampling(plan: Plan, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[RolloutTeacher]:
+def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet, multiple: int) -> list[RolloutTeacher]:
     """Return every teacher's side of the completions."""
     assert plan.tokenizers is not None, "a run reads text"
     ours = plan.tokenizers.student
@@ -131,8 +131,8 @@ def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet) -> list[Roll
             found.append(SharedRollouts(length))
             continue
         if text.context is not None and not text.aligns:
-            found.append(ContextRollouts(text, prompts, length))
+            found.append(ContextRollouts(text, prompts, length, multiple))
             continue
         pair = Pair(ours, text.tokenizer, text.alignment, text.reasoning, plan.config.data.append_eod)
-        found.append(AlignedRollouts(text, prompts, length, pair))
+        found.append(AlignedRollouts(text, prompts, length, multiple, pair))
     return found

@@ -115,7 +115,10 @@ FOLDER = *RECORDS, "--rollout-records", "in"
         ((*FOLDER, "--max-staleness", "-1"), "out-of-range: must be"),
         ((*FOLDER, "--rollout-records-timeout-s", "0"), "out-of-range: must be"),
         ((*FOLDER, "--reward", "m:f", "--samples-per-prompt", "2"), "reward-needs: reward is m:f"),
-        ((*FOLDER, "--context-parallel-size", "2"), "rollouts-exclude: context-parallel-size"),
+        (
+            (*FOLDER, "--context-parallel-size", "2", "--xtoken-loss", "p_kl"),
+            "rollouts-exclude: records of agents with",
+        ),
         ((*ON, "--rollout-records", "in"), "remove-flag: no effect"),
         ((*ON, "--reward", "records", "--samples-per-prompt", "2"), "reward-needs: reward is records, but"),
     ],
