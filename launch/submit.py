@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
-from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, returns_exit_code
+from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, collect_error, returns_exit_code
 from mkd.kinds.known_kinds import KINDS
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
+from mkd.plan.sides import processes_apart, student_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
@@ -72,7 +73,14 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="The flags of mkd train follow, --config FILE.yaml first of all.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=whole_number, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument(
+        "--nodes",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="machines, those of --teacher-nodes not included (default: 1)",
+    )
+    _add_flags_of_teachers(parser)
     parser.add_argument(
         "--gpus-per-node",
         type=partial(whole_number, least=0),
@@ -117,10 +125,29 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+def _add_flags_of_teachers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--teacher-nodes",
+        type=partial(whole_number, least=0),
+        default=0,
+        metavar="N",
+        help=(
+            "machines of teachers with --teacher-processes, as the second part of a heterogeneous job "
+            "(default: 0, all processes are on --nodes)"
+        ),
+    )
+    parser.add_argument(
+        "--teacher-constraint",
+        metavar="TEXT",
+        help="features of --teacher-nodes, as --constraint of sbatch (default: any machine)",
+    )
+
+
 def render(own: argparse.Namespace, run: list[str]) -> str:
     """Return slurm.sbatch with these options and this run. Raises one ErrorList with all problems."""
     config = load_config(run).config
-    processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
+    of_node = own.gpus_per_node or int(os.environ.get("NPROC", "1"))
+    sides = own.nodes * of_node, own.teacher_nodes * of_node
     options = {
         "job-name": config.log.name if own.job_name is None else own.job_name,
         "nodes": own.nodes,
@@ -132,8 +159,11 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
         "signal": f"B:USR1@{own.signal_lead_s}",
     }
     options = {name: str(value) for name, value in options.items() if value is not None}
-    problems = [
-        *find_problems(RunFacts(config, processes, kinds=KINDS)),
+    problems: list[MkdError] = []
+    processes = collect_error(problems, lambda: student_processes(config, sum(sides)))
+    problems += [
+        *(find_problems(RunFacts(config, processes, kinds=KINDS)) if processes else ()),
+        *_sides_fit(own, processes_apart(config), sides),
         *_can_go_on(config),
         *_has_time_to_save(own.time, own.signal_lead_s),
     ]
@@ -142,10 +172,51 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
         raise ErrorList(problems)
     more = {match["name"]: match["value"] for match in map(OPTION.fullmatch, own.option)}
     template = (ROOT / "launch" / "slurm.sbatch").read_text(encoding="utf-8")
-    return fill_in({**options, **more}, run, template)
+    return fill_in({**options, **more}, run, template, _second_part(own))
 
 
-def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
+def _sides_fit(own: argparse.Namespace, apart: int, sides: tuple[int, int]) -> list[MkdError]:
+    """Check that the machines of both parts, with these numbers of processes, are those of the sides."""
+    if own.teacher_constraint is not None and not own.teacher_nodes:
+        do = "add --teacher-nodes N, or remove it"
+        return [
+            UsageError(
+                "--teacher-constraint without --teacher-nodes",
+                "no machine is for teachers alone",
+                do,
+                code="add-flag",
+            )
+        ]
+    if not own.teacher_nodes or sides[1] == apart:
+        return []
+    what = f"--teacher-nodes {own.teacher_nodes} has {sides[1]} processes, --teacher-processes {apart}"
+    why = "the machines of the second part are those of the teachers alone"
+    do = "change one of them" if apart else "give --teacher-processes, or remove --teacher-nodes"
+    return [UsageError(what, why, do, code="numbers-contradict")]
+
+
+def _second_part(own: argparse.Namespace) -> dict[str, str]:
+    """Return the options of the teachers' machines; {} if the job has one part."""
+    if not own.teacher_nodes:
+        return {}
+    options = {
+        "nodes": own.teacher_nodes,
+        "constraint": own.teacher_constraint,
+        "ntasks-per-node": 1,
+        "gpus-per-node": own.gpus_per_node,
+        "cpus-per-task": own.cpus_per_task,
+        "partition": own.partition,
+        "account": own.account,
+    }
+    return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def fill_in(
+    options: dict[str, str | None],
+    run: list[str],
+    template: str,
+    second: dict[str, str],  # options of a second part of the job; {}: there is none
+) -> str:
     """Return `template` with `options` as its #SBATCH lines and `run` as arguments."""
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
@@ -154,6 +225,9 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
             rf"(?m)^#SBATCH --{re.escape(name)}(=.*)?$", lambda _, line=line: line, header
         )
         header += "" if is_there else f"{line}\n"
+    if second:
+        header += "".join(["#SBATCH hetjob\n", "#SBATCH --exclusive\n"])
+        header += "".join(f"#SBATCH --{name}={quoted(value)}\n" for name, value in second.items())
     return f"{header}set -- {shlex.join(run)}\n{body}"
 
 

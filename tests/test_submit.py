@@ -195,3 +195,56 @@ def test_without_slurm_and_without_torch(config, tmp_path):
 def test_no_time_limit_is_one_too(config, capsys):
     """Slurm's 0 means that the job is never told to end."""
     assert "#SBATCH --time=0\n" in script(capsys, "--config", config, "--time", "0")
+
+
+APART = ("--teacher-processes", "8", "--nodes", "1", "--gpus-per-node", "4")
+
+
+def test_machines_of_teachers_are_the_second_part_of_the_job(config, capsys):
+    own = ("--teacher-nodes", "2", "--teacher-constraint", "a100", "--partition", "gpu")
+    lines = script(capsys, *APART, *own, "--config", config).splitlines()
+    first, second = lines[: lines.index("#SBATCH hetjob")], lines[lines.index("#SBATCH hetjob") :]
+    assert "#SBATCH --nodes=1" in first and not any("constraint" in line for line in first)
+    written = [line for line in second if line.startswith("#SBATCH --")]
+    assert written == [
+        "#SBATCH --exclusive",
+        "#SBATCH --nodes=2",
+        "#SBATCH --constraint=a100",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --partition=gpu",
+    ]
+    assert not any(
+        "hetjob" in line for line in script(capsys, "--gpus-per-node", "4", "--config", config).splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        ((*APART, "--teacher-nodes", "1"), "--teacher-nodes 1 has 4 processes, --teacher-processes 8"),
+        (("--nodes", "1", "--gpus-per-node", "4", "--teacher-nodes", "1"), "--teacher-processes 0"),
+        (("--gpus-per-node", "4", "--teacher-constraint", "a100"), "--teacher-constraint without"),
+        (("--gpus-per-node", "4", "--teacher-processes", "4"), "of teachers of 4 processes"),
+    ],
+)
+def test_machines_that_do_not_fit_the_sides(config, capsys, argv, text):
+    assert main([*argv, "--dry-run", "--config", config]) == 64
+    assert text in capsys.readouterr().err
+
+
+def test_ranks_follow_the_machines_of_a_job_of_two_parts():
+    """The command that each machine runs numbers it: the first part's machines come first."""
+    template = TEMPLATE.read_text()
+    (command,) = [line for line in template.splitlines() if "PET_NODE_RANK" in line]
+    command = command.split("'")[1]
+    numbers = [
+        subprocess.run(
+            ["bash", "-c", command, "numbered", "printenv", "PET_NODE_RANK"],
+            env={"PATH": "/usr/bin:/bin", "MACHINES": "n1\nn10\nt1", "SLURMD_NODENAME": name},
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for name in ("n1", "n10", "t1")
+    ]
+    assert numbers == ["0", "1", "2"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from mkd.errors import collect_error
 from mkd.human import counted, milliseconds, size
+from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.placement import Variant
 from mkd.plan.parallel_sizes import Sizes
@@ -46,7 +48,7 @@ def split_lines(
         return
     for variant in variants:
         facts = replace(forecast.facts, config=variant.apply(forecast.config))
-        best = collect_error([], lambda facts=facts: best_split(planned_splits(facts, usable_gib)))
+        best = collect_error([], partial(_best, facts, usable_gib))
         if best is None:
             continue
         _, _, precision = variant.name.partition(", ")
@@ -64,6 +66,10 @@ def split_lines(
                 if name != "residency"
             )
         yield line
+
+
+def _best(facts: RunFacts, usable_gib: float) -> PlannedSplit | None:
+    return best_split(planned_splits(facts, usable_gib))
 
 
 def side_notes(forecast: Forecast) -> Iterator[str]:

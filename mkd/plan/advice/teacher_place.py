@@ -119,11 +119,11 @@ def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
         line = f"  {one.place.name}: {milliseconds(one.step_ms)}, {one.need_gib:.1f} GiB"
         line += "" if one.need_gib <= usable_gib else ", does not fit"
         lines.append(line + _export_text(forecast, one.place))
-    running = [
+    on_device = [
         one for one in running_variants(forecast.facts) if one.settings.get("residency") in (None, "device")
     ]
     chosen_ms = None if chosen is None or chosen.place in WITHOUT_LAYERS else chosen.step_ms
-    return [*lines, *split_lines(forecast, running, usable_gib, chosen_ms)]
+    return [*lines, *split_lines(forecast, on_device, usable_gib, chosen_ms)]
 
 
 def _export_text(forecast: Forecast, place: Variant) -> str:
