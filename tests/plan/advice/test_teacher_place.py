@@ -180,8 +180,8 @@ def test_the_lines_name_the_choice():
     need = by_name(pair)["2 peers"].need_gib
     first, *lines = describe_places(pair, need)
     assert "; without FP8: --teacher-residency peers --teacher-peers 2; all places:" in first
-    assert len(lines) == 12
-    assert lines[-2].endswith(", after an export of 7.63 GiB for a million loss tokens")
+    assert len(lines) == 14 and all(" teacher processes" in line for line in lines[-2:])
+    assert lines[-4].endswith(", after an export of 7.63 GiB for a million loss tokens")
     assert [line.split(":")[0].strip() for line in lines if "does not fit" in line] == ["device"]
     settings = replace(config(*BASE), teachers=several({}, {}).teachers)
     two = forecast_of(settings, 8, STUDENT, (TEACHER, TEACHER))
