@@ -21,9 +21,12 @@ class HostRow:
 
     @classmethod
     def of(cls, row: Any) -> HostRow:
-        """Return a `TokenRow` that is on the host."""
-        borders = row.cu_seqlens.numpy(), row.cu_seqlens_padded.numpy()
-        return cls(row.tokens[0].numpy(), *borders, row.max_seqlen)
+        """Return a copy of a `TokenRow` that is on the host.
+
+        A view would read freed memory behind a data worker, which moves a batch's tensors into shared memory.
+        """
+        arrays = (one.numpy().copy() for one in (row.tokens[0], row.cu_seqlens, row.cu_seqlens_padded))
+        return cls(*arrays, row.max_seqlen)
 
     @property
     def padded(self) -> Tensor:
