@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from mkd.config.divergence import KDDivergence
 from mkd.config.field import option
-from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
+from mkd.config.models import LIVE, TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 from mkd.config.self_teacher import SelfTeacherSettings
 from mkd.config.split import parse_split
@@ -390,7 +390,7 @@ class Config(SelfTeacherSettings):
         pair_loss = self.pair_loss
         needs_reference = pair_loss.needs_reference if pair_loss else self.grpo.is_on and self.needs_models
         given = self.teachers or (TeacherConfig(),)
-        is_named = len(given) > 1 or given[0].is_given
+        is_named = len(given) > 1 or given[0].is_given or given[0].weights == LIVE
         if is_named or not (needs_reference and initial):
             return self
         return replace(self, teachers=(replace(given[0], hf=self.student.hf, load=self.student.load),))

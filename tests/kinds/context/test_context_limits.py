@@ -44,6 +44,11 @@ def live(tmp_path, *flags, **teacher):
 def test_a_live_teacher_is_the_student(tmp_path):
     config, found = live(tmp_path)
     assert found == [] and config.teachers[0].hf == "s" and config.parallel.teacher_prefetch == "0"
+    rewarded = (*FRESH, "--reward", "m:f", "--samples-per-prompt", "4", "--kd-ratio")
+    for ratio in ("1", "0.5"):  # it is no reference, whose weights would be frozen
+        config, found = live(tmp_path, *rewarded, ratio, context={"user": "{prompt} {sibling}"})
+        assert found == [] and config.teachers[0].residency == "student"
+    assert live(tmp_path, "--dpo-beta", "0.1", "--kd-ratio", "0")[1]
 
 
 @pytest.mark.parametrize(
