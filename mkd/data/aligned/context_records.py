@@ -141,7 +141,8 @@ class ContextTemplate:
             what, why = f"the record has {PRIVILEGED}", "no text of this teacher's context has a field for it"
             raise _bad(what, why, f"write {{{PRIVILEGED}}} where it belongs, or remove the key")
         check_string(question, "the last user message")
-        values = {**context, **given, PROMPT: question}
+        others = {key: value for key, value in context.items() if key not in CONTEXTS}
+        values = {**others, **given, PROMPT: question}
         filled = next((text for one in choices if (text := self._filled(one, values)) is not None), None)
         if filled is None or self.system is None:
             return None if filled is None else (filled, None)

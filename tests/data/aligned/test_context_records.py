@@ -75,6 +75,9 @@ def test_the_record_brings_its_own_context(tokenizer):
     for given in ("quick", {"knows": "quick", "other": "slow"}):
         text, _ = read(tokenizer, default, prompt="fox", completion=" dog", privileged_context=given)
         assert text == "fox\n\nquick dog<|endoftext|>"
+    default = ContextTemplate("knows", "{prompt} {privileged_context}", fallbacks=("{prompt}!",))
+    text, _ = read(tokenizer, default, prompt="fox", completion=" dog", privileged_context={"other": "slow"})
+    assert text == "fox! dog<|endoftext|>"
 
 
 def test_the_first_tokens_of_a_completion_may_be_left_out(tokenizer):
