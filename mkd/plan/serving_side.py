@@ -110,8 +110,12 @@ class TeacherSide:
         return (max(stages) + messages + forward) / GIB + outside_gib
 
     def states_kept(self, student_replicas: int) -> int:
-        """Return the most states that wait on a last stage for the replicas that it serves."""
-        ahead = self.ahead(student_replicas)
+        """Return the most states that wait on a last stage for the replicas that it serves.
+
+        An evaluation asks for as many again, while those of the next step wait.
+        """
+        lanes = 2 if self.config.training.evaluates else 1
+        ahead = lanes * self.ahead(student_replicas)
         served = partners(self.sizes.data, student_replicas)
         return served * math.ceil(ahead / partners(student_replicas, self.sizes.data))
 

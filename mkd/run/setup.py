@@ -18,6 +18,7 @@ from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.evaluation.evaluate import is_evaluated
 from mkd.evaluation.task_evaluator import TaskEvaluator
+from mkd.kinds.averaged.averaged_teachers import follows_student
 from mkd.kinds.known_kinds import METRICS
 from mkd.kinds.routed.route_setup import teacher_routes
 from mkd.kinds.sampled.rollout_stream import RolloutStream
@@ -264,6 +265,7 @@ def build_reporter(
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         has_own_rows=any(one.settings.has_own_row for one in plan.setups),
+        teachers_move=any(follows_student(one.settings) for one in plan.setups),
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
         is_frozen=config.lora.is_on,

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from mkd.config.schema import TeacherConfig
 
+PIECE = 2**24
+"""Elements of a shard that are gathered at once for a checkpoint."""
+
 
 @dataclass(frozen=True)
 class AverageBucket:
@@ -55,12 +58,17 @@ class AverageBucket:
         return dist.all_gather_into_tensor(self.weights, rounded, group=self.group, async_op=True)
 
     def whole(self) -> dict[nn.Parameter, Tensor]:
-        """Return the average of each parameter, fp32 in its shape. All-gather over data parallelism."""
-        values = self.weights
-        if values.dtype != torch.float32:
-            values = torch.empty_like(values, dtype=torch.float32)
-            dist.all_gather_into_tensor(values, self.shard, group=self.group)
-        values = values.cpu()
+        """Return the average of each parameter on the host, fp32 in its shape.
+
+        Communication: all-gather over data parallelism, piece by piece. The device has room for no more.
+        """
+        size, parts = len(self.shard), torch.empty(self.group.size(), len(self.shard))
+        for first in range(0, size, PIECE):
+            own = self.shard[first : first + PIECE]
+            gathered = own.new_empty(self.group.size() * len(own))
+            dist.all_gather_into_tensor(gathered, own, group=self.group)
+            parts[:, first : first + len(own)].copy_(gathered.view(self.group.size(), -1))
+        values = parts.flatten()
         return {one: values[first:][: one.numel()].view(one.shape) for one, first in self.places.items()}
 
     def load(self, values: Mapping[nn.Parameter, Tensor]) -> None:

@@ -85,10 +85,12 @@ class RemoteStates:
         assert known == begun, f"states ahead are of samples {known}, the step's are {begun}"
         self._todo.extend((one.sample_ids, one.host_rows[self.place]) for one in batches[len(known) :])
         self._ask()
-        yield
-        if is_evaluation:
-            assert not self._asked and not self._todo, "an evaluation left states behind"
-            self._todo, self._asked = kept
+        try:
+            yield
+            assert not is_evaluation or not (self._asked or self._todo), "an evaluation left states behind"
+        finally:
+            if is_evaluation:
+                self._todo, self._asked = kept
 
     def take(self, batch: PackedBatch) -> Tensor:
         """Return the teacher's final state of a micro-batch, [t / cp (/ tp), 1, h]. Last stage only.
@@ -114,6 +116,8 @@ class RemoteStates:
         for request in self._asked:
             if request.received is not None:  # the teacher has been told that it may send
                 self._received(request)
+        if self.context.device.type == "cuda":  # where a wait lets only the stream wait
+            torch.cuda.synchronize(self.context.device)
         sent = [part for one in self._asked for part in one.sent]
         for control in self.links.control.values():
             sent += Message(STOP, exit_code).send(control)

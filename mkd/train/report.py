@@ -47,6 +47,7 @@ class Reporter:
     global_batch_size: int
     seq_length: int
     has_own_rows: bool = False  # some teacher reads another row of tokens than the student
+    teachers_move: bool = False  # the weights of some teacher follow the student's
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     is_frozen: bool = False  # the student's weights, beside its adapters
@@ -168,10 +169,10 @@ class Reporter:
         return {_LOSS_KEYS.get(name, name): value for name, value in present}
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Return `gap_closed`; nothing without a teacher, or if the first evaluation is unknown."""
+        """Return `gap_closed`; nothing if there is no gap of frozen teachers, or its beginning is unknown."""
         if record["iteration"] == 0:
             self.initial_kd = record.get("kd_loss")
-        if not self.initial_kd or "kd_loss" not in record:
+        if self.teachers_move or not self.initial_kd or "kd_loss" not in record:
             return {}
         return {"gap_closed": 1 - record["kd_loss"] / self.initial_kd}
 
