@@ -4,10 +4,12 @@
         [--histogram out.png] [--picture pack.png]
     mkd data preview a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     mkd data preview --align a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
+    mkd data preview a.jsonl --student MODEL_DIR --context '{prompt} Solution: {solution}' [--limit 3]
 
 In packs, tokens with loss are green and others grey (without colours: in parentheses), and conversations
 have a line for each message, after its role. The fraction of loss tokens, the packing efficiency and the
-lengths of documents follow. --align shows aligned chunks in two colours. Colours appear on terminals unless
+lengths of documents follow. --align shows aligned chunks in two colours, --context what a teacher with a
+context reads, whose tokens without loss are in parentheses. Colours appear on terminals unless
 NO_COLOR is set, and with --color. `mkd inspect --input PATH` is the same command.
 """
 
@@ -29,6 +31,7 @@ from mkd.config.run_files import OVERLONG_CONVERSATIONS
 from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
+    from mkd.data.aligned.context_records import ContextTemplate
     from mkd.data.batch import Pack
     from mkd.data.dataset import BlendedDataset
     from mkd.data.records.kinds import Record
@@ -123,6 +126,9 @@ def _add_alignment_flags(add: Callable[..., object]) -> None:
         default=True,
         help="align reasoning of conversations too (default: yes)",
     )
+    user = "`user` of a teacher's context: show what the student and this teacher read of each record"
+    add("--context", metavar="TEXT", help=user)
+    add("--context-system", metavar="TEXT", help="system message of that context, its `system`")
 
 
 def aligned_records(
@@ -132,16 +138,41 @@ def aligned_records(
 
     Raises MkdError that names file and row.
     """
+    from mkd.data.aligned.context_records import context_record
     from mkd.data.files.named_files import named_files
     from mkd.data.records.parsing import parse_row
     from mkd.data.records.rows import read_rows
+    from mkd.data.records.wanted import WantedRecords
 
     rows = ((file, *row) for file in named_files(args.input, "--input").at_hand() for row in read_rows(file))
+    template = context_template(args)
+    wanted = WantedRecords(context=template.keys if template else ())
     for file, number, row in islice(rows, args.limit):
         try:
-            yield f"{file}:{number}", align_record(parse_row(row), args, student, teacher)
+            record = parse_row(row, wanted)
+            if template is None:
+                yield f"{file}:{number}", align_record(record, args, student, teacher)
+            else:
+                yield f"{file}:{number}", context_record(record, student, args.append_eod, template)
         except DataError as error:
             raise error.located(f"{file}:{number}") from error
+
+
+def context_template(args: argparse.Namespace) -> ContextTemplate | None:
+    """Return the context to show; None without --context. Raises UsageError if it is no template."""
+    from mkd.config.prompt_template import template_fields
+    from mkd.data.aligned.context_records import ContextTemplate
+
+    if args.context is None:
+        return None
+    for text in (args.context, args.context_system or ""):
+        try:
+            template_fields(text)
+        except ValueError as error:
+            what, why = f"--context is not a template: {error}", "its fields are filled from records"
+            do = "write {prompt}, {KEY} of a record, and {{ and }} for braces"
+            raise UsageError(what, why, do, code="value-not-valid") from error
+    return ContextTemplate("shown", args.context, args.context_system, may_miss=True)
 
 
 def align_record(
@@ -162,10 +193,14 @@ def align_record(
 
 
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
-    """Print the aligned chunks of the first records."""
+    """Print the aligned chunks of the first records, or what a teacher with a context reads."""
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken.align.align_view import view_alignment
 
+    if args.context is not None and args.teacher:
+        what, why = "--teacher with --context", "a teacher with a context is shown with the student's tokens"
+        raise UsageError(what, why, "leave one of them out", code="remove-flag")
+    args.teacher = args.student if args.context is not None else args.teacher
     if not args.teacher:
         raise UsageError(
             "--align needs --teacher",
@@ -175,7 +210,7 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
         )
     if args.max_bad_records:
         raise UsageError(
-            "--max-bad-records has no effect with --align",
+            f"--max-bad-records has no effect with {'--align' if args.context is None else '--context'}",
             "it shows the records as they are",
             "leave it out",
             code="remove-flag",
@@ -284,4 +319,5 @@ def main(argv: Sequence[str] | None = None, name: str = "mkd inspect") -> None:
 
     prepare_for_files()  # before mkd.data imports Megatron
     colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    show_alignment(args, colour) if args.align else show_packs(args, colour)
+    by_record = args.align or args.context is not None
+    show_alignment(args, colour) if by_record else show_packs(args, colour)

@@ -245,6 +245,26 @@ def test_numbers_and_flags_that_mean_nothing(packs, models, capsys):
     assert "--max-bad-records has no effect with --align" in capsys.readouterr().err
 
 
+def test_what_a_teacher_with_a_context_reads(arguments, models, tmp_path, capsys):
+    argv = [*arguments[1:-2], "--context", "{prompt} Hint: {hint}", "--limit", "9"]
+    records = [
+        {"prompt": "fox", "completion": " The fox", "hint": "jumps"},
+        {"prompt": "x", "completion": " The"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(argv) == EXIT_DONE
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    _, own, theirs = ("".join(line.split("|")) for line in first.splitlines())
+    assert "Hint" not in own and "Hint" in theirs.replace("(", "").replace(")", "")
+    assert (
+        own.rsplit(")", 1)[0] != own and own.rsplit(")", 1)[1] == theirs.rsplit(")", 1)[1]
+    )  # the completion
+    assert "0 chunks" in second  # a record without the hint is not taught
+    assert main([*argv, "--teacher", models[1]]) == EXIT_USAGE
+    assert main([*argv[:-4], "--context", "{open"]) == EXIT_USAGE
+    assert "--context is not a template" in capsys.readouterr().err
+
+
 def test_conversations_are_read_with_the_flags_of_training(tmp_path, capsys):
     template = "{{ strftime_now('%Y-%m-%d') + ' ' + (mood or '') + '\n' }}" + CHATML
     for name in ("student", "teacher"):
