@@ -72,7 +72,7 @@ def has_steps(out: Path, number: int) -> Callable[[], bool]:
     return lambda: metrics.exists() and len(metrics.read_text().splitlines()) > number
 
 
-def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
+def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys, monkeypatch):
     """The training process does not outlive the kill; then every stage is done once."""
     out = tmp_path / "out"
     process = start(words(files, files / "student", out), tmp_path)
@@ -96,6 +96,7 @@ def test_a_kill_in_training_and_the_same_command_again(files, tmp_path, capsys):
     state = json.loads((out / "distill.json").read_text())
     assert list(state["stages"]) == ["train", "check", "report"]
 
+    monkeypatch.chdir(tmp_path)
     assert main(["--out", str(out)]) == 0  # nothing is left to do
     text = capsys.readouterr().out
     assert text.count(": done") == 3 and "the student is distilled" in text

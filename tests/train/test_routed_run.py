@@ -92,7 +92,10 @@ def test_a_resumed_run_has_the_same_bits(files, ranks):
         (dict(kd={"tag_key": None}), "add-flag"),
         (dict(kd={"tag_weights": {"math": 0}}), "value-not-valid"),
         (dict(kd={"teacher_combination": "average"}), "remove-flag"),
-        (dict(teachers=({"tags": ["math"], "context": {"user": "{prompt} !"}}, {})), "exclude-each-other"),
+        (
+            dict(teachers=({"tags": ["math"], "context": {"user": "{prompt} !"}}, {})),
+            "record-value-not-valid",
+        ),
         (dict(teachers=({"name": "code", "tags": ["math"]}, {"tags": ["code"]})), "names-equal"),
         (dict(teachers=({"tags": ["math"]}, {"name": "law"})), "names-equal"),  # a tag of the data alone
     ],
