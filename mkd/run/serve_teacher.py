@@ -98,4 +98,4 @@ def announced(phases: Phases, number: int) -> Iterator[None]:
     """Announce a forward, which has the time limit of a step. Waiting for the student has none."""
     with phases(FORWARD_BACKWARD, number):
         yield
-    phases.enter(WAITING, number)
+    phases.enter(WAITING, 0)  # `number` counts rows, not iterations

@@ -135,7 +135,7 @@ def _excluded(config: Config, index: int) -> Iterator[UsageError]:
         what = f"{given} and xtoken settings, and rollout-source is records"
         why = "records have the teacher's prompt as ids of the student's tokenizer"
         yield UsageError(what, why, "remove one of them", code="exclude-each-other")
-    if teacher.stand_in:
+    if teacher.stand_in and not teacher.is_apart:  # which is refused with its own reason
         what, why = f"{given}, but it is stored", "its predictions are of the student's prompts"
         do = "run this teacher from its hf or load, or remove the context"
         yield UsageError(what, why, do, code="stored-teacher-excludes")
