@@ -18,6 +18,7 @@ from mkd.log.metrics import STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
+from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.sides import LAYOUT, apart_teachers, teacher_sizes
 
 if TYPE_CHECKING:  # they load torch
@@ -115,6 +116,8 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
     config, teacher = facts.config, facts.config.teachers[index]
     sizes, given = teacher_sizes(teacher), f"{flag_of(index, 'processes')} {teacher.processes}"
     shapes = (facts.student, *facts.teachers, *facts.heads)
+    tokens = config.training.micro_batch_size * config.training.seq_length
+    row = Sizes.of(config.parallel).row
     earlier = [number for number, one in enumerate(config.teachers[:index]) if one.topk or one.hidden]
     wrong = {
         "the teacher has a tokenizer of its own": teacher.xtoken is not None,
@@ -125,6 +128,9 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         "records choose their teachers by tag": config.kd.teacher_combination == ROUTE,
         "the student's own text is in the loss": config.rollout.is_on,
         "a model reads images": any(one is not None and one.vision is not None for one in shapes),
+        f"{tokens} tokens of a row are not a multiple of {row}, the student's tensor x context size": bool(
+            tokens % row
+        ),
         f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": bool(
             sizes.row % sizes.expert
         ),

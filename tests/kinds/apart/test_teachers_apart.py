@@ -60,6 +60,13 @@ def test_a_teacher_with_processes_and_a_place():
     assert codes(*flags, "--teacher-residency", "host", world_size=2) == []
 
 
+def test_rows_that_the_students_processes_cannot_share():
+    flags = ("--teacher-processes", 1, "--tensor-model-parallel-size", 2, "--seq-length")
+    assert codes(*flags, 1024, world_size=2) == []
+    (found,) = codes(*flags, 1025, world_size=2)
+    assert found.startswith("exclude-each-other")
+
+
 def test_teachers_that_share_the_students_processes_come_first(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("teachers: [{hf: a, processes: 1}, {hf: b}]\n")
