@@ -25,8 +25,10 @@ class HostRow:
 
         A view would read freed memory behind a data worker, which moves a batch's tensors into shared memory.
         """
-        arrays = (one.numpy().copy() for one in (row.tokens[0], row.cu_seqlens, row.cu_seqlens_padded))
-        return cls(*arrays, row.max_seqlen)
+        tokens, borders, padded = (
+            one.numpy().copy() for one in (row.tokens[0], row.cu_seqlens, row.cu_seqlens_padded)
+        )
+        return cls(tokens, borders, padded, row.max_seqlen)
 
     @property
     def padded(self) -> Tensor:
