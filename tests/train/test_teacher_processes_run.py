@@ -31,12 +31,15 @@ def run(folder, argv, processes: int, fault: str = ""):
 
 
 def test_a_run_and_its_resumption_with_another_split(files, tmp_path):
-    """Bit for bit that of a teacher beside the student, also if it stops between."""
+    """Bit for bit that of a teacher beside the student, also if it stops between, and with data workers.
+
+    A worker moves its batches into shared memory: rows that were views of them read freed memory.
+    """
     more = [*EVALUATED, "--train-iters", "4"]
     (alone,) = run(tmp_path, [*flags(files, "alone", save=files / "alone"), *more], 1)
     assert alone.code == EXIT_DONE, alone.output
     half = flags(files, "split", save=files / "split", load=files / "split")
-    ended = run(tmp_path, [*half, *more, *APART, "--exit-interval", "2"], 2)
+    ended = run(tmp_path, [*half, *more, *APART, "--num-workers", "1", "--exit-interval", "2"], 2)
     assert [one.code for one in ended] == [EXIT_DONE] * 2, [one.output for one in ended]
     (rest,) = run(tmp_path, [*half, *more], 1)
     assert rest.code == EXIT_DONE, rest.output
