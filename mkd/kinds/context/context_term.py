@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
 from mkd.losses.lm_head import whole_sequence
 from mkd.losses.scores import token_scores
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.sums import TermSums
 from mkd.train.teachers.base import LossInput, PackScores, token_sums
+from mkd.train.teachers.chunked import ChunkedTerm
 from mkd.train.teachers.same_tokens import head_pass
-from mkd.xtoken.chunks import ChunkBatch
 from mkd.xtoken.segments import sum_by
 
 
 @dataclass(frozen=True)
-class ContextTeacher:
+class ContextTeacher(ChunkedTerm):
     """A teacher whose row holds the student's completions behind prompts of its own.
 
     A chunk is one token of a completion. The rank that holds the student's row of it computes its loss.
@@ -33,27 +32,6 @@ class ContextTeacher:
     index: int  # number of its model in the stage
     divergence: Mapping[str, Any]  # see `divergence_settings`
     factor: float = 1.0
-
-    can_take_cross_entropy: ClassVar[bool] = False  # that has more rows
-    measures: ClassVar[tuple[str, ...]] = ()
-
-    def num_rows(self, batch: PackedBatch) -> int:
-        return self._chunks(batch).num_chunks
-
-    def num_rows_of(self, batch: PackedBatch, packs: Sequence[int]) -> int:
-        """Return how many of the `num_rows` are in the packs of these numbers."""
-        of_packs = self._chunks(batch).pack_chunks
-        return sum(of_packs[number] for number in packs)
-
-    def rows_of(self, given: LossInput) -> Tensor:
-        """Return the tokens of this rank in packs where the teacher has a weight, int64 []."""
-        weights = given.pack_weights[self.name]
-        return (weights > 0)[self._chunks(given.batch).packs].sum()
-
-    def _chunks(self, batch: PackedBatch) -> ChunkBatch:
-        part = batch.teacher_inputs[self.index]
-        assert isinstance(part, TeacherBatch), "the data have the rows of this teacher"
-        return part.chunks
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         chunks, rows = self._chunks(given.batch), self.student_rows(given.batch)

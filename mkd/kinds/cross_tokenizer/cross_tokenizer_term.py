@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from mkd.data.aligned.teacher_batch import TeacherBatch
-from mkd.data.batch import PackedBatch
 from mkd.losses.scores import token_scores
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.sums import TermSums
 from mkd.train.teachers.base import LossInput, PackScores, head_input
-from mkd.xtoken.chunks import ChunkBatch
+from mkd.train.teachers.chunked import ChunkedTerm
 from mkd.xtoken.fused import fused_chunk_kd
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.segments import sum_by
@@ -24,7 +20,7 @@ NOT_LAST = "a term is computed where the last stage is"
 
 
 @dataclass(frozen=True)
-class CrossTokenizer:
+class CrossTokenizer(ChunkedTerm):
     """A teacher that reads the same text in the tokens of another tokenizer."""
 
     name: str
@@ -33,27 +29,6 @@ class CrossTokenizer:
     settings: ChunkLossSettings
     vocabulary: ChunkVocabulary | None  # beside the student's; None on ranks without the last stage
     factor: float = 1.0
-
-    can_take_cross_entropy: ClassVar[bool] = False
-    measures: ClassVar[tuple[str, ...]] = ()
-
-    def num_rows(self, batch: PackedBatch) -> int:
-        return self._chunks(batch).num_chunks
-
-    def num_rows_of(self, batch: PackedBatch, packs: Sequence[int]) -> int:
-        """Return how many of the `num_rows` are in the packs of these numbers."""
-        of_packs = self._chunks(batch).pack_chunks
-        return sum(of_packs[number] for number in packs)
-
-    def rows_of(self, given: LossInput) -> Tensor:
-        """Return the chunks of this rank in packs where the teacher has a weight, int64 []."""
-        weights = given.pack_weights[self.name]
-        return (weights > 0)[self._chunks(given.batch).packs].sum()
-
-    def _chunks(self, batch: PackedBatch) -> ChunkBatch:
-        part = batch.teacher_inputs[self.index]
-        assert isinstance(part, TeacherBatch), "the data have the tokens of this teacher"
-        return part.chunks
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         student, teacher = given.stage.student, given.stage.teachers[self.index]
