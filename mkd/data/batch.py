@@ -91,7 +91,7 @@ class PackedBatch:
     pack_loss_tokens: tuple[int, ...] = ()  # loss tokens of each pack
     pack_loss_rows: tuple[int, ...] = ()  # those of `loss_rows` in each pack: of this rank
     host_rows: tuple[HostRow, ...] = ()  # whole rows of the teachers on processes of their own, in order
-    needed_teachers: tuple[bool, ...] = ()  # whether each teacher that runs is needed; (): all are
+    needed_teachers: tuple[bool, ...] = ()  # whether each teacher is needed; (): all are
 
     def loss_rows_of(self, packs: Sequence[int]) -> Tensor:
         """Return the `loss_rows` that lie in the packs of these numbers, ascending."""

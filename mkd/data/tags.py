@@ -156,7 +156,7 @@ def warn_of_idle(rules: TagRules, tags: Iterable[str]) -> None:
 class TeacherRoutes:
     """Which teachers a micro-batch needs. A teacher runs for all replicas that compute in step with it."""
 
-    tags: tuple[frozenset[int], ...]  # of each teacher that runs
+    tags: tuple[frozenset[int], ...]  # of each teacher
     replicas: tuple[tuple[int, ...], ...]  # for each: the data-parallel ranks that run it together
 
     def needed(self, tags: np.ndarray) -> tuple[bool, ...]:

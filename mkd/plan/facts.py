@@ -143,9 +143,10 @@ class RunFacts:
         shapes = [shape for shape in self.teachers if shape is not None]
         assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
         teachers = plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
-        return tuple(replace(one, share=self._share(number, one)) for number, one in enumerate(teachers))
+        return tuple(replace(one, share=self.share_of(number, one)) for number, one in enumerate(teachers))
 
-    def _share(self, number: int, teacher: Teacher) -> float:
+    def share_of(self, number: int, teacher: Teacher) -> float:
+        """Return the expected share of micro-batches that need the teacher of that number."""
         return prod(kind.forward_share(self, number, teacher) for kind in self.kinds)
 
     @cached_property
@@ -158,7 +159,9 @@ class RunFacts:
         roles = [self.roles[number] for number in self.head_numbers]
         teachers = tuple(self.config.teachers[number] for number in self.head_numbers)
         config = replace(self.config, teachers=teachers)
-        return plan_teachers(config, roles, shapes, self._place, self._precision)
+        found = plan_teachers(config, roles, shapes, self._place, self._precision)
+        numbered = zip(self.head_numbers, found, strict=True)
+        return tuple(replace(one, share=self.share_of(number, one)) for number, one in numbered)
 
     def _place(self, teacher: TeacherConfig) -> TeacherPlace:
         return next(place for kind in self.kinds if (place := kind.place(teacher)) is not None)

@@ -34,13 +34,15 @@ class TeacherSide:
     config: Config  # of the whole run
     alone: ModelAlone  # the teacher with the settings of its side, on the side's processes
     document_length: int = DOCUMENT_LENGTH
+    share: float = 1.0  # expected share of the student's micro-batches that it is asked for
 
     @classmethod
     def of(cls, facts: RunFacts, number: int, shape: ModelShape) -> TeacherSide:
         """Return the side of the teacher of that number, which has the processes of its settings."""
         config, processes = facts.config, facts.config.teachers[number].processes
         alone = ModelAlone(side_of_teacher(config, number), processes, shape, number, facts.kinds)
-        return cls(config, alone, facts.document_length)
+        side = cls(config, alone, facts.document_length)
+        return replace(side, share=facts.share_of(number, side.teacher))
 
     @property
     def processes(self) -> int:
@@ -51,7 +53,7 @@ class TeacherSide:
     def teacher(self) -> Teacher:
         """The teacher, with its sizes, replicas aside."""
         (planned,) = self.alone.of_teacher.planned_teachers
-        return planned
+        return replace(planned, share=self.share)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -89,7 +91,7 @@ class TeacherSide:
 
     def step_ms(self, microbatches: int) -> float:
         """Return the time of a step with so many micro-batches of all replicas of the student."""
-        return microbatches * self.stage_ms / self.sizes.data
+        return self.share * microbatches * self.stage_ms / self.sizes.data
 
     def need_gib(self, student_replicas: int) -> float:
         """Return the memory of the fullest process, which serves a student with so many replicas."""

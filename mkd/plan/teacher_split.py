@@ -62,7 +62,8 @@ class PlannedSplit:
     @property
     def link_bytes(self) -> int:
         """Bytes of hidden states that go to the student in a step."""
-        return self.student.updates * self.microbatches * self.teacher.state_bytes()
+        microbatches = round(self.teacher.share * self.microbatches)
+        return self.student.updates * microbatches * self.teacher.state_bytes()
 
     @property
     def link_ms(self) -> float:

@@ -49,20 +49,31 @@ class TaggedPacks:
         return cls([replace(pack, teacher_inputs=shared, tag=OF_PACKS[n]) for n, pack in packs])
 
 
+def command(layout: Layout, config: Path) -> list[str]:
+    """Return the command line of a run with the teachers of the file."""
+    return layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
+
+
 def build(layout: Layout, config: Path):
     """Return (engine, training state, this rank's micro-batches)."""
     from mkd.config.load import load_config
-    from mkd.data.loader import BatchLayout, MicroBatches
-    from mkd.kinds.routed.route_setup import teacher_routes
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
     from mkd.run.plan_run import plan_run
 
-    argv = layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
-    plan = plan_run(load_config(argv).config, layout.ranks)
+    plan = plan_run(load_config(command(layout, config)).config, layout.ranks)
     context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     engine, state = build_engine(plan, context, tags=TAGS)
+    return engine, state, dealt_packs(layout, plan, context)
+
+
+def dealt_packs(layout: Layout, plan, context) -> list:
+    """Return this rank's micro-batches of the tagged packs."""
+    from mkd.data.loader import BatchLayout, MicroBatches
+    from mkd.kinds.routed.route_setup import teacher_routes
+    from mkd.plan.sides import apart_teachers
+
     deal = BatchLayout(
         layout.micro,
         NUM_PACKS,
@@ -70,10 +81,11 @@ def build(layout: Layout, config: Path):
         context.dp_size,
         context.row_shard,
         routes=teacher_routes(plan, TAGS, context),
+        host_rows=tuple(apart_teachers(plan.config)) if context.holds_last_stage else (),
     )
     dataset = TaggedPacks.of(layout)
     make = MicroBatches(dataset, deal)
-    return engine, state, [make(one) for one in deal.deal(np.arange(NUM_PACKS), dataset)]
+    return [make(one) for one in deal.deal(np.arange(NUM_PACKS), dataset)]
 
 
 class Forwards:
@@ -86,8 +98,10 @@ class Forwards:
 
     def __enter__(self):
         import mkd.models.stage as stage
+        from mkd.train.remote_states import RemoteStates
 
         self._module, self._before = stage, (stage._run, stage.unread_state)
+        self._remote, self._take = RemoteStates, RemoteStates.take
 
         def run(model, row):
             if id(model) in self.number:
@@ -98,20 +112,44 @@ class Forwards:
             self.skipped[self.number[id(model)]] += 1
             return self._before[1](model, row).fill_(float("nan"))
 
+        def take(states, batch):
+            state = self._take(states, batch)
+            return state if states._is_needed(batch) else state.fill_(float("nan"))
+
         stage._run, stage.unread_state = run, unread
+        RemoteStates.take = take
         return self
 
     def __exit__(self, *_):
         self._module._run, self._module.unread_state = self._before
+        self._remote.take = self._take
 
 
 def run_layout(layout: Layout, config: Path, runs_all: bool, out: Path) -> dict:
     """Return sums and forwards of one step and an evaluation; export the gradients to `out`."""
+    return measures(*build(layout, config), config, runs_all, out)
+
+
+def run_sides(layout: Layout, config: Path, runs_all: bool, folder: Path, out: Path) -> dict:
+    """Return `run_layout` of the student's processes, and the number of forwards of a teacher's."""
+    from tests.train.sides_run import serve, start_side, student_engine
+
+    launch, plan, side = start_side(command(layout, config), folder)
+    if side.teacher is not None:
+        return {"forwards": serve(launch, plan, side).num_forwards}
+    engine, state, context = student_engine(launch, plan, side, TAGS)
+    found = measures(engine, state, dealt_packs(layout, plan, context), config, runs_all, out)
+    for one in engine.schedule.remote:
+        one.stop(0)
+    return found
+
+
+def measures(engine, state, batches: list, config: Path, runs_all: bool, out: Path) -> dict:
+    """Return what `run_layout` does, of an engine and its micro-batches."""
     from mkd.evaluation.evaluate import evaluate
     from mkd.train.step import train_step
     from tests.train.invariance import export_gradients
 
-    engine, state, batches = build(layout, config)
     if runs_all:
         batches = [replace(batch, needed_teachers=()) for batch in batches]
     with Forwards(engine) as forwards:

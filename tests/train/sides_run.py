@@ -74,8 +74,8 @@ def serve(launch, plan, side):
     return server
 
 
-def student_engine(launch, plan, side):
-    """Return (engine, training state, context) of a student's process."""
+def student_engine(launch, plan, side, tags: Sequence[str] = ()):
+    """Return (engine, training state, context) of a student's process. `tags` are those of the run."""
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
@@ -84,7 +84,7 @@ def student_engine(launch, plan, side):
     launch.join(side, detect(), TIMEOUT)
     context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
     links = links_of_student(plan.config, launch, context)
-    engine, state = build_engine(plan, context, links=links)
+    engine, state = build_engine(plan, context, tags=tags, links=links)
     return engine, state, context
 
 

@@ -13,7 +13,6 @@ from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.apart.apart_settings import ApartSettings
 from mkd.kinds.kind import Kind
 from mkd.kinds.placed.choice import flag_of
-from mkd.kinds.routed.route_settings import ROUTE
 from mkd.log.metrics import STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
@@ -125,7 +124,6 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         "the teacher has the student's own weights": (
             teacher.weights != FROZEN or teacher.residency == "student"
         ),
-        "records choose their teachers by tag": config.kd.teacher_combination == ROUTE,
         "the student's own text is in the loss": config.rollout.is_on,
         "a model reads images": any(one is not None and one.vision is not None for one in shapes),
         f"{tokens} tokens of a row are not a multiple of {row}, the student's tensor x context size": bool(

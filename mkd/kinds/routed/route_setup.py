@@ -11,6 +11,9 @@ from mkd.parallel.context import ParallelContext
 from mkd.resolve.run_plan import Plan
 from mkd.train.teachers.routed_terms import RunTags
 
+ALONE = 1
+"""Block of a teacher that does not run in the student's processes: each replica asks for states alone."""
+
 
 def run_tags(plan: Plan, names: Sequence[str]) -> RunTags | None:
     """Return the tags of a run, whose packs have these `names`; None: all records have all teachers."""
@@ -23,12 +26,10 @@ def teacher_routes(plan: Plan, names: Sequence[str], context: ParallelContext) -
     rules = TagRules.of(plan.config)
     if rules is None:
         return None
-    row, data = context.sizes.row, context.dp_size
-    running = zip((one for one in plan.setups if one.runs), plan.facts.planned_teachers, strict=True)
-    replicas = {
-        setup.name: replicas_in_step(row, data, in_step_of(teacher), context.dp_rank)
-        for setup, teacher in running
-    }
+    row, data, facts = context.sizes.row, context.dp_size, plan.facts
+    here = dict(zip(facts.read_teachers, facts.planned_teachers, strict=True))
+    blocks = {one.name: in_step_of(here[one.index]) if one.index in here else ALONE for one in plan.setups}
+    replicas = {name: replicas_in_step(row, data, block, context.dp_rank) for name, block in blocks.items()}
     return TeacherRoutes.of(rules, names, replicas)
 
 

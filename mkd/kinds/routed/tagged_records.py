@@ -74,7 +74,8 @@ class Routed(Kind):
         found = TagShares.of(facts.config)
         if found is None:
             return 1.0
-        in_step = max(1, in_step_of(teacher) // facts.sizes.row)  # replicas
+        block = 1 if facts.config.teachers[number].stand_in else in_step_of(teacher)
+        in_step = max(1, block // facts.sizes.row)  # replicas
         packs = in_step * facts.config.training.micro_batch_size
         return found.of_teacher(facts.teacher_names[number], packs, facts.batch.global_batch_size)
 

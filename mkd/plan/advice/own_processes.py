@@ -12,6 +12,7 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.placement import Variant
 from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.serving_side import TeacherSide
 from mkd.plan.teacher_split import PlannedSplit, best_split, planned_splits
 from mkd.plan.times.hardware import MACHINE
 
@@ -31,8 +32,8 @@ def describe_sides(forecast: Forecast, usable_gib: float | None = None) -> Itera
         fits = "" if usable_gib is None or need_gib <= usable_gib else ", does not fit"
         yield (
             f"{role}: {counted(side.processes, 'process')} of its own ({_layout(side.sizes)}), asked "
-            f"{side.ahead(replicas)} micro-batches ahead: {milliseconds(split.teacher_ms)} a step, "
-            f"{need_gib:.1f} GiB{fits}; "
+            f"{side.ahead(replicas)} micro-batches ahead{_asked(side)}: "
+            f"{milliseconds(split.teacher_ms)} a step, {need_gib:.1f} GiB{fits}; "
             f"the student's side takes {milliseconds(split.student_ms)}; {_waits(split)}"
         )
 
@@ -86,6 +87,10 @@ def side_notes(forecast: Forecast) -> Iterator[str]:
                 f"note: in this split one side waits for the other in {split.lost_share:.3f} of all "
                 "processes' time. mkd plan --device-memory-gib N without --teacher-processes compares others"
             )
+
+
+def _asked(side: TeacherSide) -> str:
+    return f", in {side.share:.3g} of them" if side.share < 1 else ""
 
 
 def _waits(split: PlannedSplit) -> str:

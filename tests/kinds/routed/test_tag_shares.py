@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ from mkd.data.tags import TeacherRoutes
 from mkd.kinds.loss_card import loss_card
 from mkd.kinds.routed.tag_shares import TagShares
 from mkd.plan.advice.forecast_text import describe_forecast
+from mkd.plan.advice.own_processes import describe_sides
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.parameters import model_parameters
+from mkd.plan.teacher_split import PlannedSplit
 from tests.plan.shapes import STUDENT, TEACHER
-from tests.run_facts import forecast_of
+from tests.run_facts import facts_of
 
 FILES = {"a.jsonl": "math", "b.jsonl": "code", "c.jsonl": "law"}
 NAMES = "math", "code", "law"
@@ -36,8 +39,12 @@ def routed(folder: Path, *argv, data_path=BLEND, tags=FILES, teachers=NAMES, **k
     return load_config(["--config", str(folder / "run.yaml"), *map(str, argv)]).config
 
 
-def forecast(config: Config, world_size: int = 8) -> Forecast:
-    return forecast_of(config, world_size, STUDENT, (TEACHER,) * len(config.teachers))
+def forecast(config: Config, world_size: int = 8, heads: int = 0) -> Forecast:
+    """Return the forecast; the last `heads` teachers have only their heads in these processes."""
+    running = len(config.teachers) - heads
+    return Forecast.from_facts(
+        facts_of(config, world_size, STUDENT, (TEACHER,) * running, heads=(TEACHER,) * heads)
+    )
 
 
 def test_weights_of_files_are_shares_of_tags(tmp_path):
@@ -79,6 +86,22 @@ def test_a_plan_counts_the_forwards_that_run(tmp_path):
     text = describe_forecast(three)
     assert "teacher of-math: runs in 0.7 of the micro-batches of a process" in text
     assert "teachers by tag: share of the packs for which each runs: of-math 0.7, of-code 0.25" in text
+
+
+def test_a_plan_counts_the_rows_that_processes_of_their_own_are_asked_for(tmp_path):
+    """Time, FLOPs and states of a teacher are those of its tags' packs."""
+    config = routed(tmp_path)
+    first, *others = config.teachers
+    config = replace(config, teachers=(*others, replace(first, processes=2)))
+    found = forecast(config, heads=1)
+    (side,) = found.sides
+    assert side.share == side.teacher.share == pytest.approx(0.7)
+    assert side.step_ms(120) == pytest.approx(0.7 * replace(side, share=1.0).step_ms(120))
+    assert found.flops_per_step == pytest.approx(forecast(routed(tmp_path)).flops_per_step)
+    split = PlannedSplit(found, side)
+    assert split.link_bytes == pytest.approx(0.7 * split.microbatches * side.state_bytes(), rel=0.01)
+    (line,) = describe_sides(found)
+    assert "micro-batches ahead, in 0.7 of them: " in line
 
 
 def test_tags_with_weights_take_a_pass_each(tmp_path):
