@@ -64,6 +64,7 @@ class RunFacts:
     heads: tuple[ModelShape | None, ...] = ()  # teachers of which only the head is here, in order
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
     kinds: tuple[RunKind, ...] = ()  # what else a run can be: see mkd/kinds
+    first: int = 0  # rank of the first process in the launch, which may have sides
 
     @cached_property
     def teacher_names(self) -> tuple[str, ...]:

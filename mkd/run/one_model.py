@@ -67,10 +67,14 @@ class ModelPlan:
 
 
 def plan_model(
-    problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
+    problems: list[MkdError],
+    config: Config,
+    world_size: int,
+    teacher: int | None = None,  # number of the teacher that runs; None: the student runs
+    first: int = 0,  # rank of the first of its processes in the launch
 ) -> ModelPlan | None:
-    """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
-    model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS)
+    """Plan one model. After adding errors to `problems` return None."""
+    model = ModelAlone(config, world_size, teacher=teacher, kinds=KINDS, first=first)
     source = locate_model(problems, model.role, model.settings)
     if source is not None and source.load is not None:
         load = source.load
@@ -78,7 +82,7 @@ def plan_model(
     model = replace(model, shape=source.shape if source else None)
     problems += find_model_problems(model)
     if teacher is not None:
-        problems += model.of_teacher.machine_problems(processes_of_machine(world_size))
+        problems += model.of_teacher.machine_problems(processes_of_machine(first + world_size))
         problems += device_problems(model.of_teacher)
     if problems:
         return None

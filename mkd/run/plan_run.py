@@ -48,7 +48,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     stored = [setups[index] for index in facts.head_numbers]
     facts = replace(facts, heads=tuple(one.head_shape if one else None for one in stored))
     problems += find_problems(facts)
-    problems += teacher_side_problems(config)
+    problems += teacher_side_problems(config, world_size)
     problems += facts.machine_problems(processes_of_machine(world_size))
     problems += device_problems(facts)
     tokenizers = open_tokenizers(problems, facts, student, readers)
@@ -82,13 +82,15 @@ def plan_run(config: Config, world_size: int) -> Plan:
     )
 
 
-def teacher_side_problems(config: Config) -> list[MkdError]:
+def teacher_side_problems(config: Config, student_processes: int) -> list[MkdError]:
     """Return the problems of the teachers on processes of their own, each in its layout."""
     found: list[MkdError] = []
+    first = student_processes
     for index, teacher in apart_teachers(config).items():
         problems: list[MkdError] = []
         if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it
-            plan_model(problems, side_of_teacher(config, index), teacher.processes, index)
+            plan_model(problems, side_of_teacher(config, index), teacher.processes, index, first)
+        first += teacher.processes
         found += [one.located(flag_of(index, "processes")) for one in problems]
     return found
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from tests.train.invariance import Layout, build_layout, export_student, gradients_as_parameters
+from tests.train.sides_run import microbatches, serve, start_side, student_engine
 from tests.train.vision_invariance import vision_batches
 
 RANK = 4
@@ -23,12 +25,30 @@ def run_lora(
 
     Write gradients, updated adapters and the merged student to `out_dir`.
     """
-    from mkd.evaluation.evaluate import evaluate
-    from mkd.train.step import train_step, training_objective
-
     engine, state, batches = build_layout(layout, layout.with_flags(LORA).argv(student, teacher))
     if images:
         batches = vision_batches(layout, engine.context, state.models[0].shape.vision)
+    return measure_lora(engine, state, batches, student, out_dir, num_updates)
+
+
+def run_lora_sides(
+    layout: Layout, student: Path, teacher: Path, flags: Sequence[str], folder: Path, out_dir: Path
+) -> dict | None:
+    """Return `run_lora` of a student whose teacher has processes of its own; None on these."""
+    launch, plan, side = start_side([*layout.with_flags(LORA).argv(student, teacher), *flags], folder)
+    if side.teacher is not None:
+        return serve(launch, plan, side) and None
+    engine, state, context = student_engine(launch, plan, side)
+    found = measure_lora(engine, state, microbatches(layout, context, 1, (0,)), student, out_dir)
+    engine.schedule.remote[0].stop(0)
+    return found
+
+
+def measure_lora(engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = 2) -> dict:
+    """Return what `run_lora` does, of an engine and its micro-batches."""
+    from mkd.evaluation.evaluate import evaluate
+    from mkd.train.step import train_step, training_objective
+
     fill_b(state.models, engine.context)
     engine.optimizer.optimizer.reload_model_params()
     export_adapters(engine, state, out_dir / "started")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.train.invariance import NUM_PACKS, Layout, fixed_packs, measure
+from tests.train.invariance import NUM_PACKS, NUM_UPDATES, Layout, fixed_packs, measure
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -26,7 +26,14 @@ def own_layout(processes: int, *, tp: int = 1, pp: int = 1, cp: int = 1, more: S
     )
 
 
-def run_sides(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], folder: Path, out: Path) -> dict:
+def run_sides(
+    layout: Layout,
+    pair: tuple[Path, Path],
+    flags: Sequence[str],
+    folder: Path,
+    out: Path,
+    num_updates: int = NUM_UPDATES,
+) -> dict:
     """Return the measures of a student's process, with the states it got, or the counts of a teacher's."""
     from mkd.plan.sides import apart_teachers
 
@@ -37,7 +44,7 @@ def run_sides(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], fol
     engine, state, context = student_engine(launch, plan, side)
     batches = microbatches(layout, context, len(plan.setups), apart_teachers(plan.config))
     states = step_states(engine, batches)
-    found = measure(engine, state, batches, pair[0], out)
+    found = measure(engine, state, batches, pair[0], out, num_updates)
     lead = [one.most_ahead for one in engine.schedule.remote]
     for one in engine.schedule.remote:
         one.stop(0)
@@ -127,6 +134,18 @@ def step_states(engine, batches: list) -> list[tuple]:
 
 def shared_states(layout: Layout, pair: tuple[Path, Path]) -> list[tuple]:
     """Return `step_states` of a run whose teacher shares the student's processes and layout."""
+    engine, _, batches = shared_engine(layout, pair)
+    return step_states(engine, batches)
+
+
+def run_shared(layout: Layout, pair: tuple[Path, Path], out: Path, num_updates: int = NUM_UPDATES) -> dict:
+    """Return the measures of `run_sides` of such a run, with the same padding."""
+    engine, state, batches = shared_engine(layout, pair)
+    return measure(engine, state, batches, pair[0], out, num_updates)
+
+
+def shared_engine(layout: Layout, pair: tuple[Path, Path]):
+    """Return (engine, training state, micro-batches) of a run whose teacher shares the student's layout."""
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
@@ -136,8 +155,8 @@ def shared_states(layout: Layout, pair: tuple[Path, Path]) -> list[tuple]:
     argv = [*layout.argv(*pair), "--teacher-prefetch", "0"]
     plan = plan_run(load_config(argv).config, layout.ranks)
     context = join(plan.config, plan.facts.pair.sizes, plan.facts.virtual_stages, detect())
-    engine, _ = build_engine(plan, context)
-    return step_states(engine, microbatches(layout, context))
+    engine, state = build_engine(plan, context)
+    return engine, state, microbatches(layout, context)
 
 
 def whole_states(parts: Sequence[list[tuple]], tokens: int) -> dict[tuple, torch.Tensor]:

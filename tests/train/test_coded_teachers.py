@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.models.coded.quantised_experts import fp8_blocks, mxfp4
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.invariance import PEERS, SP, Layout, add_text, errors_of, require_equal, run_layout
 from tests.train.moe_invariance import EP2, ON_HOST, make_moe_pair
+from tests.train.sides_run import own_layout, run_shared, run_sides
 from tests.train.test_teacher_prefetch import train_with_each
 
 STORED = ("--teacher-precision", "stored")
@@ -65,3 +68,26 @@ def test_forwards_ahead_have_the_same_bits(more, ranks, tmp_path):
     pair = make_moe_pair(tmp_path)
     layout = Layout("PP2", 2, pp=2, flags=("--teacher-precision", "fp8", "--bf16", *more))
     ranks.run(train_with_each, 2, layout, *pair, (4,))
+
+
+def test_codes_on_processes_of_their_own(blocks, ranks, tmp_path):
+    """The student's process asks two that share every matrix and the experts, which stay as codes."""
+    folder, student, quantised, single = blocks
+    flags = own_layout(2, tp=2, more=("--teacher-expert-model-parallel-size", "2", *STORED))
+    given = Layout("s"), (student, quantised), flags, tmp_path, folder / "layout", 1
+    found = ranks.run(run_sides, 3, *given)
+    require_equal(errors_of([found[0]["measures"]], folder, single))
+
+
+@pytest.mark.slow
+def test_fp8_experts_on_processes_of_their_own(ranks, tmp_path):
+    """The same numbers as on the student's process."""
+    pair, fp8 = make_moe_pair(tmp_path), ("--teacher-precision", "fp8")
+    student = Layout("s", flags=("--bf16",))
+    (single,) = ranks.run(run_shared, 1, student.with_flags(fp8), pair, tmp_path / "single", 1)
+    flags = own_layout(1, more=fp8)
+    first, _ = ranks.run(run_sides, 2, student, pair, flags, tmp_path, tmp_path / "layout", 1)
+    assert first["measures"] == single
+    parts = (tmp_path / name / "gradients" / "model.safetensors" for name in ("single", "layout"))
+    expected, gradients = map(load_file, parts)
+    assert all(torch.equal(gradients[name], one) for name, one in expected.items())

@@ -23,7 +23,8 @@ from tests.train.invariance import (
     add_text,
     fixed_packs,
 )
-from tests.train.lora_run import ALPHA, LORA, RANK, run_base_teacher, run_lora, worst_error
+from tests.train.lora_run import ALPHA, LORA, RANK, run_base_teacher, run_lora, run_lora_sides, worst_error
+from tests.train.sides_run import own_layout
 from tests.train.test_moe_resume import HALF, save_again, saved_tensors
 from tests.train.test_resume import STEPS, argv, files, train_and_hash  # noqa: F401
 
@@ -57,12 +58,25 @@ def test_layout_equals_one_process(layout, reference, ranks):
     folder, pair, single = reference
     results = ranks.run(run_lora, layout.ranks, layout, *pair, folder / "layout")
     assert all(result == results[0] for result in results)
+    require_equal_runs(results[0], single, folder)
+
+
+def require_equal_runs(found: dict, single: dict, folder) -> None:
+    """Check a run in `folder` / layout against one process."""
     for part in ("sums", "evaluation", "last"):
         for name in ("loss", "ce", "kd", *(["grad_norm"] if part == "last" else [])):
-            assert results[0][part][name] == pytest.approx(single[part][name], rel=TOLERANCE), (part, name)
+            assert found[part][name] == pytest.approx(single[part][name], rel=TOLERANCE), (part, name)
     for part in ("gradients", "updated", "merged"):
         error, where = worst_error(folder / "layout" / part, folder / "single" / part)
         assert error <= TOLERANCE, (part, where)
+
+
+@pytest.mark.slow
+def test_a_teacher_on_processes_of_its_own(reference, ranks, tmp_path):
+    folder, pair, single = reference
+    student, flags = Layout("s", 2, tp=2, flags=SP), own_layout(1)
+    found, *_ = ranks.run(run_lora_sides, 3, student, *pair, flags, tmp_path, folder / "layout")
+    require_equal_runs(found, single, folder)
 
 
 def test_every_adapter_has_a_gradient(reference):

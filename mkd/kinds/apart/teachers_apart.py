@@ -114,6 +114,7 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
     """Yield what a run with a teacher on processes of its own cannot be."""
     config, teacher = facts.config, facts.config.teachers[index]
     sizes, given = teacher_sizes(teacher), f"{flag_of(index, 'processes')} {teacher.processes}"
+    peers = sizes.weight_shards * (teacher.peers or 1)
     shapes = (facts.student, *facts.teachers, *facts.heads)
     tokens = config.training.micro_batch_size * config.training.seq_length
     row = Sizes.of(config.parallel).row
@@ -132,6 +133,8 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": bool(
             sizes.row % sizes.expert
         ),
+        f"{peers} processes exchange its layers, but a replica's stage has {sizes.row}: replicas would have "
+        "to run the same number of rows": bool(sizes.row % peers),
         f"it is in front of teachers[{index + 1}], which shares the student's processes": (
             index + 1 in facts.running
         ),

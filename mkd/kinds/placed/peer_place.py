@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,11 +77,14 @@ class PeerMemory(Place):
         """Yield an error if peers are not on one machine."""
         flag, (shards, divided_by) = flag_of(index, "peers"), _shards(facts, index)
         block = shards * self.processes
-        if processes < facts.world_size and processes % block:
+        starts = range(facts.first, facts.first + facts.world_size, block)
+        if any(start // processes != (start + block - 1) // processes for start in starts):
             what = f"{flag} {self.peers} with {divided_by} take {block} neighbouring "
             what += f"processes, which do not divide the {processes} of a machine"
+            what += f" from process {facts.first} on" * bool(facts.first % processes)
             why = "peers exchange the teacher's layers in every forward pass: networks are too slow for that"
-            do = _fitting(flag, max(1, processes // shards))
+            together = math.gcd(facts.first, processes) or processes
+            do = _fitting(flag, max(1, together // shards))
             yield UsageError(what, why, do, code="world-not-divisible")
 
     def stream(

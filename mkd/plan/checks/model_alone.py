@@ -45,6 +45,7 @@ class ModelAlone:
     shape: ModelShape | None = None  # None: it could not be read, which has been reported
     teacher: int | None = None  # number of the teacher that runs; None: the student runs
     kinds: tuple[RunKind, ...] = ()
+    first: int = 0  # rank of its first process in the launch
 
     @cached_property
     def facts(self) -> RunFacts:
@@ -69,7 +70,7 @@ class ModelAlone:
     def _facts(
         self, config: Config, student: ModelShape | None, teachers: tuple[ModelShape | None, ...] = ()
     ) -> RunFacts:
-        return RunFacts(config, self.world_size, student, teachers, kinds=self.kinds)
+        return RunFacts(config, self.world_size, student, teachers, kinds=self.kinds, first=self.first)
 
     @property
     def settings(self) -> StudentConfig | TeacherConfig:

@@ -48,6 +48,10 @@ def test_settings_of_a_side_need_processes():
             ("--teacher-processes", 2, "--teacher-expert-model-parallel-size", 2),
             "exclude-each-other: share its experts",
         ),
+        (
+            ("--teacher-processes", 2, "--teacher-residency", "peers", "--teacher-peers", 2),
+            "exclude-each-other: exchange its layers",
+        ),
         (("--teacher-processes", 1, "--dpo-beta", 0.1), "preferences-exclude: with teacher-processes"),
     ],
 )
@@ -65,6 +69,11 @@ def test_rows_that_the_students_processes_cannot_share():
     assert codes(*flags, 1024, world_size=2) == []
     (found,) = codes(*flags, 1025, world_size=2)
     assert found.startswith("exclude-each-other")
+
+
+def test_peers_of_a_replica():
+    flags = ("--teacher-processes", 4, "--teacher-context-parallel-size", 2, "--teacher-residency", "peers")
+    assert codes(*flags, "--teacher-peers", 2, world_size=2) == []
 
 
 def test_teachers_that_share_the_students_processes_come_first(tmp_path):

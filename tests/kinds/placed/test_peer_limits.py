@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mkd.config.load import load_config
-from tests.plan.shapes import MOE_TEACHER
+from tests.plan.shapes import MOE_TEACHER, TEACHER
 from tests.reported import reports
 from tests.run_facts import facts_of, problems_of, problems_of_one
 
@@ -88,3 +90,14 @@ def test_peers_are_on_one_machine(tensor, experts, peers, is_fine):
     codes = reports(facts.machine_problems(8))
     assert codes == ([] if is_fine else ["world-not-divisible: networks are too slow"])
     assert facts.machine_problems(48) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "machine", "is_fine"),
+    [(8, 8, True), (4, 8, True), (6, 8, False), (6, 22, True), (10, 8, False)],
+)
+def test_peers_of_processes_of_their_own_are_on_one_machine(first, machine, is_fine):
+    """16 processes from `first` on, of which 4 neighbours are peers."""
+    facts = replace(facts_of(config(PEERS, "--teacher-peers 4"), 16, None, [TEACHER]), first=first)
+    codes = reports(facts.machine_problems(machine))
+    assert codes == ([] if is_fine else ["world-not-divisible: networks are too slow"])
