@@ -18,6 +18,7 @@ specs.py                         which module makes which part of a layer
 moe/                             the MLP of a layer with experts
 graphs/                          the layers of a part as CUDA graphs
 language_model.py                one model part: embedding, layers, LM head
+whole_rows.py                    the same with context parallelism off, for text that it samples
 vision/                          models with images: tower, features, first part
 builder.py                       all model parts of a rank
 stored_head.py                   the head of a teacher whose hidden states are stored

@@ -61,6 +61,20 @@ class Axis:
     group: dist.ProcessGroup | None  # None: the process communicates with no other
 
 
+@dataclass(frozen=True)
+class NoOthers:
+    """In place of a group that has this process alone.
+
+    Megatron's and mkd's layers ask a group for its size, and then communicate with nobody.
+    """
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return (rank, size) in a group; (0, 1) without one."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
-from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups, peer_ranks
+from mkd.parallel.axes import Axis, NoOthers, axes_of, build_expert_groups, build_groups, peer_ranks
 from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.parallel.zigzag import RowShard
 from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
@@ -241,6 +241,19 @@ class ParallelContext:
             return self
         groups = build_expert_groups(self.groups, expert_parallel, timedelta(minutes=timeout_minutes))
         return replace(self, axes=axes_of(groups), groups=groups)
+
+    def with_whole_rows(self) -> ParallelContext:
+        """Return this context for rows that no process shares: context-parallel ranks are replicas.
+
+        They hold the same weights, as those of data parallelism do.
+        """
+        if self.cp.size == 1:
+            return self
+        assert self.groups is not None, "several processes have groups"
+        copies = self.groups.dp_cp
+        axes = {"cp": Axis(0, 1, None), "dp": Axis(copies.rank(), copies.size(), copies)}
+        groups = ProcessGroupCollection(**vars(self.groups) | {"cp": NoOthers(), "dp": copies})
+        return replace(self, axes={**self.axes, **axes}, groups=groups)
 
     def peer_group(self, size: int, has_experts: bool = False) -> dist.ProcessGroup:
         """Return the group of the `size` nearest processes that hold the same weights, this one included.

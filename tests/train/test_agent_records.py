@@ -199,6 +199,15 @@ def test_a_cross_tokenizer_teacher_reads_records_as_stored_tokens(files, ranks):
     (line, *_) = (line for line in read_metrics(files / "stored") if "split" not in line)
     expected = found["sums"]["kd"] / found["sums"]["num_loss_tokens"]
     assert line["kd_loss"] == pytest.approx(expected, rel=1e-5)
+    with playing(files, "cross parts"):
+        words = argv(files, "cross parts", *teacher, "--context-parallel-size", 2, ratio=1)
+        results = ranks.run(one_step, 2, words, files / "cross parts gradients")
+    assert results[0]["sums"] == pytest.approx(found["sums"], rel=1e-5, abs=1e-6)
+    quarters = (f"rollout/kl_quarter_{i}" for i in range(1, 5))
+    for name in ("rollout/coverage", "rollout/teacher_nll", *quarters):
+        assert results[1]["figures"][name] == pytest.approx(found["figures"][name], abs=1e-5), name
+    error, where = worst_relative_error(files / "cross parts gradients", files / "cross gradients")
+    assert error <= 1e-5, where
 
 
 @SLOW

@@ -28,6 +28,11 @@ SLOW_CASES = (
     Case("PP2 VPP2", 2, (*PP2, "--num-virtual-stages-per-pipeline-rank", 2)),
     Case("TP2 PP2 DP2", 8, (*TP2, *PP2)),
 )
+CP2 = ("--context-parallel-size", 2)
+CP_CASES = (
+    pytest.param(Case("CP2", 2, CP2), id="CP2"),
+    pytest.param(Case("TP2 CP2", 4, (*TP2, *CP2, "--sequence-parallel")), id="TP2 CP2", marks=SLOW),
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,15 @@ def test_every_layout_equals_one_process(case, single, files, ranks):
     arguments = on_policy(files, "mixed", "layout", *case.flags, fraction=0.5)
     results = ranks.run(one_step, case.ranks, arguments, files / "layout gradients")
     require_equal_steps(results, single, files)
+
+
+@pytest.mark.parametrize("case", CP_CASES)
+def test_chunks_on_several_processes_equal_one(case, files, ranks):
+    """Tokens of a chunk lie on both sides of the border between two parts of a completion."""
+    (whole,) = ranks.run(one_step, 1, on_policy(files, "mixed", "whole"), files / "whole gradients")
+    arguments = on_policy(files, "mixed", "parts", *case.flags)
+    results = ranks.run(one_step, case.ranks, arguments, files / "layout gradients")
+    require_equal_steps(results, whole, files, gradients="whole gradients")
 
 
 def test_figures_are_those_of_the_chunks(single, files):

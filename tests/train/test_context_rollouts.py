@@ -34,6 +34,12 @@ CASES = (
     Case("PP2 micro-batch 2", 2, (*PP2, "--micro-batch-size", 2)),
     Case("PP2 VPP2", 2, (*PP2, "--num-virtual-stages-per-pipeline-rank", 2)),
     Case("DP2 + distributed optimizer", 2, ("--use-distributed-optimizer",)),
+    Case("CP2", 2, CP2[0]),
+)
+SLOW_CASES = (
+    Case("TP2 CP2 + sequence parallel", 4, (*TP2, *CP2[0], "--sequence-parallel")),
+    Case("CP2 PP2", 4, (*CP2[0], *PP2)),
+    Case("CP2 DP2 + distributed optimizer", 4, (*CP2[0], "--use-distributed-optimizer")),
 )
 KNOWS = {"name": "knows", "context": {"missing": "skip"}}
 KINDS = {"frozen": "teacher", "live": None}
@@ -72,7 +78,13 @@ def test_loss_and_every_gradient_equal_transformers(kind, singles, files):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(one, id=one.name) for one in CASES),
+        *(pytest.param(one, id=one.name, marks=SLOW) for one in SLOW_CASES),
+    ],
+)
 def test_every_layout_equals_one_process(case, kind, configs, singles, files, ranks):
     results = ranks.run(
         one_step, case.ranks, argv(files, "layout", configs[kind], *case.flags), files / "layout gradients"

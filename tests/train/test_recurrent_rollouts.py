@@ -28,6 +28,8 @@ TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size
 CASES = (
     Case("TP2 + sequence parallel", 2, (*TP2, "--sequence-parallel")),
     Case("PP2", 2, PP2),
+    Case("CP2", 2, ("--context-parallel-size", 2)),
+    Case("CP2 EP2", 2, ("--context-parallel-size", 2, "--expert-model-parallel-size", 2)),
     Case("EP2", 2, ("--expert-model-parallel-size", 2, "--use-distributed-optimizer")),
 )
 

@@ -25,6 +25,7 @@ from tests.train.test_resume import train_and_hash
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
+CP2 = ("--context-parallel-size", 2)
 FEWER_IDS = 300  # the student knows 307
 SEVERAL = ("--rollout-updates", UPDATES)
 CASES = (
@@ -38,6 +39,15 @@ SLOW_CASES = (
     Case("PP2", 2, PP2),
     Case("DP2", 2),
     Case("TP2 PP2 micro-batch 2", 4, (*TP2, *PP2, "--micro-batch-size", 2)),
+    Case("CP2", 2, CP2),
+    Case("TP2 CP2", 4, (*TP2, *CP2)),
+)
+
+
+CASES_OF_RESUMES = (
+    Case("one process"),
+    pytest.param(Case("PP2 DP2", 4, PP2), marks=SLOW),
+    pytest.param(Case("CP2", 2, CP2), marks=SLOW),
 )
 
 
@@ -136,7 +146,7 @@ def test_every_layout_equals_one_process(case, single, files, ranks):
     assert error <= 1e-5, where
 
 
-@pytest.mark.parametrize("case", [Case("one process"), pytest.param(Case("PP2 DP2", 4, PP2), marks=SLOW)])
+@pytest.mark.parametrize("case", CASES_OF_RESUMES)
 def test_several_updates_resume_bitwise(case, files, ranks):
     """The initial student is the reference, and ratios move with the updates."""
     straight, halves = files / f"straight {case.name}", files / f"halves {case.name}"

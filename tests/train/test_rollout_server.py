@@ -56,9 +56,10 @@ def test_the_server_has_the_weights_of_every_step(unbroken, files):
     assert [one.name for one in weights] == ["step_0000003"], "older weights are removed"
 
 
-def test_layouts_train_on_the_same_completions(unbroken, files, ranks):
+@pytest.mark.parametrize("other", ["pipeline-model", pytest.param("context", marks=pytest.mark.slow)])
+def test_layouts_train_on_the_same_completions(other, unbroken, files, ranks):
     with small_server(files / "student") as server:
-        flags = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
+        flags = ("--tensor-model-parallel-size", 2, f"--{other}-parallel-size", 2)
         results = run_main(ranks, on_server(files, server, "layout", *flags), 4)
         assert [one.exit_code for one in results] == [0] * 4, results[0].stderr
     for ours, theirs in zip(steps(files, "layout"), steps(files, "unbroken"), strict=True):

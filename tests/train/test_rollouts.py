@@ -32,6 +32,7 @@ from tests.train.test_resume import train_and_hash
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", 2)
+CP2 = ("--context-parallel-size", 2)
 SP, DISTRIBUTED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 CASES = (
@@ -111,6 +112,34 @@ def test_every_layout_equals_one_process(case, single, files, ranks):
     results = ranks.run(one_step, case.ranks, arguments, files / "layout gradients")
     require_equal_steps(results, single, files)
     assert len({found["num_microbatches"] for found in results}) == 1
+
+
+@pytest.fixture(scope="module")
+def own(files, ranks):
+    """Return one process's step on completions alone."""
+    (found,) = ranks.run(one_step, 1, argv(files, "own"), files / "own gradients")
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("CP2", 2, CP2), id="CP2"),
+        pytest.param(Case("TP2 CP2", 4, (*TP2, *SP, *CP2)), id="TP2 CP2", marks=SLOW),
+        pytest.param(Case("CP2 PP2 VPP2", 4, (*CP2, *VPP2)), id="CP2 PP2 VPP2", marks=SLOW),
+        pytest.param(Case("CP2 DP2", 4, (*CP2, *OVERLAP)), id="CP2 DP2", marks=SLOW),
+        pytest.param(Case("CP4", 4, ("--context-parallel-size", 4)), id="CP4", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1, pytest.param(0, marks=SLOW)])
+def test_context_parallel_processes_share_the_prompts(temperature, case, own, files, ranks):
+    """Each completion is sampled whole on one of them, and trained in parts on all."""
+    flags = *case.flags, "--rollout-temperature", temperature
+    if not temperature:
+        arguments = argv(files, "greedy", "--rollout-temperature", 0)
+        (own,) = ranks.run(one_step, 1, arguments, files / "own gradients")
+    results = ranks.run(one_step, case.ranks, argv(files, "layout", *flags), files / "layout gradients")
+    require_equal_steps(results, own, files, gradients="own gradients")
 
 
 def test_samples_name_their_prompts_and_documents(single, files):

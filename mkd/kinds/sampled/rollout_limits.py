@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mkd.config.schema import Config, RolloutConfig
+from mkd.config.schema import RolloutConfig
 from mkd.errors import UsageError
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES, source_problems
 from mkd.plan.checks.no_effect import no_effect
@@ -45,22 +45,6 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
             code="numbers-contradict",
         )
     yield from source_problems(config)
-    yield from _layout(config)
-
-
-def _layout(config: Config) -> Iterator[UsageError]:
-    parallel = config.parallel
-    if parallel.context_parallel_size <= 1:
-        return
-    if KNOWN_SOURCES[config.rollout.rollout_source].reads_prompts:
-        what = f"rollouts cannot have context-parallel-size {parallel.context_parallel_size}"
-        why = "the keys and values of a sequence must be on one process while it grows"
-        do = f"use --context-parallel-size 1, {OFF}"
-        yield UsageError(what, why, do, code="rollouts-exclude")
-    elif any(one.xtoken is not None for one in config.teachers):
-        what = "records of agents with a cross-tokenizer teacher cannot have context parallelism"
-        why = "a chunk of a completion may lie on several processes, which its metrics do not add up"
-        yield UsageError(what, why, "use --context-parallel-size 1", code="rollouts-exclude")
 
 
 def sampling_limit(student: ModelShape, length: int) -> str | None:

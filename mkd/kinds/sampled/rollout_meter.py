@@ -20,9 +20,11 @@ from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
+from mkd.parallel.exchange import exchange_rows
 from mkd.train.teachers.base import LossInput
 from mkd.train.teachers.routed_terms import RunTags
 from mkd.train.teachers.same_tokens import SameTokens
+from mkd.xtoken.chunks import ChunkSide
 from mkd.xtoken.segments import sum_segments
 
 MeasuredTeacher = SameTokens | CrossTokenizer | ContextTeacher
@@ -169,21 +171,20 @@ class RolloutMeter:
         ours, theirs, count = chunks.student, chunks.teacher, len(chunks.kinds)
         known = {"vocab_size": self.vocab_size} if isinstance(teacher, ContextTeacher) else {}
         scores = teacher.pack_scores(given, **known).scores.label.double()
-        if not count or not len(sampled.rows):  # the heads of all tensor-parallel ranks have run
+        of_tokens = _of_chunk_tokens(given, teacher, ours, sampled)
+        if not count:  # the heads of all ranks that share the row have run
             return sampled.logp.new_zeros(OF_TEACHER)
+        logp, quarter, is_sampled = of_tokens.unbind(1)
         numbers = torch.arange(count, device=scores.device)
         of_student, of_teacher = (
             numbers.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
             for side in (ours, theirs)
         )
-        rows = ours.rows if isinstance(teacher, CrossTokenizer) else teacher.student_rows(given.batch)
-        places = torch.searchsorted(sampled.rows, rows).clamp(max=len(sampled.rows) - 1)
         first = ours.offsets[:-1]
-        is_sampled = sampled.rows[places[first]] == rows[first]  # a chunk of stored text is left out
-        student = sum_segments(of_student, sampled.logp[places], count)
-        logp = sum_segments(of_teacher, scores, count)
-        tokens, quarter = ours.offsets.diff().double(), sampled.quarter[places[first]]
-        return _sums(*(one[is_sampled] for one in (student, logp, tokens, quarter)))
+        is_own = is_sampled[first] > 0  # a chunk of stored text is left out
+        student, teacher_logp = sum_segments(of_student, logp, count), sum_segments(of_teacher, scores, count)
+        tokens = ours.offsets.diff().double()
+        return _sums(*(one[is_own] for one in (student, teacher_logp, tokens, quarter[first].long())))
 
     def _logp(
         self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor, vocab_size: int
@@ -200,6 +201,25 @@ class RolloutMeter:
             sequence_parallel=model.config.sequence_parallel,
         )
         return scores.label.double()
+
+
+def _of_chunk_tokens(
+    given: LossInput, teacher: CrossTokenizer | ContextTeacher, side: ChunkSide, sampled: _Sampled
+) -> Tensor:
+    """Return the student's ln p, quarter, and 1 if it was sampled, of each token of chunks, fp64 [n, 3].
+
+    Communication: under context parallelism, for a cross-tokenizer teacher, an all-to-all of these values.
+    The tokens of its chunks may be on several ranks, and the one with the last token adds the chunk up.
+    """
+    values = sampled.logp.new_zeros(given.batch.labels.shape[1], 3)
+    ones = torch.ones_like(sampled.logp)
+    values[sampled.rows] = torch.stack([sampled.logp, sampled.quarter.double(), ones], dim=1)
+    if isinstance(teacher, ContextTeacher):
+        return values[teacher.student_rows(given.batch)]
+    plan, group = side.exchange, given.context.row_group
+    if plan is not None:
+        values = exchange_rows(values, plan.send_rows, plan.send_counts, plan.receive_counts, group)
+    return values[side.rows]
 
 
 def _tags_of_rows(batch: PackedBatch) -> np.ndarray:

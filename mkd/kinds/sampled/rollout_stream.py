@@ -50,11 +50,15 @@ class InProcessSource:
         progress: Callable[[int], None],
         following: Sequence[Request] = (),
     ) -> list[Rollout]:
-        """Return all completions, equal on all ranks. Data-parallel replicas share the work. Collective."""
-        size, rank, group = self.context.dp_size, self.context.dp_rank, self.context.dp_group
+        """Return all completions, equal on all ranks. Collective.
+
+        Data-parallel and context-parallel ranks hold the same weights, so they share the work.
+        """
+        context = self.context.with_whole_rows()
+        size, rank, group = context.dp_size, context.dp_rank, context.dp_group
         with self.parameters_gathered():
             mine = sample_completions(
-                self.parts, self.context, requests[rank::size], self.sampling, iteration, progress
+                self.parts, context, requests[rank::size], self.sampling, iteration, progress
             )
         shares: list[list[Rollout]] = [[] for _ in range(size)]
         dist.all_gather_object(shares, mine, group=group)

@@ -297,7 +297,9 @@ class _Models:
         slots = self.facts.work.slots
         if slots:  # the cache exists while the student samples
             logits = sampling_bytes(slots, self.vocab_rows)
-            yield self._cache_bytes(rank, slots), student.forward_bytes() + logits
+            # Context-parallel processes sample like replicas: none divides a row with others.
+            sampler = replace(student, sizes=replace(student.sizes, context=1))
+            yield self._cache_bytes(rank, slots), sampler.forward_bytes() + logits
         alive, pipeline = 0, layout.pipeline_parallel
         # Every micro-batch repeats the moments of its stage.
         teachers_peak, backward_peak = cache(self._teachers_forward_bytes), student.backward_bytes()

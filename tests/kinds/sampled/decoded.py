@@ -18,6 +18,7 @@ class Place:
     name: str
     ranks: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vp: int = 1
     sequence_parallel: bool = False
@@ -36,7 +37,7 @@ def load_parts(folder: Path, place: Place):
     from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
 
-    sizes = Sizes(tensor=place.tp, pipeline=place.pp)
+    sizes = Sizes(tensor=place.tp, context=place.cp, pipeline=place.pp)
     context = ParallelContext.create(detect(), sizes, virtual_stages=place.vp)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout(
@@ -60,17 +61,20 @@ def requests(count: int, samples: int = 1) -> list:
 
 
 def sample(folder: Path, place: Place, asked: list, fixed_rows: str = "auto", **settings) -> list[tuple]:
-    """Return (prompt, sample, ids, ln p, finish) of the completions of this data-parallel rank."""
+    """Return (prompt, sample, ids, ln p, finish) of the completions of this replica."""
     from mkd.kinds.sampled.sampler.decoding import sample_completions
     from mkd.kinds.sampled.sampler.rollouts import Sampling
 
     context, parts = load_parts(folder, place)
     settings = {"stop_ids": frozenset({STOP_ID})} | settings
     sampling = Sampling(vocab_size=VOCAB_SIZE, seed=11, **settings)
+    context = context.with_whole_rows()
     mine = asked[context.dp_rank :: context.dp_size]
+    known = [[dict(vars(module)) for module in part.modules()] for part in parts]
     found = sample_completions(parts, context, mine, sampling, iteration=3, fixed_rows=fixed_rows)
     assert all(part.training for part in parts)
     assert not [name for part in parts for name, one in part.named_modules() if hasattr(one, "cache")]
+    assert known == [[vars(module) for module in part.modules()] for part in parts]
     return [(r.request.prompt, r.request.sample, r.ids.tolist(), r.logp, r.finish) for r in found]
 
 

@@ -16,6 +16,7 @@ PLACES = (
     Place("PP2 VPP2", 2, pp=2, vp=2),
     Place("TP2 PP2", 4, tp=2, pp=2),
     Place("DP2", 2),
+    Place("CP2", 2, cp=2),
 )
 SLOW_PLACES = (
     Place("TP2", 2, tp=2),
@@ -23,6 +24,9 @@ SLOW_PLACES = (
     Place("PP4", 4, pp=4),
     Place("TP2 PP2 + sequence parallel", 4, tp=2, pp=2, sequence_parallel=True),
     Place("PP2 DP2", 4, pp=2),
+    Place("TP2 CP2 + sequence parallel", 4, tp=2, cp=2, sequence_parallel=True),
+    Place("CP2 PP2", 4, cp=2, pp=2),
+    Place("CP2 DP2", 4, cp=2),
 )
 FAMILIES = ("llama3.2", "gemma4")
 SLOW_FAMILIES = ("gemma3", "qwen2", "qwen3-windows", "phi3", "qwen3_moe", "smollm3", "ministral3", "granite")
@@ -113,6 +117,17 @@ def test_every_layout_samples_the_same_tokens(place, single, ranks):
     assert {key: ids for key, (ids, _, _) in found.items()} == {
         key: ids for key, (ids, *_) in expected.items()
     }
+    assert max(np.abs(logp - expected[key][1]).max() for key, (_, logp, _) in found.items()) < 1e-5
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["gemma4", "phi3", "qwen3_moe", "ministral3", "qwen3-windows"])
+def test_context_parallel_ranks_sample_from_every_kind_of_layer(family, tmp_path, ranks):
+    """Each runs whole rows, whose positions and windows are those of the text."""
+    folder, asked = make_model(tmp_path / family, family), requests(6, samples=2)
+    expected = by_completion(ranks.run(sample_refilled, 1, folder, SINGLE, asked))
+    found = by_completion(ranks.run(sample_refilled, 2, folder, Place("CP2", 2, cp=2), asked))
+    assert {key: ids for key, (ids, *_) in found.items()} == {key: ids for key, (ids, *_) in expected.items()}
     assert max(np.abs(logp - expected[key][1]).max() for key, (_, logp, _) in found.items()) < 1e-5
 
 

@@ -19,6 +19,7 @@ SINGLE = Place("one process")
 SLOW = pytest.mark.slow
 TP2_SP = Place("TP2 + sequence parallel", 2, tp=2, sequence_parallel=True)
 PP2 = Place("PP2", 2, pp=2)
+CP2 = Place("CP2", 2, cp=2)
 CASES = (  # family, layout, rows, temperature; the other cases are slow
     ("qwen3_next", SINGLE, "off", 1.0),
     ("qwen3_5", TP2_SP, "off", 1.0),
@@ -29,6 +30,9 @@ CASES = (  # family, layout, rows, temperature; the other cases are slow
 SLOW_CASES = (
     ("nemotron_h", SINGLE, "plain", 0.0),
     ("nemotron_h", PP2, "off", 1.0),
+    ("qwen3_5", CP2, "off", 1.0),
+    ("nemotron_h-experts", CP2, "off", 1.0),
+    ("qwen3_5_moe with images", CP2, "plain", 0.0),
     ("nemotron_h", Place("PP2 VPP2", 2, pp=2, vp=2), "off", 0.0),
     ("qwen3_5", PP2, "off", 0.0),
     ("qwen3_next", SINGLE, "off", 0.0),

@@ -37,7 +37,6 @@ def test_a_sound_run_needs_no_stored_text():
         (("--kd-ratio", "0.5"), "rollouts-exclude: kd-ratio"),
         (("--max-new-tokens", "64"), "numbers-contradict: leaves no room for a prompt in"),
         (("--teacher-topk", "cache", "--kd-divergence", "forward_kl"), "rollouts-exclude: a stored teacher"),
-        (("--context-parallel-size", "2"), "rollouts-exclude: context-parallel-size"),
         (("--teacher-prefetch", "4"), "teacher-prefetch-not-possible: teacher-prefetch"),
         (("--rollout-temperature", "-1"), "out-of-range: must be"),
         (("--on-policy-fraction", "1.5"), "out-of-range: must be"),
@@ -47,6 +46,21 @@ def test_a_sound_run_needs_no_stored_text():
 )
 def test_refused_settings(flags, code):
     assert code in codes(*ON, *flags, world_size=2)
+
+
+@pytest.mark.parametrize("more", [(), ("--xtoken-loss", "p_kl")], ids=["same tokens", "other tokenizer"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        (),
+        ("--rollout-source", "server", "--rollout-server-url", "http://127.0.0.1:1"),
+        ("--rollout-source", "records", "--rollout-records", "in"),
+    ],
+    ids=["in process", "server", "records"],
+)
+def test_every_source_works_with_context_parallelism(source, more):
+    words = ON[:2] + ON[4:6] if "records" in source else ON
+    assert codes(*words, *source, *more, "--context-parallel-size", "2", world_size=2) == []
 
 
 SERVER = "--rollout-source", "server", "--rollout-server-url"
@@ -115,10 +129,6 @@ FOLDER = *RECORDS, "--rollout-records", "in"
         ((*FOLDER, "--max-staleness", "-1"), "out-of-range: must be"),
         ((*FOLDER, "--rollout-records-timeout-s", "0"), "out-of-range: must be"),
         ((*FOLDER, "--reward", "m:f", "--samples-per-prompt", "2"), "reward-needs: reward is m:f"),
-        (
-            (*FOLDER, "--context-parallel-size", "2", "--xtoken-loss", "p_kl"),
-            "rollouts-exclude: records of agents with",
-        ),
         ((*ON, "--rollout-records", "in"), "remove-flag: no effect"),
         ((*ON, "--reward", "records", "--samples-per-prompt", "2"), "reward-needs: reward is records, but"),
     ],

@@ -45,3 +45,13 @@ def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
     few, many, more = (peak("--rollout-slots", slots) for slots in (1, 256, 257))
     assert few < many
     assert more - many == pytest.approx(8192 * 2 * 28 * 8 * 128 * 2 / 2**30, rel=0.01)
+
+
+def test_context_parallel_processes_keep_whole_texts_while_they_sample():
+    """Two processes have each a cache of its slots: it is as large as on one process, but shares no row."""
+    one, two = (
+        predict_memory(trained(config(*ON, "--bf16", "--rollout-slots", 256, *flags), microbatches=1))
+        for flags in ((), ("--context-parallel-size", 2))
+    )
+    for name in ("activations_gib", "transient_gib"):
+        assert getattr(two.ranks[0], name) == pytest.approx(getattr(one.ranks[0], name), rel=1e-3), name

@@ -28,6 +28,7 @@ from mkd.losses.lm_head import head_logits
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments, packed_documents
+from mkd.models.whole_rows import whole_rows
 from mkd.parallel.context import ParallelContext
 
 
@@ -79,7 +80,7 @@ class SampledRow:
 def sample_completions(
     parts: Sequence[LanguageModel],  # the student on this rank, by virtual stage
     context: ParallelContext,
-    requests: Sequence[Request],  # of this data-parallel replica, equal on its ranks
+    requests: Sequence[Request],  # of this replica, equal on its tensor and pipeline ranks
     sampling: Sampling,
     iteration: int,
     progress: Callable[[int], None] = lambda done: (
@@ -99,12 +100,14 @@ def sample_completions(
 def stream_completions(
     parts: Sequence[LanguageModel],  # the model on this rank, by virtual stage
     context: ParallelContext,
-    requests: Sequence[Request],  # of this data-parallel replica, equal on its ranks
+    requests: Sequence[Request],  # of this replica, equal on its tensor and pipeline ranks
     sampling: Sampling,
     iteration: int,
     fixed_rows: str = "auto",  # as in `sample_completions`
 ) -> Iterator[SampledRow]:
     """Complete every request. Yield the tokens of each row as they arrive, equal on all ranks of the replica.
+
+    A context-parallel rank is a replica here: it has the keys and values of its sequences alone.
 
     Slots of finished completions take the next request. The cache exists until the end, or until the iterator
     is closed. Communication inside the replica: see `sample_tokens` for tensor parallelism; over the
@@ -129,7 +132,7 @@ def stream_completions(
     if lockstep.is_alone:
         num_groups = min(slots, num_groups)
     groups = [_Group(part) for part in _shares(slots, num_groups)]
-    with cached_layers(parts, decoder.cache):
+    with whole_rows(parts), cached_layers(parts, decoder.cache):
         while lockstep.any(decoder.queue or any(group.active or group.waiting for group in groups)):
             tokens: list[tuple[int, int]] = []
             for group in groups:

@@ -17,6 +17,7 @@ from mkd.kinds.sampled.server.server_client import ServerClient
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
+from mkd.models.whole_rows import whole_rows
 from mkd.parallel.context import ParallelContext
 
 DOCUMENTS, TOKENS = 4, 16  # of a probe, at most
@@ -68,7 +69,8 @@ def score(
     was_training = [part.training for part in parts]
     for part in parts:
         part.eval()
-    hidden = forward.run(forward.on_device(tokens), packed, rows)
+    with whole_rows(parts):
+        hidden = forward.run(forward.on_device(tokens), packed, rows)
     for part, training in zip(parts, was_training, strict=True):
         part.train(training)
     found = torch.zeros(len(rows), dtype=torch.float64, device=context.device)
