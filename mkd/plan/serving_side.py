@@ -111,6 +111,12 @@ class TeacherSide:
         outside_gib = WORKSPACE_GIB + device_gib(replace(sizes, expert=1), groups)
         return (max(stages) + messages + forward) / GIB + outside_gib
 
+    def graphs_gib(self) -> float:
+        """Return the memory that CUDA graphs of the layers keep on a process, beside `need_gib`."""
+        decodes = bool(self.teacher.precision.decoded_bytes)
+        own = self._activations
+        return (own.forward_bytes(decodes=decodes) + own.hidden_bytes) / GIB
+
     def states_kept(self, student_replicas: int) -> int:
         """Return the most states that wait on a last stage for the replicas that it serves.
 

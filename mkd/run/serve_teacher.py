@@ -16,11 +16,13 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.side_groups import PATIENCE, Launch
 from mkd.parallel.side_links import SideLinks, send_head
 from mkd.parallel.state_links import StateLinks
+from mkd.plan.advice.cuda_graphs import served_graphs
 from mkd.plan.sides import Side
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
 from mkd.run.one_model import ModelPlan
 from mkd.run.student_side import launch_timeout
+from mkd.train.layer_graphs import graph_teacher
 from mkd.train.state_server import StateServer
 
 
@@ -57,6 +59,9 @@ def build_server(
     """Build the teacher, meet the student, and send it the head. Collective on both sides."""
     (model,) = alone.build(context)
     model.eval().requires_grad_(False)
+    can_capture = context.platform.is_cuda and context.platform.transformer_engine
+    if can_capture and runs_as_graphs(plan, side, context):
+        graph_teacher(model, context)
     if phases is not None:
         phases.enter(WAITING, 0)  # the student may have to read its data for long
     links = SideLinks.open(launch, side.name, context, plan.facts.sizes, is_teacher=True)
@@ -64,6 +69,20 @@ def build_server(
         rows = student_rows(plan)
         send_head(links, context, model.head_weight(), model.shape.vocab_size, rows)
     return StateServer(model, links, context, replica_group(context), pipeline(plan, alone, context))
+
+
+def runs_as_graphs(plan: Plan, side: Side, context: ParallelContext) -> bool:
+    """Return True if the teacher's layers run as CUDA graphs.
+
+    The choice looks at the memory of GPUs, which may differ: what one process lacks, all do without.
+    Collective: all-reduce MIN over the side.
+    """
+    forecast = plan.forecast
+    (own,) = (one for one in forecast.sides if one.number == side.teacher)
+    planned = served_graphs(own, plan.facts.sizes.data, forecast.usable_gib())
+    agreed = torch.tensor(int(planned.reason is None), device=context.device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
 
 
 def student_rows(plan: Plan) -> int:

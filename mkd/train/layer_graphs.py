@@ -76,6 +76,13 @@ def graph_layers(
                 graphed(teacher, f"teacher {index}" if len(teachers) > 1 else "the teacher")
 
 
+def graph_teacher(model: LanguageModel, context: ParallelContext) -> None:
+    """Let the layers of a teacher that runs alone run as graphs, which go with the context."""
+    memory = GraphMemory(may_wait=context.pp_size == 1)
+    model.graphs = GraphedDecoder(model.decoder, "the teacher", model.rotary_pos_emb, memory)
+    context.before_close.append(model.graphs.release)
+
+
 def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:
     """Return the bytes that graphs of this process keep; see `graph_layers` for `stages`."""
     models = [model for wrapped in stages for model in (wrapped.module.student, *wrapped.module.teachers)]

@@ -69,6 +69,13 @@ def start_side(argv: list[str], folder: Path):
 
 def serve(launch, plan, side):
     """Run a teacher's process until the student ends; return its server."""
+    server = built_server(launch, plan, side)
+    assert server.serve() == 0
+    return server
+
+
+def built_server(launch, plan, side):
+    """Return the server of a teacher's process, which has met the student."""
     from mkd.plan.sides import side_of_teacher
     from mkd.platform import detect
     from mkd.run.one_model import plan_model
@@ -76,9 +83,7 @@ def serve(launch, plan, side):
 
     alone = plan_model([], side_of_teacher(plan.config, side.teacher), side.size, side.teacher)
     launch.join(side, detect(), TIMEOUT)
-    server = build_server(plan, alone, side, launch, alone.join(detect()))
-    assert server.serve() == 0
-    return server
+    return build_server(plan, alone, side, launch, alone.join(detect()))
 
 
 def student_engine(launch, plan, side, tags: Sequence[str] = ()):
@@ -104,7 +109,8 @@ def microbatches(layout: Layout, context, num_teachers: int = 1, apart: Iterable
     packs = [replace(pack, teacher_inputs=shared) for pack in fixed_packs(layout.permuted)]
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
     wholes = [collate(group) for group in groups[context.dp_rank :: context.dp_size]]
-    return [one.with_host_rows(list(apart)).shard(context.row_shard) for one in wholes]
+    rows = [one.with_host_rows(list(apart)).shard(context.row_shard) for one in wholes]
+    return [one.to(context.device) for one in rows]
 
 
 def step_states(engine, batches: list) -> list[tuple]:

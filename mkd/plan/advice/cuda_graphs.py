@@ -10,6 +10,10 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.footprint.memory import predict_graphs
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.model_shape import ModelShape
+from mkd.plan.models.planned_teachers import Teacher
+from mkd.plan.serving_side import TeacherSide
+
+NO_MEMORY = "the memory of the GPU is needed otherwise"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,34 @@ class PlannedGraphs:
         return f"layers as CUDA graphs: {graphed} ({more})" + (f"; without: {without}" if without else "")
 
 
+@dataclass(frozen=True)
+class ServedGraphs:
+    """Graphs of the layers of a teacher on processes of its own."""
+
+    reason: str | None  # why it runs without; None: it runs as graphs
+    kept_gib: float  # of a process, beside the rest of its plan
+
+    def describe(self) -> str:
+        """Return the end of the side's line in the plan."""
+        if self.reason is None:
+            return f"layers as CUDA graphs ({self.kept_gib:.1f} GiB more)"
+        return f"layers without CUDA graphs ({self.reason})"
+
+
+def served_graphs(side: TeacherSide, student_replicas: int, usable_gib: float | None) -> ServedGraphs:
+    """Choose whether a teacher on processes of its own runs as graphs: if it can, and the memory is there.
+
+    `usable_gib` is that of a process; None: not known. `student_replicas`: those that it serves.
+    """
+    kept_gib = side.graphs_gib()
+    reason = _of_teacher(side.teacher)
+    if side.config.training.cuda_graphs == "off":
+        reason = "--cuda-graphs off"
+    if reason is None and usable_gib is not None and side.need_gib(student_replicas) + kept_gib > usable_gib:
+        reason = NO_MEMORY
+    return ServedGraphs(reason, kept_gib if reason is None else 0.0)
+
+
 def planned_graphs(forecast: Forecast) -> PlannedGraphs:
     """Choose what runs as graphs: everything that can, unless the GPU is known to have too little memory.
 
@@ -61,7 +93,7 @@ def planned_graphs(forecast: Forecast) -> PlannedGraphs:
     usable_gib, need_gib = forecast.usable_gib(), forecast.planned_gib
     for dropped in (None, 0, *range(1, len(reasons))):  # the student keeps most
         if dropped is not None and reasons[dropped] is None:
-            reasons[dropped] = "the memory of the GPU is needed otherwise"
+            reasons[dropped] = NO_MEMORY
         on = [reason is None for reason in reasons]
         kept_gib = predict_graphs(facts, on[0], on[1:])
         if usable_gib is None or need_gib + kept_gib <= usable_gib:
@@ -100,11 +132,13 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
     if facts.config.rounding.round_activations:
         reason = "rounded inputs have not been tried in graphs"
     yield reason
-    for teacher in facts.planned_teachers:
-        if teacher.is_averaged:
-            yield "weights that are averaged have not been tried in graphs"
-        else:
-            yield "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
+    yield from map(_of_teacher, facts.planned_teachers)
+
+
+def _of_teacher(teacher: Teacher) -> str | None:
+    if teacher.is_averaged:
+        return "weights that are averaged have not been tried in graphs"
+    return "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
 
 
 def _of_shape(shape: ModelShape) -> str | None:

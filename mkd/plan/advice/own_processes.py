@@ -8,6 +8,7 @@ from functools import partial
 
 from mkd.errors import collect_error
 from mkd.human import counted, milliseconds, size
+from mkd.plan.advice.cuda_graphs import served_graphs
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.placement import Variant
@@ -34,7 +35,8 @@ def describe_sides(forecast: Forecast, usable_gib: float | None = None) -> Itera
             f"{role}: {counted(side.processes, 'process')} of its own ({_layout(side.sizes)}), asked "
             f"{side.ahead(replicas)} micro-batches ahead{_asked(side)}: "
             f"{milliseconds(split.teacher_ms)} a step, {need_gib:.1f} GiB{fits}; "
-            f"the student's side takes {milliseconds(split.student_ms)}; {_waits(split)}"
+            f"the student's side takes {milliseconds(split.student_ms)}; {_waits(split)}; "
+            f"{served_graphs(side, replicas, usable_gib).describe()}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.plan.advice.cuda_graphs import planned_graphs
+from mkd.plan.advice.cuda_graphs import planned_graphs, served_graphs
 from mkd.plan.forecast import Forecast
 from mkd.plan.models.model_shape import ModelShape
 from tests.plan.shapes import config
@@ -113,3 +113,23 @@ def test_without_room_packs_without_graphs_are_recomputed_then_the_student_goes_
     assert not tight.student and tight.teachers == (True,) and tight.kept_gib < 0.1 * kept
     assert tight.describe().endswith("; without: student (the memory of the GPU is needed otherwise)")
     assert graphs(*pair, gib=gib).teachers == (False,)
+
+
+def test_a_teacher_on_processes_of_its_own():
+    """It has a plan for itself: where it cannot, and where its GPU has no room for what graphs keep."""
+
+    def served(*argv, gib: float | None = None):
+        sides = ("--teacher-processes", 2, "--seq-length", 4096, *argv)
+        found = forecast_of(config(*BASE, *sides), 2, shape_of("qwen3-1.7b"), [], [shape_of("qwen3-8b")])
+        (side,) = found.sides
+        return served_graphs(side, 2, gib), side.need_gib(2)
+
+    found, need_gib = served()
+    assert found.reason is None and 0.1 < found.kept_gib < 2
+    assert found.describe() == f"layers as CUDA graphs ({found.kept_gib:.1f} GiB more)"
+    assert served(gib=need_gib + found.kept_gib + 0.01)[0].reason is None
+    full, _ = served(gib=need_gib + found.kept_gib - 0.01)
+    assert full.describe() == "layers without CUDA graphs (the memory of the GPU is needed otherwise)"
+    assert full.kept_gib == 0
+    assert served("--cuda-graphs", "off")[0].reason == "--cuda-graphs off"
+    assert served("--teacher-residency", "host")[0].reason == "layers that move run one by one"
