@@ -70,12 +70,19 @@ def sample(folder: Path, place: Place, asked: list, fixed_rows: str = "auto", **
     sampling = Sampling(vocab_size=VOCAB_SIZE, seed=11, **settings)
     context = context.with_whole_rows()
     mine = asked[context.dp_rank :: context.dp_size]
-    known = [[dict(vars(module)) for module in part.modules()] for part in parts]
+    known = places_of(parts)
     found = sample_completions(parts, context, mine, sampling, iteration=3, fixed_rows=fixed_rows)
     assert all(part.training for part in parts)
     assert not [name for part in parts for name, one in part.named_modules() if hasattr(one, "cache")]
-    assert known == [[vars(module) for module in part.modules()] for part in parts]
+    assert known == places_of(parts)
     return [(r.request.prompt, r.request.sample, r.ids.tolist(), r.logp, r.finish) for r in found]
+
+
+def places_of(parts) -> list[tuple[str, str, object]]:
+    """Return what the modules know of their places in the grid: (module, attribute, value)."""
+    names = ("context", "pg_collection", "shard", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+    modules = [one for part in parts for one in part.named_modules()]
+    return [(place, name, vars(one)[name]) for place, one in modules for name in names if name in vars(one)]
 
 
 @torch.no_grad()

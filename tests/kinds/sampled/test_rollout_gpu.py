@@ -15,7 +15,8 @@ from tests.kinds.sampled.decoded import Place, packed_scores, requests, sample
 from tests.kinds.sampled.test_decoding import by_completion, sample_refilled
 from tests.kinds.sampled.transformers_greedy import continued
 from tests.ranks import skip_unless_gpus_take
-from tests.tiny_models import make_model
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.rollout_run import EOS, VOCAB_SIZES, argv, make_files, one_step
 
 pytestmark = pytest.mark.gpu
 NO_STOP: frozenset[int] = frozenset()
@@ -101,7 +102,14 @@ def test_graphs_sample_what_rows_of_free_shapes_do(tmp_path, gpu_ranks):
 
 
 @pytest.mark.parametrize(
-    "place", [Place("TP2", 2, tp=2, sequence_parallel=True), Place("PP2", 2, pp=2)], ids=["TP2", "PP2"]
+    "place",
+    [
+        Place("TP2", 2, tp=2, sequence_parallel=True),
+        Place("PP2", 2, pp=2),
+        Place("CP2", 2, cp=2),
+        Place("TP2 CP2", 4, tp=2, cp=2, sequence_parallel=True),
+    ],
+    ids=lambda place: place.name,
 )
 def test_layouts_sample_the_same_tokens(place, tmp_path, gpu_ranks):
     skip_unless_gpus_take(place.ranks)
@@ -109,3 +117,34 @@ def test_layouts_sample_the_same_tokens(place, tmp_path, gpu_ranks):
     single = by_completion(gpu_ranks.run(sample_refilled, 1, folder, Place("one GPU"), asked))
     found = by_completion(gpu_ranks.run(sample_refilled, place.ranks, folder, place, asked))
     assert {key: ids for key, (ids, *_) in found.items()} == {key: ids for key, (ids, *_) in single.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-windows", "qwen3_5"])
+def test_context_parallel_processes_score_whole_texts_in_bf16(family, tmp_path, gpu_ranks):
+    """Transformer Engine's attention, which divides texts in training, reads whole ones while it samples."""
+    skip_unless_gpus_take(2)
+    folder = make_model(tmp_path / family, family, **SIZES)
+    asked, place = requests(8), Place("CP2", 2, cp=2, dtype=torch.bfloat16)
+    found = by_completion(gpu_ranks.run(untuned, 2, sample_refilled, folder, place, asked))
+    assert len(found) == len(asked)
+    pairs = [(one.ids, found[one.prompt, one.sample][0]) for one in asked]
+    one_gpu = Place("one GPU", dtype=torch.bfloat16)
+    (expected,) = gpu_ranks.run(untuned, 1, packed_scores, folder, pairs, one_gpu)
+    gaps = [
+        np.abs(found[one.prompt, one.sample][1] - scores) for one, scores in zip(asked, expected, strict=True)
+    ]
+    assert np.concatenate(gaps).mean() < 0.05
+
+
+def test_a_step_trains_in_parts_on_texts_that_were_sampled_whole(tmp_path, gpu_ranks):
+    """ln p of the sampled tokens in training, where two GPUs divide each text, are those of sampling."""
+    skip_unless_gpus_take(2)
+    files = make_files(tmp_path)
+    for name, seed, size in zip(("student", "teacher"), (1, 2), VOCAB_SIZES, strict=True):
+        sizes = dict(head_dim=64, hidden_size=128, vocab_size=size)
+        add_tokenizer(make_model(files / f"wide {name}", "qwen3", seed=seed, **sizes | EOS))
+    models = ("--student-hf", files / "wide student", "--teacher-hf", files / "wide teacher")
+    words = argv(files, "parts", *models, "--bf16", "--context-parallel-size", 2)
+    for found in gpu_ranks.run(one_step, 2, words, files / "gradients"):
+        assert len(found["rollouts"]) == 10 and 0 < found["figures"]["rollout/logp_gap"] < 0.05
+        assert found["figures"]["rollout/teacher_nll"] > 0
