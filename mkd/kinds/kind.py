@@ -133,7 +133,10 @@ class Kind:
         student: ModelSource | None,
         teachers: Sequence[ModelSource | None],
     ) -> Iterable[MkdError]:
-        """Yield what is wrong with its files. None: a problem that is reported elsewhere."""
+        """Yield what is wrong with its files. None: a problem that is reported elsewhere.
+
+        `teachers`: those that run, here or on processes of their own.
+        """
         return ()
 
     def notes(self, plan: Plan) -> Iterable[str]:

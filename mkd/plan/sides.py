@@ -58,6 +58,11 @@ def apart_teachers(config: Config) -> Mapping[int, TeacherConfig]:
     return {index: teacher for index, teacher in teachers if teacher.is_apart}
 
 
+def sent_rows(config: Config, is_last_stage: bool) -> tuple[int, ...]:
+    """Return the teachers whose rows a process of the student keeps whole, because it sends them."""
+    return tuple(apart_teachers(config)) if is_last_stage else ()
+
+
 def processes_apart(config: Config) -> int:
     """Return the number of processes that teachers have for themselves."""
     return sum(teacher.processes for teacher in apart_teachers(config).values())

@@ -55,7 +55,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     paths = data_paths(problems, config.data)
     problems += data_problems(paths, tokenizers, config, wanted_records(config), facts.roles)
     for kind in KINDS:
-        problems += kind.file_problems(facts, tokenizers, student, sources)
+        problems += kind.file_problems(facts, tokenizers, student, readers)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
@@ -63,7 +63,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     exports = student is not None and config.checkpoint.export_hf
     carried = collect_error(problems, lambda: student.carried_bytes) if exports else 0
     problems += disk_problems(list(writes_of(config, shape, paths, carried or 0)))
-    read = [source.assets for source in (student, *sources) if source]
+    read = [source.assets for source in (student, *readers) if source]
     read += [tokenizers.source] if tokenizers and tokenizers.source else []
     problems += export_problems(config.checkpoint, read)
     if problems:

@@ -43,7 +43,7 @@ from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.side_groups import Launch
 from mkd.plan.models.parameters import saved_bytes
-from mkd.plan.sides import apart_teachers, sides_of
+from mkd.plan.sides import sent_rows, sides_of
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
@@ -181,7 +181,7 @@ def build_streams(
         shard=context.row_shard,
         images=ImageLayout.of_context(context, plan.config.parallel.sequence_parallel),
         routes=teacher_routes(plan, texts.tag_names, context),
-        host_rows=tuple(apart_teachers(plan.config)) if context.holds_last_stage else (),
+        host_rows=sent_rows(plan.config, context.holds_last_stage),
         num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )

@@ -114,28 +114,33 @@ def microbatches(layout: Layout, context, num_teachers: int = 1, apart: Iterable
 
 
 def step_states(engine, batches: list) -> list[tuple]:
-    """Return (samples, rows, final state of the first teacher) of each micro-batch of a step.
-
-    The rows are those of the whole row that the process holds. Only the last stage has some.
-    """
-    from mkd.parallel.side_rows import HeldRows
+    """Return the `held_state` of each micro-batch of a step. Only the last stage has some."""
     from mkd.train.step import training_objective
 
-    context, kept = engine.context, []
-
-    def keep(given):
-        state, batch = given.output.teacher_hiddens[0][:, 0], given.batch
-        sizes = context.sizes
-        if state.shape[0] == batch.tokens.shape[1]:  # without sequence parallelism every rank has all of them
-            sizes = replace(sizes, tensor=1)
-        rows = HeldRows(sizes, context.row_rank if sizes.tensor > 1 else context.cp_rank)
-        kept.append((batch.sample_ids, rows.of(batch.cu_seqlens_padded), state.clone()))
-
+    kept: list[tuple] = []
     engine.optimizer.zero_grad()
-    objective = training_objective(engine, batches, keep)
+    objective = training_objective(
+        engine, batches, lambda given: kept.append(held_state(engine.context, given))
+    )
     engine.schedule.run(engine.stages, batches, objective, forward_only=False)
     engine.optimizer.zero_grad()
     return kept
+
+
+def held_state(context, given) -> tuple:
+    """Return (samples, rows, final state of the first teacher, rows of all) of a micro-batch.
+
+    The rows are those of the teacher's whole row that the process holds.
+    """
+    from mkd.parallel.side_rows import HeldRows
+
+    state, batch, sizes = given.output.teacher_hiddens[0][:, 0], given.batch, context.sizes
+    (row,) = batch.teacher_inputs[0].token_rows(batch)
+    if state.shape[0] == row.tokens.shape[1]:  # without sequence parallelism every rank has all of them
+        sizes = replace(sizes, tensor=1)
+    rows = HeldRows(sizes, context.row_rank if sizes.tensor > 1 else context.cp_rank)
+    padded = row.cu_seqlens_padded
+    return batch.sample_ids, rows.of(padded), state.clone(), int(padded[-1])
 
 
 def shared_states(layout: Layout, pair: tuple[Path, Path]) -> list[tuple]:
@@ -165,10 +170,10 @@ def shared_engine(layout: Layout, pair: tuple[Path, Path]):
     return engine, state, microbatches(layout, context)
 
 
-def whole_states(parts: Sequence[list[tuple]], tokens: int) -> dict[tuple, torch.Tensor]:
+def whole_states(parts: Sequence[list[tuple]]) -> dict[tuple, torch.Tensor]:
     """Return samples -> whole state, from the parts of all processes, which must agree bitwise."""
     whole: dict[tuple, torch.Tensor] = {}
-    for ids, rows, state in (one for part in parts for one in part):
+    for ids, rows, state, tokens in (one for part in parts for one in part):
         target = whole.setdefault(ids, torch.full((tokens, state.shape[-1]), float("nan")))
         known = target[rows]
         assert torch.equal(torch.where(known.isnan(), state, known), state), "processes have other states"

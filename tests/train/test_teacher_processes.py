@@ -8,7 +8,6 @@ import torch
 from tests.ranks import RankPool
 from tests.train.invariance import (
     DISTRIBUTED,
-    SEQ_LENGTH,
     SINGLE,
     SP,
     Layout,
@@ -68,9 +67,9 @@ def check(pool, pair, single, folder, student: Layout, flags, teacher: Layout):
     found = pool.run(run_sides, student.ranks + processes, student, pair, flags, folder, measures / "layout")
     students, teachers = found[: student.ranks], found[student.ranks :]
     require_equal(errors_of([one["measures"] for one in students], measures, reference))
-    states = whole_states([one["states"] for one in students], SEQ_LENGTH)
+    states = whole_states([one["states"] for one in students])
     of_shared = pool.run(shared_states, teacher.ranks, teacher, pair)
-    expected = whole_states(of_shared, SEQ_LENGTH)
+    expected = whole_states(of_shared)
     assert states.keys() == expected.keys()
     assert all(torch.equal(states[ids], expected[ids]) for ids in states)
     assert all(one["forwards"] for one in teachers)

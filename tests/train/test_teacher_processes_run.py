@@ -7,7 +7,9 @@ import json
 import pytest
 
 from mkd.errors import EXIT_DONE
-from tests.train.command import flags, make_files
+from tests.kinds.sampled.small_server import small_server
+from tests.train import rollout_run
+from tests.train.command import flags, make_files, read_metrics
 from tests.train.processes import run_processes
 
 APART = ("--teacher-processes", "1")
@@ -47,6 +49,43 @@ def test_a_run_and_its_resumption_with_another_split(files, tmp_path):
     records = [json.loads(line) for line in (files / "split" / "metrics.jsonl").read_text().splitlines()]
     waits = [one["iteration"] for one in records if "teacher_wait_ms" in one]
     assert waits == [1, 2]  # the rest ran without processes of the teacher
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return rollout_run.make_files(tmp_path_factory.mktemp("prompts"))
+
+
+def test_completions_of_the_student_and_a_resumption_with_another_split(prompts, tmp_path):
+    """While the student samples, evaluates and saves, the teacher waits; it ends where the student stops."""
+    held_out = ("--valid-data-path", prompts / "text.jsonl", "--eval-interval", 2, "--log-interval", 1)
+    common = (*held_out, "--max-new-tokens", 8)
+    (alone,) = run(tmp_path, rollout_run.argv(prompts, "alone", *common, "--save", prompts / "alone"), 1)
+    assert alone.code == EXIT_DONE, alone.output
+    parts = rollout_run.argv(prompts, "parts", *common, "--save", prompts / "parts")
+    resumed = [*parts, "--load", str(prompts / "parts")]
+    ended = run(tmp_path, [*parts, *APART, "--exit-interval", "2"], 2)
+    assert [one.code for one in ended] == [EXIT_DONE] * 2, [one.output for one in ended]
+    (rest,) = run(tmp_path, resumed, 1)
+    assert rest.code == EXIT_DONE, rest.output
+    assert losses(prompts / "parts") == losses(prompts / "alone")
+    waits = [one["iteration"] for one in read_metrics(prompts / "parts") if "teacher_wait_ms" in one]
+    assert waits == [1, 2]
+
+
+@pytest.mark.slow
+def test_completions_of_a_server(prompts, tmp_path):
+    """They are sampled elsewhere, while the teacher waits."""
+
+    def served(name, *more, processes):
+        with small_server(prompts / "student") as server:
+            source = ("--rollout-source", "server", "--rollout-server-url", server.url, "--log-interval", 1)
+            words = (*source, "--max-new-tokens", 8, "--save", prompts / name, *more)
+            ended = run(tmp_path, rollout_run.argv(prompts, name, *words), processes)
+        assert [one.code for one in ended] == [EXIT_DONE] * processes, [one.output for one in ended]
+        return losses(prompts / name)
+
+    assert served("apart", *APART, processes=2) == served("beside", processes=1)
 
 
 @pytest.mark.slow

@@ -125,7 +125,6 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         "the teacher has the student's own weights": (
             teacher.weights != FROZEN or teacher.residency == "student"
         ),
-        "the student's own text is in the loss": config.rollout.is_on,
         "a model reads images": any(one is not None and one.vision is not None for one in shapes),
         f"{tokens} tokens of a row are not a multiple of {row}, the student's tensor x context size": bool(
             tokens % row

@@ -63,9 +63,10 @@ class CrossTokenizers(Kind):
         from mkd.xtoken.vocabulary.relation_cache import check_projection
 
         problems: list[MkdError] = []
-        for index, teacher in facts.running.items():
+        for teacher, theirs in zip(
+            facts.config.teachers, tokenizers.teachers if tokenizers else (), strict=False
+        ):
             path = teacher.xtoken.projection if teacher.xtoken else None
-            theirs = tokenizers.teachers[index] if tokenizers else None
             if path is not None and tokenizers is not None and theirs is not None:
                 collect_error(problems, partial(check_projection, Path(path), tokenizers.student, theirs))
         return problems

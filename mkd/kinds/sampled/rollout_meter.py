@@ -19,6 +19,7 @@ from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
+from mkd.models.stored_head import StoredHead
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.teachers.base import LossInput
@@ -158,7 +159,7 @@ class RolloutMeter:
     def _of_tokens(self, given: LossInput, teacher: SameTokens, sampled: _Sampled) -> Tensor:
         """Return the sums [OF_TEACHER] of a teacher that reads the student's tokens."""
         (index,) = teacher.indices
-        model, hidden = given.stage.teachers[index], given.output.teacher_hiddens[index]
+        model, hidden = given.stage.compared[index], given.output.teacher_hiddens[index]
         logp = self._logp(given, hidden, model, sampled.rows, self.vocab_size)
         return _sums(sampled.logp, logp, torch.ones_like(logp), sampled.quarter)
 
@@ -187,7 +188,12 @@ class RolloutMeter:
         return _sums(*(one[is_own] for one in (student, teacher_logp, tokens, quarter[first].long())))
 
     def _logp(
-        self, given: LossInput, hidden: Tensor, model: LanguageModel, rows: Tensor, vocab_size: int
+        self,
+        given: LossInput,
+        hidden: Tensor,
+        model: LanguageModel | StoredHead,
+        rows: Tensor,
+        vocab_size: int,
     ) -> Tensor:
         """Return ln p of the labels of `rows`, fp64 [n]."""
         scores = token_scores(
@@ -198,7 +204,7 @@ class RolloutMeter:
             tp_group=self.context.tp_group,
             logits_cap=model.shape.logits_cap,
             vocab_size=vocab_size,
-            sequence_parallel=model.config.sequence_parallel,
+            sequence_parallel=given.stage.student.config.sequence_parallel,
         )
         return scores.label.double()
 

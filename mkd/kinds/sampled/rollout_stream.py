@@ -95,6 +95,7 @@ class RolloutStream:
     contexts: MadeContexts | None = None  # make teachers' prompts of rewards; None: no teacher has such
     tag_names: Sequence[str] = ()  # of all tags of the run; (): tags do not matter
     routes: TeacherRoutes | None = None  # which teachers a micro-batch needs; None: all
+    host_rows: tuple[int, ...] = ()  # teachers whose rows other processes run
     rows: list[RolloutRows] = field(default_factory=list)  # of the last step's micro-batches
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     step_packs: int = 0  # packs of the last step on all ranks, empty ones included
@@ -147,7 +148,7 @@ class RolloutStream:
         batches, self.rows = [], []
         for dealt in self._mine():
             packs, rows = zip(*map(self._build, dealt.samples), strict=True)
-            whole, shard = collate(packs), self.context.row_shard
+            whole, shard = collate(packs).with_host_rows(self.host_rows), self.context.row_shard
             batches.append(replace(whole.shard(shard), needed_teachers=dealt.needed_teachers))
             self.rows.append(RolloutRows.joined(rows).held(whole, shard))
         return batches

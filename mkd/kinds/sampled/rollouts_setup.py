@@ -31,6 +31,7 @@ from mkd.kinds.sampled.stop_ids import stop_ids
 from mkd.kinds.texts import Texts
 from mkd.operations.phases import ROLLOUT, Phases
 from mkd.operations.signals import Signals
+from mkd.plan.sides import sent_rows
 from mkd.resolve.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.step import Engine
@@ -87,6 +88,7 @@ def build_rollouts(
         contexts=_made_contexts(plan, texts.prompts, tokenizer),
         tag_names=texts.tag_names,
         routes=teacher_routes(plan, texts.tag_names, engine.context),
+        host_rows=sent_rows(config, engine.context.holds_last_stage),
     )
     teachers = [one for one in engine.teachers if isinstance(one, MeasuredTeacher)]
     meter = RolloutMeter(engine.context, stream, measured(teachers, engine.tags), sampling.vocab_size)

@@ -64,6 +64,20 @@ def test_a_teacher_with_processes_and_a_place():
     assert codes(*flags, "--teacher-residency", "host", world_size=2) == []
 
 
+def test_the_text_may_be_the_students_own():
+    flags = (
+        "--on-policy-fraction",
+        1,
+        "--prompt-data-path",
+        "p.jsonl",
+        "--max-new-tokens",
+        8,
+        "--kd-ratio",
+        1,
+    )
+    assert codes("--teacher-processes", 1, *flags) == []
+
+
 def test_rows_that_the_students_processes_cannot_share():
     flags = ("--teacher-processes", 1, "--tensor-model-parallel-size", 2, "--seq-length")
     assert codes(*flags, 1024, world_size=2) == []

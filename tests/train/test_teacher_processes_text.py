@@ -1,0 +1,87 @@
+"""Text of all kinds for teachers on processes of their own: the results are those of teachers beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.train import record_run, reward_run, rollout_run
+from tests.train.sides_text import SIDES, Compared
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def rollout_files(tmp_path_factory):
+    return rollout_run.make_files(tmp_path_factory.mktemp("rollouts"))
+
+
+@pytest.fixture(scope="module")
+def rollouts(pool, rollout_files):
+    def argv(run, *flags):
+        return rollout_run.argv(rollout_files, run, *flags)
+
+    return Compared(pool, rollout_files / "whole", argv)
+
+
+ON_ROLLOUTS = (
+    "TP1 from PP2",
+    "TP2 + SP from CP2",
+    "PP2 from TP2",
+    "PP2 VPP2 from 1",
+    "DP2 from 1",
+    "1 from DP2",
+    "CP2 from TP2",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [ON_ROLLOUTS[0], *(pytest.param(one, marks=SLOW) for one in ON_ROLLOUTS[1:])]
+)
+def test_completions_of_the_student(rollouts, tmp_path, case):
+    """Nothing is asked for before completions exist, and nothing is left over."""
+    rollouts.check(tmp_path, SIDES[case])
+
+
+@SLOW
+@pytest.mark.parametrize("case", ["TP1 from PP2", "PP2 VPP2 from 1"])
+def test_completions_beside_stored_packs(pool, rollout_files, tmp_path, case):
+    def argv(run, *flags):
+        return rollout_run.argv(rollout_files, run, *flags, fraction=0.5)
+
+    Compared(pool, tmp_path / "half", argv).check(tmp_path, SIDES[case])
+
+
+@SLOW
+@pytest.mark.parametrize("case", ["TP1 from PP2", "DP2 from 1"])
+def test_a_policy_loss_with_a_divergence_from_a_reference(pool, rollout_files, tmp_path, case):
+    def argv(run, *flags):
+        return reward_run.argv(rollout_files, run, "--rollout-updates", 2, *flags)
+
+    Compared(pool, tmp_path / "grpo", argv).check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def records(pool, rollout_files):
+    """Return runs on records of agents, with a reward that has three quarters of the weight."""
+
+    def argv(run, *flags):
+        return record_run.argv(rollout_files, f"records {run}", *flags)
+
+    def beside(run):
+        return record_run.playing(rollout_files, f"records {run}")
+
+    return Compared(pool, rollout_files / "records", argv, beside)
+
+
+@SLOW
+@pytest.mark.parametrize("case", ["TP1 from PP2", "CP2 from TP2"])
+def test_records_of_agents(records, tmp_path, case):
+    records.check(tmp_path, SIDES[case])
