@@ -139,11 +139,12 @@ def judge(model_dir: Path, folder: Path, new_tokens: int, prompt: str = PLAIN) -
     code.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with LOADING:
+    with LOADING:  # neither imports nor loads in several threads at a time
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -31,6 +31,7 @@ BENCHMARKS = (
     "packing",
     "corpus",
     "tokenise",
+    "gain",
 )  # in the table's order
 HEAD = ("benchmark", "case", "arm", "latest median", "spread", "other figures", "date")
 

@@ -126,7 +126,7 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
         why = "the student is a teacher too, whose packs are longer"
         yield from [why] * (1 + len(facts.planned_teachers))
         return
-    reason = _of_shape(facts.pair.student)
+    reason = _of_shape(facts.pair.student, facts.sizes.cuts_sequences)
     if facts.config.lora.is_on:
         reason = "layers with adapters have not been tried in graphs"
     if facts.config.rounding.round_activations:
@@ -138,16 +138,18 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
 def _of_teacher(teacher: Teacher) -> str | None:
     if teacher.is_averaged:
         return "weights that are averaged have not been tried in graphs"
-    return "layers that move run one by one" if teacher.place.streams else _of_shape(teacher.shape)
+    if teacher.place.streams:
+        return "layers that move run one by one"
+    return _of_shape(teacher.shape, teacher.sizes.cuts_sequences)
 
 
-def _of_shape(shape: ModelShape) -> str | None:
+def _of_shape(shape: ModelShape, cuts_sequences: bool) -> str | None:
     if shape.vision is not None:
         return "rows with images differ in shape"
-    if any(layer.mixer is not None for layer in shape.layers):
-        return "the kernels of mixers have not been tried in graphs"
-    if not all(layer.is_transformer_layer for layer in shape.layers):
-        return "layers without attention, or without an MLP, have not been tried in graphs"
+    if cuts_sequences and any(layer.mixer is not None for layer in shape.layers):
+        return "mixers with context parallelism have not been tried in graphs"
+    if not all(layer.has_mlp and (layer.has_attention or layer.mixer is not None) for layer in shape.layers):
+        return "layers of one block have not been tried in graphs"
     if any(layer.heads is not None and layer.heads.is_wide for layer in shape.layers):
         return "attention with wide heads waits for the lengths of documents"
     is_plain = all(rope.is_plain_rotation for rope in shape.ropes)

@@ -15,6 +15,7 @@ YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_
 OWN_TEXT = ("--kd-ratio", 1, "--on-policy-fraction", 1, "--prompt-data-path", "p", "--max-new-tokens", 64)
 INTERLEAVED = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
 INTERLEAVED += ("--global-batch-size", 8)
+CUT = ("--context-parallel-size", 2)
 SPREAD = ("--teacher-expert-model-parallel-size", 2)
 TEACHER = ("--teacher-hf", "t")
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--teacher-hf", "t", "--bf16")
@@ -54,6 +55,9 @@ PAIRS = {  # shape or model_type of the student, those of the teachers, flags; w
     "experts": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), (), ()),
     "experts, no teacher": ("qwen3-30b-a3b:4", (), ("--kd-ratio", 0), ()),
     "experts, interleaved": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), INTERLEAVED, ()),
+    "gated delta nets": ("qwen3.5-2b", ("qwen3.5-9b",), (), ()),
+    "gated delta nets, cut sequences": ("qwen3.5-2b", ("qwen3-8b",), CUT, (0,)),
+    "a teacher of gated delta nets, cut sequences": ("qwen3-1.7b", ("qwen3.5-9b",), CUT, (1,)),
     "the teacher's experts spread": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), SPREAD, ()),
 }
 
