@@ -118,6 +118,7 @@ def _option_rows(options: Sequence[Option]) -> Iterator[tuple[str, ...]]:
     for option in options:
         name = f"`{option.flag}`" if option.has_flag else f"`{option.field}` (YAML)"
         kind = {int: "N", float: "X", str: "TEXT", tuple: "TEXT ...", bool: "on, off"}[option.kind]
+        kind = ", ".join([kind, *option.words])
         meaning, default = split_default(option)
         yield name, ", ".join(option.choices) if option.choices else kind, default, meaning
 

@@ -31,6 +31,7 @@ MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is com
 HF_FOLDER = "hf"
 SLURM_JOB = "SLURM_JOB_ID"  # variable, and file of SAVE with its value
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
+SETTINGS, REPLICAS = "settings", "data-parallel replicas"  # entry of STATE_FILE: flag -> value; and one of it
 CAUSE = "cause"  # entry of STATE_FILE: why a checkpoint was saved, one of these
 BY_STEPS, BY_TIME, STOPPED, LAST = "steps", "time", "stop", "last"
 NEWEST_TEMPORARY = 2  # those by time or of a stop stay while they are among so many newest ones

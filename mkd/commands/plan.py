@@ -12,23 +12,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
-from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
+from mkd.errors import ErrorList, MkdError, returns_exit_code
 from mkd.kinds.known_kinds import KINDS
+from mkd.plan.advice.auto_processes import is_open
 from mkd.plan.advice.forecast_text import describe_totals
 from mkd.plan.advice.notes import plan_notes, precision_note
 from mkd.plan.advice.verdict import describe
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.forecast import Forecast
-from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.sides import student_processes
 from mkd.plan.times.cost import DOCUMENT_LENGTH
-from mkd.run.early_checks import head_shapes, model_of, model_shape
+from mkd.run.chosen_place import planned_place
+from mkd.run.early_checks import find_shape, head_shapes
 
 PLANNED_STEPS = 1000  # of a run without --train-iters
 
@@ -37,9 +37,13 @@ PLANNED_STEPS = 1000  # of a run without --train-iters
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan."""
     own, rest = own_flags(sys.argv[1:] if argv is None else argv)
-    forecast = plan(load_config(rest).config, own.world_size, own.document_length)
+    config, chosen = planned(load_config(rest).config), []
+    if is_open(config):
+        place = planned_place(config, own.world_size, config.device_memory_gib)
+        config, chosen = place.apply(config), [place.text]
+    forecast = plan(config, own.world_size, own.document_length)
     totals = describe_totals(forecast)
-    print("\n".join([describe(forecast), totals, *plan_notes(forecast), *precision_note(forecast)]))
+    print("\n".join([*chosen, describe(forecast), totals, *plan_notes(forecast), *precision_note(forecast)]))
 
 
 def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -69,19 +73,24 @@ def own_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:
-    """Return the forecast of a run on `world_size` processes.
-
-    Raises ErrorList with everything that is wrong.
-    """
+def planned(config: Config) -> Config:
+    """Return the settings with something in place of what a plan does not need."""
     prompts = ("-",) if config.rollout.is_on else ()
-    config = replace(
+    return replace(
         config,
         dry_run=True,
         training=replace(config.training, train_iters=config.training.train_iters or PLANNED_STEPS),
         data=replace(config.data, data_path=config.data.data_path or ("-",)),
         rollout=replace(config.rollout, prompt_data_path=config.rollout.prompt_data_path or prompts),
     )
+
+
+def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:
+    """Return the forecast of a run on `world_size` processes.
+
+    Raises ErrorList with everything that is wrong.
+    """
+    config = planned(config)
     problems: list[MkdError] = []
     of_student = student_processes(config, world_size)
     facts = RunFacts(config, of_student, document_length=document_length, kinds=KINDS)
@@ -91,13 +100,3 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     if problems or not facts.is_known:
         raise ErrorList([*problems, *find_problems(facts)])
     return Forecast.from_facts(facts)
-
-
-def find_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
-    """Return the shape of the student (None) or a teacher: of its folder, hub model, or checkpoint."""
-    source = model_of(config, teacher)
-    if source.hf or not source.load:
-        return model_shape(problems, config, teacher)
-    written = sorted(Path(source.load).glob("**/hf/config.json"))
-    folder = written[-1].parent if written else source.load
-    return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))

@@ -61,9 +61,12 @@ def check(words: list[str], num_ranks: int) -> None:
     """Raise ErrorList for what can be refused before any rank starts, within a second."""
     from mkd.config.load import load_config
     from mkd.operations.run_folders import with_save_folder
+    from mkd.plan.advice.auto_processes import is_open
     from mkd.run.early_checks import early_problems
 
-    problems = early_problems(with_save_folder(load_config(words).config), num_ranks)
+    config = with_save_folder(load_config(words).config)
+    # Ranks know the memory that the place of a teacher depends on.
+    problems = [] if is_open(config) else early_problems(config, num_ranks)
     if problems:
         raise ErrorList(problems)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -26,9 +27,12 @@ def option(
     choices: tuple[str, ...] | None = None,
     flag: bool = True,
     valid: Range | None = None,
+    words: Mapping[str, int] = MappingProxyType({}),
 ) -> Any:
     """Return a documented dataclass field; without `flag` it is YAML only.
 
-    A number is checked against `valid`. Ranges of earlier options stand in `mkd/plan/checks/ranges.py`.
+    A number is checked against `valid`. `words` may be written in its place; their numbers are outside of it.
+    Ranges of earlier options stand in `mkd/plan/checks/ranges.py`.
     """
-    return field(default=default, metadata=dict(help=help, choices=choices, flag=flag, valid=valid))
+    metadata = dict(help=help, choices=choices, flag=flag, valid=valid, words=words)
+    return field(default=default, metadata=metadata)

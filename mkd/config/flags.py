@@ -207,7 +207,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
     else:
         arguments["nargs"] = "+" if option.kind is tuple else 1
         choices = "{" + ",".join(option.choices or ()) + "}"
-        arguments["metavar"] = choices if option.choices else _METAVARS[option.kind]
+        value = "|".join([_METAVARS[option.kind], *option.words])
+        arguments["metavar"] = choices if option.choices else value
     # set afterwards: BooleanOptionalAction of Python 3.10 would add its own default to the text
     group.add_argument(option.flag, **arguments).help = _help(option)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
-from mkd.kinds.apart.apart_settings import ApartSettings
+from mkd.kinds.apart.apart_settings import AUTO, ApartSettings
 from mkd.kinds.averaged.ema_settings import EMAConfig
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.fp8_students.fp8_settings import StudentPrecisionSettings
@@ -177,6 +177,11 @@ class TeacherConfig(ApartSettings, PrecisionSettings, PlaceSettings, TeacherMode
         return self.stand_in == APART
 
     @property
+    def place_is_open(self) -> bool:
+        """True if the plan chooses its processes, and with them all of `CHOSEN_WITH_PROCESSES`."""
+        return self.processes == AUTO
+
+    @property
     def has_head(self) -> bool:
         """True if the loss reads logits of its head: it runs somewhere, or its hidden states are stored."""
         return self.stand_in in (None, "hidden", APART)
@@ -201,6 +206,11 @@ class TeacherConfig(ApartSettings, PrecisionSettings, PlaceSettings, TeacherMode
         """Return the settings of a teacher that runs, without what takes its place."""
         return replace(self.without_processes(), topk=None, hidden=None)
 
+    def placed(self, **chosen: Any) -> TeacherConfig:
+        """Return the settings with these of `CHOSEN_WITH_PROCESSES`, and the defaults of the others."""
+        defaults = {one.name: one.default for one in fields(self) if one.name in CHOSEN_WITH_PROCESSES}
+        return replace(self, **{**defaults, **chosen})
+
     def without_processes(self) -> TeacherConfig:
         """Return the settings of a teacher without processes of its own."""
         shared: dict[str, Any] = {one.name: one.default for one in fields(ApartSettings)}
@@ -218,6 +228,12 @@ TEACHER_KINDS: Mapping[str, str] = MappingProxyType(
 """Setting of a teacher -> the kind that it turns on (`mkd.kinds.kind.Kind`), loaded by `known_kinds`."""
 
 APART = "processes"
+CHOSEN_WITH_PROCESSES = (
+    *(one.name for section in (ApartSettings, PlaceSettings) for one in fields(section)),
+    "pipeline_layout",
+    "expert_model_parallel_size",
+)
+"""Settings of a teacher that `processes: auto` chooses."""
 STAND_INS = ("topk", "hidden", APART)
 """Settings of a teacher that take the place of a model in the student's processes."""
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from dataclasses import field as declared
 from functools import cache
 from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
@@ -46,6 +47,7 @@ class Option:
     choices: tuple[str, ...] | None
     has_flag: bool
     valid: Range | None = None  # the values that a number may have, if the field says so
+    words: Mapping[str, int] = declared(default_factory=dict)  # what may be written in place of a number
 
     @property
     def section(self) -> str:
@@ -83,10 +85,15 @@ class Option:
         if self.choices is not None and text not in self.choices:
             what = f"{label}: {text!r} is not a known value"
             raise UsageError(what, "", f"use {' or '.join(self.choices)}", code="value-unknown")
+        if text in self.words:
+            return self.words[text]
         try:
-            return _READERS[self.kind](text)
+            value = _READERS[self.kind](text)
+            if value in self.words.values():  # it stands for a word
+                raise ValueError
+            return value
         except (ValueError, KeyError):
-            wanted = _KIND_NAMES[self.kind]
+            wanted = " or ".join([_KIND_NAMES[self.kind], *self.words])
             what = f"{label}: {text!r} is not {wanted}"
             why = f"{self.label}: {self.help}"
             raise UsageError(what, why, f"give {wanted}", code="value-not-valid") from None
@@ -124,6 +131,7 @@ def _option(field: Any, hint: Any, section: str) -> Option:
         choices=field.metadata["choices"],
         has_flag=field.metadata["flag"] and section == of_first,
         valid=field.metadata["valid"],
+        words=field.metadata["words"],
     )
 
 

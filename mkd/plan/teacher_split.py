@@ -166,8 +166,8 @@ def planned_splits(
     (shape,) = facts.teachers
     assert shape is not None, "the shapes of all models are known"
     for number in processes or compared_processes(facts.world_size):
-        replicas, rest = divmod(facts.world_size - number, facts.sizes.replica)
-        if rest:
+        replicas, rest = divmod(facts.world_size - number, Sizes.of(facts.config.parallel).replica)
+        if rest or not replicas:
             continue
         sides = [
             one

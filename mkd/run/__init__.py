@@ -4,6 +4,7 @@ Read in this order:
 
     main.py                   the command: configuration in, trained student out, exit code
     early_checks.py           problems that are found before torch is imported
+    chosen_place.py           the place of a teacher that the settings leave open
     plan_run.py               models, data and layouts of a run, from files and flags alone
     plan_text.py              the plan and the objective as text
     stored/                   predictions of teachers, exported and read again

@@ -137,6 +137,16 @@ def model_shape(problems: list[MkdError], config: Config, teacher: int | None) -
     return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))
 
 
+def find_shape(problems: list[MkdError], config: Config, teacher: int | None) -> ModelShape | None:
+    """Return the shape of the student (None) or a teacher: of its folder, hub model, or checkpoint."""
+    source = model_of(config, teacher)
+    if source.hf or not source.load:
+        return model_shape(problems, config, teacher)
+    written = sorted(Path(source.load).glob("**/hf/config.json"))
+    folder = written[-1].parent if written else source.load
+    return collect_error(problems, lambda: ModelShape.from_hf_dir(folder))
+
+
 def model_of(config: Config, teacher: int | None) -> StudentConfig | TeacherConfig:
     """Return the settings of the student (None) or of the teacher of that number."""
     return config.student if teacher is None else config.teachers[teacher]

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mkd.checkpoint.adapters import ADAPTERS, BASE
+from mkd.checkpoint.folders import REPLICAS, SETTINGS
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.models import FROZEN
@@ -77,7 +78,7 @@ def identify_run(
     evaluation = evaluation_print(plan, known, valid_set)
     found: dict[str, object] = {
         "fingerprints": known,
-        "settings": run_settings(plan),
+        SETTINGS: run_settings(plan),
         "evaluation": evaluation,
         "files": training_files(train_set),
     }
@@ -230,7 +231,7 @@ def run_settings(plan: Plan) -> dict[str, object]:
     compared = (pair for pair in settings(plan.config) if pair[0].section not in NOT_COMPARED)
     found = {option.place: value for option, value in compared}
     found["--global-batch-size"] = plan.batch.global_batch_size
-    found["data-parallel replicas"] = plan.batch.data_parallel
+    found[REPLICAS] = plan.batch.data_parallel
     return json.loads(json.dumps(found))
 
 

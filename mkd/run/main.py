@@ -32,6 +32,7 @@ from mkd.operations.launch.rendezvous import Rendezvous
 from mkd.operations.run_folders import LOG_FILES, changes_to_resume, log_folder, with_save_folder
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
 from mkd.plan.sides import Side, side_of_teacher, sides_of
+from mkd.run.chosen_place import with_place
 from mkd.run.early_checks import early_problems
 from mkd.run.start_text import dry_run_text, start_text
 
@@ -81,6 +82,7 @@ def run(
     Return the exit code. Processes of a teacher's own answer the student's instead.
     """
     loaded = replace(loaded, config=with_save_folder(loaded.config))
+    loaded = with_place(loaded, rendezvous, 60 * loaded.config.parallel.distributed_timeout_minutes)
     sides = sides_of(loaded.config, _world_size())
     side = next(one for one in reversed(sides) if one.first <= reports.rank)
     reports.speaker, reports.has_sides = side.first, len(sides) > 1

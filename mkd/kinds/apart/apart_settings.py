@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mkd.config.field import NOT_NEGATIVE, Range, option
 
+AUTO = -1
+"""Number of processes that stands for `auto`, until mkd/run/chosen_place.py has replaced it."""
+
 _POSITIVE = Range("1 or more", lambda x: x >= 1)
 
 
@@ -16,8 +19,12 @@ class ApartSettings:
     processes: int = option(
         0,
         "processes that run this teacher alone. The launch has the student's processes first, then those "
-        "of each such teacher. 0: the teacher shares the student's processes",
+        "of each such teacher. 0: the teacher shares the student's processes. auto: the split and layout "
+        "that mkd plan finds, if a step then takes at most 0.97 of the time. Otherwise the best place on "
+        "shared processes. auto needs --global-batch-size and, on a machine without GPUs, "
+        "--device-memory-gib",
         valid=NOT_NEGATIVE,
+        words={"auto": AUTO},
     )
     tensor_model_parallel_size: int | None = option(
         None,

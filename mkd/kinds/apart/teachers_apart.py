@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from mkd.config.models import FROZEN
 from mkd.config.schema import TeacherConfig
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.human import counted
 from mkd.kinds.apart.apart_settings import ApartSettings
-from mkd.kinds.kind import Kind
+from mkd.kinds.kind import Kind, TeacherCard
 from mkd.kinds.placed.choice import flag_of
 from mkd.log.metrics import STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
@@ -62,6 +63,9 @@ class TeachersApart(Kind):
 
     def teaches(self, teacher: TeacherConfig) -> bool:
         return teacher.is_apart
+
+    def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
+        return TeacherCard(details=f", on {counted(teacher.processes, 'process')} of its own")
 
     def teacher_setup(
         self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None

@@ -10,8 +10,14 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 from mkd.errors import MkdError
+
+if TYPE_CHECKING:  # it takes seconds
+    import torch.distributed as dist
+
+T = TypeVar("T")
 
 PREFIX = "mkd/start"
 LINGER_S = 5.0  # how long rank 0, which may host the store, waits for ranks that have not read it yet
@@ -45,7 +51,7 @@ class Rendezvous:
     rank: int
     world_size: int
     is_over: bool = False  # over or under way
-    _store: object = None  # kept, because the process group will use the same one
+    _store: dist.Store | None = None  # kept, because the process group will use the same one
 
     def ready(self, timeout_s: float) -> None:
         """Report that this rank can start. Collective. Raises PeerCannotStart if another one cannot."""
@@ -68,19 +74,40 @@ class Rendezvous:
             answers: list[Problem | None] = [None] * self.world_size
             dist.all_gather_object(answers, problem)
         else:
-            answers = self._at_store(problem, timedelta(seconds=timeout_s))
+            answers = self._at_store(problem, timeout_s)
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
-    def _at_store(self, problem: Problem | None, timeout: timedelta) -> list[Problem | None]:
+    def gather(self, name: str, value: T, timeout_s: float) -> list[T]:
+        """Return the values (JSON) of all ranks, by rank, before they are ready. Once for a name.
+
+        Collective. Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
+        """
+        if self.world_size == 1:
+            return [value]
         import torch.distributed as dist
 
+        if not dist.is_initialized():
+            return self._gathered(dist.PrefixStore(f"{PREFIX}/{name}", self._open(timeout_s)), value)
+        answers: list[T] = [value] * self.world_size
+        dist.all_gather_object(answers, value)
+        return answers
+
+    def _gathered(self, place: dist.Store, value: T) -> list[T]:
+        place.set(str(self.rank), json.dumps(value))
+        return [json.loads(text) for text in place.multi_get([str(rank) for rank in range(self.world_size)])]
+
+    def _open(self, timeout_s: float) -> dist.Store:
         from mkd.parallel.start_store import start_store
 
-        self._store = start_store(timeout)
-        place = dist.PrefixStore(PREFIX, self._store)
-        place.set(str(self.rank), json.dumps(problem and asdict(problem)))
-        texts = place.multi_get([str(rank) for rank in range(self.world_size)])
-        answers = [Problem(**answer) if (answer := json.loads(text)) else None for text in texts]
+        self._store = start_store(timedelta(seconds=timeout_s))
+        return self._store
+
+    def _at_store(self, problem: Problem | None, timeout_s: float) -> list[Problem | None]:
+        import torch.distributed as dist
+
+        place = dist.PrefixStore(PREFIX, self._open(timeout_s))
+        found = self._gathered(place, problem and asdict(problem))
+        answers = [Problem(**answer) if answer else None for answer in found]
         deadline = time.monotonic() + LINGER_S
         num_done = place.add("done", 1)
         while self.rank == 0 and any(answers) and num_done < self.world_size and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ def describe_sides(forecast: Forecast, usable_gib: float | None = None) -> Itera
         need_gib = split.teacher_gib
         fits = "" if usable_gib is None or need_gib <= usable_gib else ", does not fit"
         yield (
-            f"{role}: {counted(side.processes, 'process')} of its own ({_layout(side.sizes)}), asked "
+            f"{role}: {counted(side.processes, 'process')} of its own ({layout_text(side.sizes)}), asked "
             f"{side.ahead(replicas)} micro-batches ahead{_asked(side)}: "
             f"{milliseconds(split.teacher_ms)} a step, {need_gib:.1f} GiB{fits}; "
             f"the student's side takes {milliseconds(split.student_ms)}; {_waits(split)}; "
@@ -57,7 +57,7 @@ def split_lines(
         _, _, precision = variant.name.partition(", ")
         line = (
             f"  {best.student.facts.world_size} student + {best.teacher.processes} teacher processes"
-            f"{precision and ', ' + precision} ({_layout(best.teacher.sizes)}): "
+            f"{precision and ', ' + precision} ({layout_text(best.teacher.sizes)}): "
             f"{milliseconds(best.step_ms)}, {best.student_gib:.1f} + {best.teacher_gib:.1f} GiB, "
             f"{_waits(best)}"
         )
@@ -103,7 +103,7 @@ def _waits(split: PlannedSplit) -> str:
     )
 
 
-def _layout(sizes: Sizes) -> str:
+def layout_text(sizes: Sizes) -> str:
     """Return sizes above 1 as text: `pipeline 8, 4 replicas`."""
     parts = [f"{name} {number}" for name, number in vars(sizes).items() if number > 1 and name != "data"]
     return ", ".join([*parts, counted(sizes.data, "replica")])

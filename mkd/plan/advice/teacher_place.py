@@ -59,10 +59,13 @@ def running_variants(facts: RunFacts) -> list[Variant]:
     return [reduce(add, variants) for variants in product(*of_kinds)]
 
 
-def plan_places(forecast: Forecast) -> list[PlannedPlace]:
-    """Return the places that are possible on these GPUs, the simplest first."""
-    running, planned = running_variants(forecast.facts), []
-    for place in (*running, *WITHOUT_LAYERS):
+def plan_places(
+    forecast: Forecast, places: Sequence[Variant] | None = None, machine: int = MACHINE
+) -> list[PlannedPlace]:
+    """Return which of the `places` (None: all) are possible on machines of so many GPUs, in their order."""
+    running: list[Variant] = running_variants(forecast.facts)
+    planned: list[PlannedPlace] = []
+    for place in (*running, *WITHOUT_LAYERS) if places is None else places:
         facts = replace(forecast.facts, config=place.apply(forecast.config))
         if place in WITHOUT_LAYERS:  # they exclude the settings that only a running teacher has
             alone = running[0].apply(facts.config)
@@ -73,7 +76,7 @@ def plan_places(forecast: Forecast) -> list[PlannedPlace]:
             changed = Forecast.from_facts(facts, forecast.gpu_gib)
         except MkdError:
             continue
-        if not separates_peers(changed):
+        if not separates_peers(changed, machine):
             need_gib = changed.planned_gib
             is_planned = not changed.states_ahead or _is_quickly_planned(changed)
             step_ms = changed.planned_step_ms() if is_planned else changed.step_ms()
@@ -143,6 +146,6 @@ def stored_bytes(forecast: Forecast) -> tuple[int, int]:
     return sum(one.shape.hidden_size for one in teachers) * element, len(teachers) * TOPK_BYTES
 
 
-def separates_peers(forecast: Forecast) -> bool:
-    """Return True if processes that share a teacher would be on several machines of `MACHINE` GPUs."""
-    return bool(forecast.facts.machine_problems(MACHINE))
+def separates_peers(forecast: Forecast, machine: int = MACHINE) -> bool:
+    """Return True if processes that share a teacher would be on several machines of so many GPUs."""
+    return bool(forecast.facts.machine_problems(machine))

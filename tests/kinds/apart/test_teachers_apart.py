@@ -35,7 +35,7 @@ def test_settings_of_a_side_need_processes():
 @pytest.mark.parametrize(
     "argv, code",
     [
-        (("--teacher-processes", -1), "out-of-range: must be 0 or more"),
+        (("--teacher-processes", -2), "out-of-range: must be 0 or more"),
         (("--teacher-processes", 2, "--teacher-ahead", 1), "out-of-range: must be 2 or more"),
         (
             ("--teacher-processes", 6, "--teacher-pipeline-model-parallel-size", 4),
