@@ -13,6 +13,17 @@ from mkd.kinds.routed.route_settings import ROUTE
 
 
 @dataclass(frozen=True)
+class TaughtTags:
+    """The tags whose records one teacher teaches."""
+
+    own: tuple[str, ...]  # (): all but `others`
+    others: tuple[str, ...] = ()  # that other teachers name
+
+    def __contains__(self, tag: str) -> bool:
+        return tag in self.own if self.own else tag not in self.others
+
+
+@dataclass(frozen=True)
 class TagRules:
     """The tags of teachers and of files."""
 
@@ -43,6 +54,11 @@ class TagRules:
         """Return the teachers of a tag; [] if nobody teaches it."""
         naming = [name for name, tags in self.teachers.items() if tag in tags]
         return naming or [name for name, tags in self.teachers.items() if not tags]
+
+    def taught_tags(self, teacher: str) -> TaughtTags:
+        """Return the tags of a teacher."""
+        others = {tag for name, tags in self.teachers.items() if name != teacher for tag in tags}
+        return TaughtTags(self.teachers[teacher], () if self.teachers[teacher] else tuple(sorted(others)))
 
     def numbers_of(self, teacher: str, names: Sequence[str]) -> frozenset[int]:
         """Return which of the tags `names` the teacher teaches, as their numbers."""
@@ -90,3 +106,9 @@ def equal_names(rules: TagRules, tags: Collection[str]) -> Iterator[UsageError]:
         if name in tags and not is_alone:
             what, why = f"a teacher and a tag have the name {name}", "both have a metric kd_loss/NAME"
             yield UsageError(what, why, "give the teacher another name", code="names-equal")
+
+
+def taught_tags(config: Config, teacher: str) -> TaughtTags | None:
+    """Return the tags of a teacher; None: it teaches all records."""
+    rules = TagRules.of(config)
+    return None if rules is None else rules.taught_tags(teacher)

@@ -14,7 +14,7 @@ from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
 from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
-from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
+from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText, check_teacher_length
 from mkd.data.aligned.teacher_store import TeacherStore, image_tables
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.corpus.cached_corpus import cached_corpus
@@ -23,7 +23,7 @@ from mkd.data.corpus.encoding import useful_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.sources import find_prefix, require_image_processor, require_text, require_vocabulary
 from mkd.data.corpus.store import StoreFiles, TokenStore
-from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.dataset import BlendedDataset, PackedDataset, require_contexts
 from mkd.data.files.named_files import named_files
 from mkd.data.files.opened import text_bytes
 from mkd.data.images.conversation import ConversationImages
@@ -36,7 +36,7 @@ from mkd.data.records.file_notes import log_notes
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.data.tags import CorpusTags, TaggedDocuments, tags_of_run
 from mkd.data.teacher_input import SharedTokens
-from mkd.errors import DataError, MkdError, UsageError
+from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
 LOG = logging.getLogger("mkd")
@@ -157,6 +157,7 @@ def _open(
         weights = [member.weight for member in of_data_set] if weighted else None
         own = [next(opened) for _ in of_data_set]
         found.append(BlendedDataset(own, weights) if own else None)
+        require_contexts(own)
     return found
 
 
@@ -284,8 +285,9 @@ class _Preparation:
             settings["workers"] = self._workers(text_bytes(files))
             student = cached_corpus(files, named.cache_name, **settings)
         self._check(student, path, flag)  # first: a teacher's corpus is aligned with it
+        file_tag = "" if self.tags is None else self.tags.files.get(path, "")
         return student, {
-            number: cached_teacher_store(path, files, student, text, **settings)
+            number: cached_teacher_store(path, files, student, text, file_tag=file_tag, **settings)
             for number, text in enumerate(self.teachers)
             if isinstance(text, TeacherText)
         }
@@ -386,15 +388,3 @@ def _taught(
     if rules is None or isinstance(text, SharedTokens):
         return None
     return rules.numbers_of(text.name, dataset.tag_names)
-
-
-def check_teacher_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
-    """Raise UsageError if documents cannot be padded to the length of a teacher's packs."""
-    if seq_length % document_multiple:
-        section = "context" if text.context else "xtoken"
-        raise UsageError(
-            f"{section}.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
-            "the layout of this run pads documents to it, and a pack is made of whole documents",
-            f"use {-(-seq_length // document_multiple) * document_multiple}",
-            code="length-not-divisible",
-        )

@@ -21,6 +21,7 @@ from mkd.data.packing.pack_index import PackIndex, pack_in_memory
 from mkd.data.packing.pack_settings import WINDOW_PIECES, PackSettings
 from mkd.data.quarantine import skipped
 from mkd.data.tags import UNTAGGED, CorpusTags
+from mkd.errors import DataError
 from mkd.human import counted
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds
@@ -107,6 +108,16 @@ class PackedDataset:
         """Return True if the teacher has text of the pack."""
         own = self.taught[teacher] if self.taught else None
         return own is None or self._tags is None or int(self._tags[pack]) in own
+
+    def lacks_context(self, teacher: int) -> bool | None:
+        """Return True if a teacher has a context, and no document has one; None if it judges none of them."""
+        side, own = self.teachers[teacher], self.taught[teacher] if self.taught else None
+        if not isinstance(side, TeacherSide) or side.text.context is None:
+            return None
+        if own is not None and self._tags is not None and own.isdisjoint(self._tags.tolist()):
+            return None
+        starts, first = side.store.tokens.starts, self.first_document
+        return bool(starts(first + self.num_documents) == starts(first))
 
     def tags_of(self, packs: np.ndarray) -> np.ndarray:
         """Return the numbers of the tags of packs, int64; UNTAGGED for a number below 0."""
@@ -226,6 +237,23 @@ def _spread(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, seq_len
     for value, start, length in zip(values, starts.tolist(), lengths.tolist(), strict=True):
         found[start : start + length] = value
     return found
+
+
+def require_contexts(members: Sequence[PackedDataset]) -> None:
+    """Raise DataError if no document of a data set has a context for a teacher that judges it."""
+    for number, side in enumerate(members[0].teachers if members else ()):
+        lacking = [found for member in members if (found := member.lacks_context(number)) is not None]
+        if lacking and all(lacking) and isinstance(side, TeacherSide):
+            files = ", ".join(dict.fromkeys(member.store.name for member in members))
+            problem = DataError(
+                f"no record of {files} has a context for the teacher {side.text.name}",
+                "it leaves all of them out (missing: skip), so its loss there would be a mean of nothing",
+                "add to the records what its context reads, or give other files: held-out ones with "
+                "--valid-data-path",
+                code="record-value-not-valid",
+            )
+            problem.on_all_ranks = True
+            raise problem
 
 
 def later_orders(dataset: BlendedDataset) -> dict[str, str]:

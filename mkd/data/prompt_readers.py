@@ -58,6 +58,10 @@ class PromptReader:
         found = self.context.in_place_of(prompt, {**known, **values})
         return None if found is None else encode_prompt(found, self.tokenizer)
 
+    def is_made_of(self, prompt: str | Conversation | None, fields: Mapping[str, Any]) -> bool:
+        """Return True if the teacher's prompt lacks only what a step makes; None: nothing is made of it."""
+        return prompt is not None and bool(self.made) and self.longest(prompt, fields) is not None
+
     def longest(self, prompt: str | Conversation, fields: Mapping[str, Any]) -> np.ndarray | None:
         """Return the prompt with short values for what is made; None: it lacks other values too."""
         return self.read_made(prompt, fields, dict.fromkeys(MADE, "."))

@@ -114,6 +114,8 @@ def read_prompts(
             parsed.append((prompt, fields))
             theirs = {}
             for name, reader in teachers.items():
+                if reader.context is not None and not reader.context.teaches(tag):
+                    continue
                 try:
                     if (its_ids := reader.read(prompt, fields)) is not None:
                         theirs[name] = its_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -138,17 +138,20 @@ def evaluate_tasks(
 
 
 def evaluate_teachers(
-    evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
+    evaluator: TaskEvaluator,
+    engine: Engine,
+    stopper: Stopper | None = None,
+    names: Container[str] | None = None,  # of the teachers; None: all
 ) -> dict[str, float] | None:
     """Return the metrics `eval/<task>/<teacher>/...` of the teachers that read the student's tokens.
 
-    Only teachers that run have metrics. They never change. Return None if the evaluation was stopped.
+    Only teachers that run have metrics. Return None if the evaluation was stopped.
     """
     metrics: dict[str, float] = {}
     # By virtual stage and teacher.
     models = [get_attr_wrapped_model(stage, "teachers") for stage in engine.stages]
     for teacher in engine.teachers:
-        if not isinstance(teacher, SameTokens):
+        if not isinstance(teacher, SameTokens) or (names is not None and teacher.name not in names):
             continue
         (index,) = teacher.indices
         if index >= len(models[0]):  # its hidden states are stored, not its layers

@@ -16,6 +16,7 @@ from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError, ServerLost
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
+from mkd.kinds.averaged.averaged_teachers import changing_teachers
 from mkd.kinds.sampled.rollout_meter import RolloutMeter
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.operations.console import LOG
@@ -212,8 +213,10 @@ def evaluate_and_report(run: Run) -> Stop | None:
     if TASKS in progress.due:
         with run.phase(TASK_EVALUATION, iteration):
             metrics = evaluate_tasks(run.data.tasks, run.engine, stopper)
-            if metrics is not None and iteration == 0:  # teachers never change
-                of_teachers = evaluate_teachers(run.data.tasks, run.engine, stopper)
+            if metrics is not None:
+                # The others never change, so they are evaluated once.
+                names = changing_teachers(run.config) if iteration else None
+                of_teachers = evaluate_teachers(run.data.tasks, run.engine, stopper, names)
                 metrics = None if of_teachers is None else metrics | of_teachers
         if metrics is None:
             return stopper.stop

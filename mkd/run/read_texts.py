@@ -7,7 +7,7 @@ from typing import Any
 
 from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.context_summary import summarise_context_prompts
-from mkd.data.build import check_teacher_length
+from mkd.data.aligned.teacher_side import check_teacher_length
 from mkd.data.dataset import BlendedDataset
 from mkd.data.prompts import PromptSet, read_prompts
 from mkd.data.records.wanted import WantedRecords

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.evaluation.eval_reference import write_tasks
@@ -41,6 +43,24 @@ def test_records_before_the_first_step_and_at_every_interval(files, ranks):
     assert " foxes: 5 continuations, 1 prompt cut to 128 tokens" in lines
     line = next(line for line in lines if line.startswith(" task results at iteration 2 |"))
     assert f"| foxes/ce: {records[2]['eval/foxes/ce']:.6E} |" in line and "num_" not in line
+
+
+def test_an_average_is_scored_at_every_interval(files, ranks):
+    """With rate 1 it is the student, so its metrics are the student's."""
+    config = files / "average.yaml"
+    config.write_text(json.dumps({"teachers": [{"weights": "ema", "name": "mean", "ema": {"rate": 1}}]}))
+    words = [*flags(files, "average", *EVALUATED, *tasks_of(files)), "--config", str(config)]
+    place = words.index("--teacher-hf")
+    del words[place : place + 2]
+    (result,) = run_main(ranks, words)
+    assert result.exit_code == 0, result.stderr
+    records = [record for record in read_metrics(files / "average") if record.get("split") == "tasks"]
+    assert [record["iteration"] for record in records] == [0, 1, 2]
+    for record in records:
+        for name in ("foxes/ce", "animals/accuracy_norm"):
+            task, metric = name.split("/")
+            assert record[f"eval/{task}/mean/{metric}"] == pytest.approx(record[f"eval/{name}"], rel=1e-6)
+    assert len({record["eval/foxes/mean/ce"] for record in records}) == 3
 
 
 def test_beside_held_out_text_and_in_two_processes(files, ranks):

@@ -53,6 +53,9 @@ def averages_alone(arguments: list[str], updates: int) -> dict:
     assert all(map(torch.equal, sum(before, []), sum(after, [])))
     assert {one.updates for one in run.engine.optimizer.averages} == {updates}
     run.reporter.close()
+    rewards = getattr(run.data.train, "rewards", None)
+    if rewards is not None:
+        rewards.calls.close()
     return found
 
 

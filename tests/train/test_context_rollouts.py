@@ -209,6 +209,8 @@ def test_a_run_with_siblings_beside_a_policy_loss_resumes_bitwise(files, ranks):
         flags = ("--kd-ratio", 0.5, "--save", files / folder, "--log-interval", 1, *more)
         results = run_main(ranks, made_argv(files, folder, *flags))
         assert results[0].exit_code == 0, results[0].stderr
+        assert "3 prompts whose context each step makes" in results[0].stdout
+        assert "without a context" not in results[0].stdout
         names = ("loss", "kd_loss", "num_aligned/knows", "rollout/coverage", "reward/mean", "grad_norm")
         return [[line[name] for name in names] for line in read_metrics(files / folder)]
 
@@ -233,14 +235,18 @@ def test_a_teacher_without_a_context_beside_it(files, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tag_of_a_prompt_chooses_a_teacher_with_a_context(kind, files, ranks):
-    """Its mean over the tokens that it teaches has the share of its tag in all sampled tokens."""
-    tags = ("a", "b", "a", "b", "a")
+    """Its mean over the tokens that it teaches has the share of its tag in all sampled tokens.
+
+    One of the prompts of the other tag has no context, and needs none.
+    """
+    tags = ("a", "b", "b", "b", "a")
     prompts = [prompt_of(i) | {"kind": tag} for i, tag in enumerate(tags)]
     write_records(files / "tagged.jsonl", *prompts)
     model = {"hf": str(files / "teacher")} if kind == "frozen" else {"weights": "live"}
     others = {"hf": str(files / "student"), "name": "plain", "tags": ["b"]}
     kd = {"teacher_combination": "route", "tag_key": "kind"}
-    config = write_teachers(files / "routed.yaml", knowing(model) | {"tags": ["a"]}, others, kd=kd)
+    teacher = knowing(model, missing="error") | {"tags": ["a"]}
+    config = write_teachers(files / "routed.yaml", teacher, others, kd=kd)
     flags = ("--prompt-data-path", files / "tagged.jsonl")
     (found,) = ranks.run(one_step, 1, argv(files, "routed", config, *flags), files / "routed gradients")
     completions = taught_of(found["rollouts"], files)

@@ -16,6 +16,7 @@ from tests.train.context_rollout_run import knowing, make_rollout_files, write_t
 from tests.train.context_run import HINT, TEMPLATE, make_files
 from tests.train.ema_run import RATE, SMOOTH, average_updates, averages_alone, dense_reference, ema_argv
 from tests.train.invariance import worst_relative_error
+from tests.train.reward_run import REWARD
 from tests.train.rollout_run import EOS, Case
 from tests.train.saved_state import saved_state
 
@@ -153,6 +154,36 @@ def test_after_a_context_it_judges_completions_as_a_live_teacher_does(tmp_path, 
         assert result.exit_code == 0, result.stderr
         losses.append([line["kd_loss"] for line in read_metrics(files / name)])
     assert losses[0] == losses[1] and len(losses[0]) == 3 and min(losses[0]) > 1e-4
+
+
+ADAPTERS = ("--lora-rank", 4, "--lr", 1e-2)
+REWARDED = ("--reward", f"{REWARD}:with_feedback", "--kd-ratio", 0.5, "--samples-per-prompt", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [ADAPTERS, REWARDED, (*REWARDED, "--rollout-updates", 2)])
+def test_beside_adapters_and_rewards_it_is_as_a_live_teacher(more, tmp_path, ranks):
+    """With rate 1, after a context, on the student's own text: all figures have the same bits."""
+    files, found = make_rollout_files(tmp_path / "own"), []
+    for name, weights in (("ema", {"weights": "ema", "ema": {"rate": 1}}), ("live", {"weights": "live"})):
+        config = write_teachers(files / f"{name}.yaml", knowing(weights))
+        words = context_rollout_run.argv(files, name, config, *DISTRIBUTED, "--train-iters", 3, *more)
+        result = run_main(ranks, words, 2)[0]
+        assert result.exit_code == 0, result.stderr
+        names = ("loss", "kd_loss", "grad_norm", "rollout/length")
+        found.append([[line[name] for name in names] for line in read_metrics(files / name)])
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert all(kd > 1e-5 and norm > 0 for _, kd, norm, _ in found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [ADAPTERS, REWARDED])
+def test_on_own_text_the_teacher_has_the_average_of_the_updates(more, tmp_path, ranks):
+    files = make_rollout_files(tmp_path / "own")
+    config = write_teachers(files / "ema.yaml", knowing({"weights": "ema", "ema": {"rate": RATE}}))
+    words = context_rollout_run.argv(files, "ema", config, *DISTRIBUTED, *more)
+    for found in ranks.run(averages_alone, 2, words, 3):
+        assert found["error"] <= 1.2e-7 and found["moved"] > 0, found
 
 
 @pytest.mark.slow

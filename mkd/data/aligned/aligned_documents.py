@@ -42,6 +42,7 @@ class AlignedBatch:
     refused: np.ndarray  # [r] int64, the documents that the teacher refuses
     errors: list[MkdError]  # a BadRecord for each of these, or the error of an unreadable file
     images: np.ndarray  # [images] of IMAGE on the teacher's side, with documents counted from the first one
+    num_others: int = 0  # documents of tags that the teacher does not teach, empty on its side
     num_rows: int = 0
     megabytes_read: float = 0.0  # of the file, up to its end; 0 for a tokenised corpus
 
@@ -53,12 +54,17 @@ class AlignedConversation(AlignedText):
     images: tuple[EncodedImage, ...] = ()  # in the teacher's tokens
 
 
+class OfAnotherTag(AlignedText):
+    """A document of a tag that the teacher does not teach."""
+
+
 @dataclass(frozen=True)
 class RowAligner:
     """Turns rows of files into aligned documents, with the documents and student ids of `encode_record`."""
 
     pair: Pair
     wanted: WantedRecords = ANY_RECORDS  # a record without its numbers is bad, as in the student's corpus
+    file_tag: str = ""  # of records without a tag of their own
 
     def __call__(self, batch: FileBatch | MkdError) -> AlignedBatch:
         if isinstance(batch, MkdError):
@@ -77,14 +83,20 @@ class RowAligner:
 
     def _align(self, row: Row) -> AlignedText:
         record, pair = parse_row(row, self.wanted), self.pair
-        if pair.context is not None:
-            return align_context(record, pair, pair.context)
-        return align_record(record, pair)
+        if pair.context is None:
+            return align_record(record, pair)
+        if not pair.context.teaches(record.tag or self.file_tag):
+            return OfAnotherTag(*self._for_student(record))
+        return align_context(record, pair, pair.context)
 
     def _without_teacher(self, row: Row) -> AlignedText:
-        record, pair = parse_row(row, self.wanted), self.pair
+        return AlignedText(*self._for_student(parse_row(row, self.wanted)))
+
+    def _for_student(self, record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a document of the student with nothing on the teacher's side."""
+        pair = self.pair
         ids = encode_record(record, pair.student, pair.append_eod, pair.student_images).ids
-        return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
+        return ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -207,5 +219,6 @@ def _batch(
         sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
         sides[f"{side}_lengths"] = np.array([len(side_ids) for side_ids in ids], dtype=np.int64)
     images, _ = image_records(getattr(document, "images", ()) for document in documents)
+    others = sum(isinstance(document, OfAnotherTag) for document in documents)
     refused_documents = np.array(refused, dtype=np.int64)
-    return AlignedBatch(**sides, refused=refused_documents, errors=errors, images=images)
+    return AlignedBatch(**sides, refused=refused_documents, errors=errors, images=images, num_others=others)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mkd.config.prompt_template import PROMPT, fill, template_fields
+from mkd.config.tag_rules import TaughtTags
 from mkd.data.corpus.documents import encode_record
 from mkd.data.records.kinds import MESSAGES, PROMPT_COMPLETION, Record
 from mkd.data.records.messages import read_messages
@@ -39,13 +40,19 @@ class ContextTemplate:
     may_miss: bool = False  # a record without a context is not taught, instead of bad
     skip_first: int = 0  # tokens of a completion that are not taught
     fallbacks: tuple[str, ...] = ()  # in place of `user`, where it lacks a value
+    tags: TaughtTags | None = None  # of records that need a context; None: all do
 
-    @property
-    def settings(self) -> list[Any]:
-        """Settings that decide the tokens of a corpus, as JSON values."""
+    def settings(self, file_tag: str) -> list[Any]:
+        """Return what decides the tokens of a corpus, whose records have `file_tag` by default, as JSON."""
         kwargs = sorted(self.template_kwargs.items())
-        found = ["context", self.name, self.user, self.system, kwargs, self.may_miss, self.skip_first]
-        return [*found, list(self.fallbacks)] if self.fallbacks else found
+        found: list[Any] = ["context", self.name, self.user, self.system, kwargs]
+        found += [self.may_miss, self.skip_first]
+        found += [list(self.fallbacks)] if self.fallbacks else []
+        return found if self.tags is None else [*found, ["tags", self.tags.own, self.tags.others, file_tag]]
+
+    def teaches(self, tag: str) -> bool:
+        """Return True if the teacher teaches records of the tag; "" if tags are not read."""
+        return self.tags is None or tag in self.tags
 
     @property
     def keys(self) -> tuple[str, ...]:

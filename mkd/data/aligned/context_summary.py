@@ -8,8 +8,9 @@ import numpy as np
 
 from mkd.data.aligned.teacher_batch import TeacherPack
 from mkd.data.aligned.teacher_side import TeacherSide, TeacherText
-from mkd.data.aligned.teacher_store import COVERED, SILENT
+from mkd.data.aligned.teacher_store import COVERED, OF_OTHER_TAGS, SILENT
 from mkd.data.batch import Pack
+from mkd.data.prompt_readers import PromptReader
 from mkd.data.prompts import Prompt
 from mkd.human import counted
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -45,15 +46,24 @@ def summarise_context_prompts(
     text: TeacherText, student: Tokenizer, prompts: Sequence[Prompt], seq_length: int
 ) -> list[str]:
     """Return lines about the prompts of a teacher's own, for completions in its packs of `seq_length`."""
+    template, reader = text.context, PromptReader(text.tokenizer, text.context)
+    assert template is not None, "the teacher has contexts"
     found = [(one.ids, one.of_teachers[text.name]) for one in prompts if text.name in one.of_teachers]
-    without = len(prompts) - len(found)
-    lost = [f"{counted(without, 'prompt')} without a context"] * bool(without)
-    line = f"  {text.name} reads prompts of its own: packs of {seq_length} tokens"
-    if not found:
-        return ["; ".join([line, *lost])]
-    lengths = [len(theirs) for _, theirs in found]
-    parts = [line, f"{min(lengths)} to {max(lengths)} tokens", *lost]
-    return ["; ".join(parts), _ends(text, student, *(one[-TAIL:] for one in found[0]))]
+    others = [one for one in prompts if text.name not in one.of_teachers]
+    own = [one for one in others if template.teaches(one.tag)]
+    made = sum(reader.is_made_of(one.asked, one.fields) for one in own)
+    counts = {
+        "whose context each step makes": made,
+        "without a context": len(own) - made,
+        "of other tags": len(others) - len(own),
+    }
+    parts = [f"  {text.name} reads prompts of its own: packs of {seq_length} tokens"]
+    if found:
+        lengths = [len(theirs) for _, theirs in found]
+        parts.append(f"{min(lengths)} to {max(lengths)} tokens")
+    parts += [f"{counted(count, 'prompt')} {which}" for which, count in counts.items() if count]
+    ends = [_ends(text, student, *(one[-TAIL:] for one in found[0]))] if found else []
+    return ["; ".join(parts), *ends]
 
 
 def _untaught(side: TeacherSide) -> list[str]:
@@ -61,11 +71,12 @@ def _untaught(side: TeacherSide) -> list[str]:
     store, template = side.store, side.text.context
     assert template is not None, "the teacher has contexts"
     lost = store.student.meta.get("loss_tokens", 0) - store.tokens.meta.get(COVERED, 0)
-    silent = store.tokens.meta.get(SILENT, 0)
+    silent, others = (store.tokens.meta.get(name, 0) for name in (SILENT, OF_OTHER_TAGS))
     if lost <= 0:
         return []
     why = ["earlier turns, which have no prompt of its own"]
     why += [f"{counted(silent, 'record')} without a context"] * bool(silent)
+    why += [f"{counted(others, 'record')} of other tags"] * bool(others)
     why += [f"the first {counted(template.skip_first, 'token')} of completions"] * bool(template.skip_first)
     return [
         f"  {side.text.name} does not teach {counted(lost, 'loss token')} of the corpus: {'; '.join(why)}"

@@ -17,6 +17,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import PackImages
 from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
+from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.vocabulary.spelling import Spellings
 
@@ -178,3 +179,15 @@ def summarise_teacher(
         f" share of loss tokens in chunks {covered / max(loss_tokens, 1):.3f},"
         f" share of teacher tokens without room {1 - tokens / max(needed, 1):.3f}"
     )
+
+
+def check_teacher_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
+    """Raise UsageError if documents cannot be padded to the length of a teacher's packs."""
+    if seq_length % document_multiple:
+        section = "context" if text.context else "xtoken"
+        raise UsageError(
+            f"{section}.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
+            "the layout of this run pads documents to it, and a pack is made of whole documents",
+            f"use {-(-seq_length // document_multiple) * document_multiple}",
+            code="length-not-divisible",
+        )

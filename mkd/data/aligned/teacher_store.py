@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.data.corpus.store import StoreFiles, TokenStore
+from mkd.data.corpus.store import StoreFiles, TokenStore, mapped_bytes
 from mkd.data.images.image_table import ImageTable
 from mkd.errors import DataError
 
@@ -18,7 +18,7 @@ NO_CHUNK, STARTS, CONTINUES = range(3)
 The i-th chunk of one side is the i-th of the other.
 """
 
-COVERED, SILENT = "covered_tokens", "documents_without_context"
+COVERED, SILENT, OF_OTHER_TAGS = "covered_tokens", "documents_without_context", "documents_of_other_tags"
 """Entries of the description of a corpus with contexts: chunks, and documents that the teacher skips."""
 
 
@@ -66,7 +66,7 @@ class TeacherStore:
                     "remove it: the next run aligns the corpus again",
                     code="cached-file-damaged",
                 )
-            self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
+            self._marks.append(mapped_bytes(path))
 
         self.images: ImageTable | None = None
         if self.tokens.meta.get("teacher_images"):

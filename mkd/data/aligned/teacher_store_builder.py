@@ -13,10 +13,17 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, RowAligner, StoreAligner
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.aligned.teacher_side import TeacherText
-from mkd.data.aligned.teacher_store import COVERED, SILENT, STARTS, TeacherStore, TeacherStoreFiles
+from mkd.data.aligned.teacher_store import (
+    COVERED,
+    OF_OTHER_TAGS,
+    SILENT,
+    STARTS,
+    TeacherStore,
+    TeacherStoreFiles,
+)
 from mkd.data.corpus.encoding import FileRows, in_workers
 from mkd.data.corpus.known_files import KnownFiles
-from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
+from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, STUDENT, StoreFiles, TokenStore
 from mkd.data.corpus.store_builder import replaced_when_complete
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import with_sources_of
@@ -43,6 +50,7 @@ def cached_teacher_store(
     workers: int,
     max_bad_records: int = 0,
     wanted: WantedRecords = ANY_RECORDS,
+    file_tag: str = "",  # of records without a tag of their own
     known: KnownFiles = FORGETFUL,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
@@ -57,9 +65,9 @@ def cached_teacher_store(
     aligning = text.alignment, text.reasoning, append_eod, images, text.images, text.context
     pair = Pair(tokenizer, text.tokenizer, *aligning)
     settings = [ALIGNMENT_VERSION, *_settings(pair), *wanted.settings]
-    settings += [text.context.settings] if text.context else []
+    settings += [text.context.settings(file_tag)] if text.context else []
     if sources:
-        source, align = FileRows(sources, wanted), RowAligner(pair, wanted)
+        source, align = FileRows(sources, wanted), RowAligner(pair, wanted, file_tag)
         key = known.content_hash([*settings, append_eod, None], sources, progress)  # None: see `cache_key`
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
@@ -133,20 +141,20 @@ def _write(
     """Write the corpus, or raise DataError and leave no file."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
         written = _write_batches(batches, partial, student, text, max_bad_records)
-        max_token_id, refused, num_images, covered, silent = written
+        max_token_id, refused, num_images, covered, silent, others = written
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
             "tokenizer_fingerprint": text.tokenizer.fingerprint,
             "vocabulary_fingerprint": text.tokenizer.vocabulary_fingerprint,
-            "student": student.prefix,
+            STUDENT: student.prefix,
             "loss_mask": False,
             "max_token_id": max_token_id,
             "bad_records": len(refused),
             "refused": refused,
         }
         if text.context:
-            meta |= {COVERED: covered, SILENT: silent - len(refused)}
+            meta |= {COVERED: covered, SILENT: silent - len(refused) - others, OF_OTHER_TAGS: others}
         if num_images:
             meta["teacher_images"] = num_images
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -158,14 +166,15 @@ def _write_batches(
     student: TokenStore,
     text: TeacherText,
     max_bad_records: int,
-) -> tuple[int, list[int], int, int, int]:
+) -> tuple[int, list[int], int, int, int, int]:
     """Write tokens, marks and images.
 
-    Return (largest token id, skipped documents, images, chunks, documents without the teacher's tokens).
+    Return (largest token id, skipped documents, images, chunks, documents without the teacher's tokens, those
+    of other tags among them).
     """
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
     document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
-    num_images = covered = silent = 0
+    num_images = covered = silent = others = 0
     with (
         builder.data_file,
         files.student_marks.open("wb") as student_marks,
@@ -181,6 +190,7 @@ def _write_batches(
             refused += (document + batch.refused).tolist()
             covered += int((batch.student_marks == STARTS).sum())
             silent += int((batch.teacher_lengths == 0).sum())
+            others += batch.num_others
             num_images += _append_images(files, batch.images, document, student)
             document += len(batch.student_lengths)
             stops = np.cumsum(batch.teacher_lengths)
@@ -195,7 +205,7 @@ def _write_batches(
             student, document, f"its source has {document} documents, the corpus {len(student)}"
         )
     builder.finalize(str(files.idx))
-    return max_token_id, refused, num_images, covered, silent
+    return max_token_id, refused, num_images, covered, silent, others
 
 
 def _append_images(files: TeacherStoreFiles, images: np.ndarray, document: int, student: TokenStore) -> int:

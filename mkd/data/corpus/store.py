@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
-from mkd.data.corpus.known_files import KnownFiles, sha256_of_file
+from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.images.image_table import ImageTable
 from mkd.errors import DataError
 
@@ -20,6 +20,8 @@ FORMAT_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
 SCAN_TOKENS = 1 << 22  # tokens, or documents, read at a time when a whole corpus is scanned
 FORGETFUL = KnownFiles(None)
+STUDENT = "student"
+"""Entry of the description of a teacher's corpus: that of the student. The teacher may have no text in it."""
 TAG = np.dtype(np.uint16)
 PLACE = np.dtype(
     [("source", np.uint32), ("line", np.uint32)]
@@ -94,10 +96,10 @@ class TokenStore:
         Raises DataError if files are missing, or have the wrong size.
         """
         files = StoreFiles(prefix)
-        _require_files(files)
         self.prefix, self.meta = prefix, _read_meta(files.meta)  # {} without PREFIX.meta.json
+        _require_files(files, may_be_empty=STUDENT in self.meta)
         self._dtype, num_sequences, num_borders = _read_header(files.idx)
-        index = _mapped(files.idx)[INDEX_HEADER.size :]
+        index = mapped_bytes(files.idx)[INDEX_HEADER.size :]
         # Numbers of each sequence: tokens, and bytes before it. Of each document, and one more: sequences.
         self._lengths = index[: 4 * num_sequences].view(np.int32)
         self._pointers = index[4 * num_sequences : 12 * num_sequences].view(np.int64)
@@ -107,14 +109,14 @@ class TokenStore:
         stop = self._pointers[-1] // self._dtype.itemsize + self._lengths[-1] if num_sequences else 0
         self.num_tokens = int(stop)
         _check_size(files.bin, self.num_tokens * self._dtype.itemsize)
-        self._tokens, self._loss_mask = _mapped(files.bin).view(self._dtype), None
+        self._tokens, self._loss_mask = mapped_bytes(files.bin).view(self._dtype), None
         if self.meta.get("loss_mask") and not files.loss_mask.is_file():
             raise _damaged(
                 files.loss_mask, "it does not exist, though the corpus was written with a loss mask"
             )
         if files.loss_mask.is_file():
             _check_size(files.loss_mask, self.num_tokens)
-            self._loss_mask = _mapped(files.loss_mask)
+            self._loss_mask = mapped_bytes(files.loss_mask)
         self.numbers = self._read_numbers(files.numbers)  # key -> fp32 [documents], one for each record
         self.tag_names: tuple[str, ...] = tuple(self.meta.get("tags", ("",)))  # "" is that of no tag
         self.tags = self._read_tags(files.tags)  # uint16 [documents], number in `tag_names`; None: all are 0
@@ -134,7 +136,7 @@ class TokenStore:
         if not path.is_file():
             raise _damaged(path, "it does not exist, though the corpus was written with numbers")
         _check_size(path, 4 * len(self) * len(keys))
-        values = _mapped(path).view(np.float32).reshape(len(self), len(keys))
+        values = mapped_bytes(path).view(np.float32).reshape(len(self), len(keys))
         return dict(zip(keys, values.T, strict=True))
 
     def _read_tags(self, path: Path) -> np.ndarray | None:
@@ -143,7 +145,7 @@ class TokenStore:
         if not path.is_file():
             raise _damaged(path, "it does not exist, though the corpus was written with tags")
         _check_size(path, TAG.itemsize * len(self))
-        return _mapped(path).view(TAG)
+        return mapped_bytes(path).view(TAG)
 
     def tags_of(self, documents: np.ndarray) -> np.ndarray:
         """Return the numbers in `tag_names` of documents, int64."""
@@ -310,18 +312,6 @@ def parts(count: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + SCAN_TOKENS, count)
 
 
-def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Return suffix -> SHA-256 of the content, for the files of a corpus."""
-    paths = {
-        path.name.removeprefix(Path(files.prefix).name): path
-        for path in (
-            *(files.bin, files.idx, files.loss_mask, files.images, files.image_sources),
-            *(files.numbers, files.tags),
-        )
-    }
-    return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
-
-
 def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
     """Return the position of the first id outside [0, vocab_size), None if there is none."""
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
@@ -341,7 +331,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _require_files(files: StoreFiles) -> None:
+def _require_files(files: StoreFiles, may_be_empty: bool) -> None:
     missing = [str(path) for path in (files.bin, files.idx) if not path.is_file()]
     if missing:
         raise DataError(
@@ -350,7 +340,7 @@ def _require_files(files: StoreFiles) -> None:
             "check the path, or make the pair with `mkd preprocess`",
             code="data-path-not-found",
         )
-    if files.bin.stat().st_size == 0:
+    if files.bin.stat().st_size == 0 and not may_be_empty:
         raise DataError(
             f"{files.bin} is empty",
             "there is nothing to train on",
@@ -381,7 +371,10 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     return dtype, sequences, borders
 
 
-def _mapped(path: Path) -> np.ndarray:
+def mapped_bytes(path: Path) -> np.ndarray:
+    """Return the bytes of a file, uint8, which are read where they are needed."""
+    if not path.stat().st_size:  # which cannot be mapped
+        return np.zeros(0, dtype=np.uint8)
     return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.corpus.drafts import draft_name, remove_left_behind
 from mkd.data.corpus.encoding import EncodedBatch, encode_files
-from mkd.data.corpus.known_files import KnownFiles
-from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, PLACE, TAG, StoreFiles, content_hashes
+from mkd.data.corpus.known_files import KnownFiles, sha256_of_file
+from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, PLACE, TAG, StoreFiles
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import ImageTableWriter
 from mkd.data.progress_lines import ProgressLines, total_megabytes
@@ -115,7 +116,7 @@ def build_store(
             **({} if wanted.tag is None else {"tag_key": wanted.tag}),
             **(tokenizer.chat_description if summary.has_conversations else {}),
             **({"image_processor_fingerprint": images.processor.fingerprint} if images else {}),
-            "sha256": content_hashes(partial, progress),
+            "sha256": _content_hashes(partial, progress),
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -214,6 +215,18 @@ def _opened(files: StoreFiles) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
     with ExitStack() as stack:
         mask, places, numbers, tags = (stack.enter_context(path.open("wb")) for path in paths)
         yield mask, places, numbers, tags
+
+
+def _content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Return suffix -> SHA-256 of the content, for the files of a corpus."""
+    paths = {
+        path.name.removeprefix(Path(files.prefix).name): path
+        for path in (
+            *(files.bin, files.idx, files.loss_mask, files.images, files.image_sources),
+            *(files.numbers, files.tags),
+        )
+    }
+    return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 
 
 def _remove_needless(files: StoreFiles, has_mask: bool, has_numbers: bool, has_tags: bool) -> None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from mkd.config.models import EMA, FROZEN, LIVE
-from mkd.config.schema import TeacherConfig
+from mkd.config.models import EMA, FROZEN, LIVE, teacher_names
+from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import UsageError
 from mkd.kinds.averaged.ema_settings import EMAConfig
 from mkd.kinds.kind import Kind
@@ -64,6 +64,12 @@ def weights_text(teacher: TeacherConfig) -> str:
     rate, every = teacher.ema.rate, teacher.ema.every
     updates = "update" if every == 1 else f"{every} updates"
     return f"; its weights are q <- {1 - rate:g} q + {rate:g} x the student's after every {updates}"
+
+
+def changing_teachers(config: Config) -> frozenset[str]:
+    """Return the names of the teachers whose weights change while the student learns."""
+    pairs = zip(teacher_names(config.teachers), config.teachers, strict=True)
+    return frozenset(name for name, one in pairs if follows_student(one))
 
 
 def follows_student(teacher: TeacherConfig) -> bool:

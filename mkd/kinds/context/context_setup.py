@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.config.schema import Config
+from mkd.config.tag_rules import TaughtTags
 from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
@@ -29,6 +30,7 @@ WITHOUT_PROMPTS = 2.0
 class ContextSetup(TeacherSetup):
     """The teacher's side of the text."""
 
+    tags: TaughtTags | None = None  # of records that need a context; None: all do
     own_text: TeacherText | None = None  # known after `meet`
     longest_completion: int = 0  # tokens that the student samples at most
 
@@ -44,12 +46,12 @@ class ContextSetup(TeacherSetup):
             vocab_size=self.source.shape.vocab_size,
             seq_length=self.settings_of_context.seq_length,
             name=self.name,
-            context=template_of(self.name, self.settings_of_context),
+            context=template_of(self.name, self.settings_of_context, self.tags),
         )
         return replace(self, own_text=text, longest_completion=config.rollout.max_new_tokens)
 
     def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader:
-        return PromptReader(tokenizers.student, template_of(self.name, self.settings_of_context))
+        return PromptReader(tokenizers.student, template_of(self.name, self.settings_of_context, self.tags))
 
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> ContextSetup:
         """Return the teacher with packs that have room for completions.
@@ -102,14 +104,15 @@ def _lengths(prompts: PromptSet, name: str, reader: PromptReader, new: int) -> I
     """
     for one in prompts.prompts:
         theirs, made = one.of_teachers.get(name), 0
-        if reader.made and one.asked is not None:
+        teaches = reader.context is None or reader.context.teaches(one.tag)
+        if reader.made and one.asked is not None and teaches:
             theirs, made = reader.longest(one.asked, one.fields), len(reader.made)
         if theirs is not None:
             yield len(one.ids) + new, len(theirs) + (1 + made) * new
 
 
-def template_of(name: str, settings: ContextConfig) -> ContextTemplate:
-    """Return the recipe of the prompts of the teacher `name`. The settings have been checked."""
+def template_of(name: str, settings: ContextConfig, tags: TaughtTags | None) -> ContextTemplate:
+    """Return the recipe of the prompts of the teacher `name` of these `tags`. The settings are checked."""
     kwargs = settings.chat_template_kwargs
     return ContextTemplate(
         name=name,
@@ -119,4 +122,5 @@ def template_of(name: str, settings: ContextConfig) -> ContextTemplate:
         may_miss=settings.missing == "skip",
         skip_first=settings.skip_first,
         fallbacks=settings.fallbacks,
+        tags=tags,
     )

@@ -9,6 +9,7 @@ from mkd.config.models import LIVE
 from mkd.config.prompt_template import PROMPT, template_fields
 from mkd.config.run_files import rule_for_conversations
 from mkd.config.schema import Config, TeacherConfig
+from mkd.config.tag_rules import taught_tags
 from mkd.data.records.refused_keys import CONTEXTS
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import MkdError, UsageError
@@ -64,7 +65,8 @@ class Contexts(Kind):
     ) -> ContextSetup:
         from mkd.kinds.context.context_setup import ContextSetup
 
-        return ContextSetup(facts.config.teachers[index], index, facts.teacher_names[index], source)
+        config, name = facts.config, facts.teacher_names[index]
+        return ContextSetup(config.teachers[index], index, name, source, tags=taught_tags(config, name))
 
 
 def _keys(context: ContextConfig) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from mkd.config.schema import Config, XTokenConfig
+from mkd.config.tag_rules import TaughtTags
 from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
@@ -39,6 +40,7 @@ SPARE_ROOM = 1.25  # in packs for completions: texts vary
 class CrossTokenizerSetup(TeacherSetup):
     """The teacher's side of the text and of the vocabulary."""
 
+    tags: TaughtTags | None = None  # of records that need a context, if it has one; None: all do
     relation: VocabularyRelation | None = None  # known after `meet`
     own_text: TeacherText | None = None  # known after `meet`
     longest_completion: int = 0  # tokens that the student samples at most
@@ -95,7 +97,7 @@ class CrossTokenizerSetup(TeacherSetup):
     def _context(self) -> ContextTemplate | None:
         """Recipe of the teacher's prompts; None: it reads those of the student."""
         context = self.settings.context
-        return None if context is None else template_of(self.name, context)
+        return None if context is None else template_of(self.name, context, self.tags)
 
     def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> CrossTokenizerSetup:
         """Return the teacher with packs that have room for completions.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.schema import TeacherConfig, XTokenConfig
+from mkd.config.tag_rules import taught_tags
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.kinds.kind import Kind, TeacherCard
 from mkd.plan.checks.no_effect import no_effect
@@ -95,7 +96,9 @@ class CrossTokenizers(Kind):
     ) -> CrossTokenizerSetup:
         from mkd.kinds.cross_tokenizer.cross_tokenizer_setup import CrossTokenizerSetup
 
-        return CrossTokenizerSetup(facts.config.teachers[index], index, facts.teacher_names[index], source)
+        config, name = facts.config, facts.teacher_names[index]
+        tags = taught_tags(config, name)
+        return CrossTokenizerSetup(config.teachers[index], index, name, source, tags=tags)
 
 
 def _unread(teacher: TeacherConfig, xtoken: XTokenConfig, path: str) -> Iterator[UsageError]:

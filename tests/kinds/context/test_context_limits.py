@@ -17,6 +17,7 @@ FRESH = ("--on-policy-fraction", "1", "--prompt-data-path", "p.jsonl", "--max-ne
 def problems(tmp_path, *flags, context=None, several=False, **teacher):
     path = tmp_path / "context.yaml"
     teachers = [{"hf": "t", "context": context or {}} | teacher, *([{"hf": "u"}] * several)]
+    teachers = [{key: value for key, value in one.items() if value is not None} for one in teachers]
     path.write_text(json.dumps({"teachers": teachers}))
     argv = [*BASE[:2], *BASE[4:], "--config", str(path), *flags]
     shapes = [] if teacher.get("topk") else [shape()] * len(teachers)
@@ -102,6 +103,8 @@ def test_settings_that_are_not_valid(context, code, tmp_path):
     [
         (("--teacher-combination", "average"), {"several": True}, "exclude-each-other"),
         (("--dpo-beta", "0.1", "--kd-ratio", "0"), {}, "preferences-exclude"),
+        (("--dpo-beta", "0.1", "--kd-ratio", "0"), {"weights": "ema", "hf": None}, "preferences-exclude"),
+        (("--dpo-beta", "0.1", "--kd-ratio", "0"), {"weights": "live", "hf": None}, "preferences-exclude"),
         (("--overlong-conversations", "split"), {}, "exclude-each-other"),
         (("--overlong-conversations", "truncate-left"), {}, "exclude-each-other"),
     ],

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mkd.config.tag_rules import TaughtTags
 from mkd.errors import DataError, ErrorList, ServerLost
 from mkd.kinds.sampled.records.agent_record import OtherRun, RecordLimits, read_record
 from mkd.kinds.sampled.records.record_folder import RecordFolder
@@ -115,6 +116,17 @@ def test_a_record_becomes_a_rollout_of_its_turns():
     assert late.rollout(4).ids.tolist() == [2], "what follows the last sampled token is left out"
     with pytest.raises(OtherRun):
         read_record(GOOD | dict(version="S-3"), LIMITS)
+
+
+def test_a_record_needs_prompts_for_the_teachers_of_its_tag_alone():
+    taught = {"knows": TaughtTags(("math",)), "helps": TaughtTags((), others=("math",))}
+    limits = replace(LIMITS, teachers=dict.fromkeys(taught, False), taught=taught, tags=("code", "math"))
+    record = read_record(GOOD | dict(tag="math", teacher_ids={"knows": [7, 8]}), limits)
+    assert {name: ids.tolist() for name, ids in record.teacher_ids.items()} == {"knows": [7, 8]}
+    record = read_record(GOOD | dict(tag="code", teacher_ids=[9]), limits)
+    assert {name: ids.tolist() for name, ids in record.teacher_ids.items()} == {"helps": [9]}
+    with pytest.raises(DataError, match="no teacher_ids for helps"):
+        read_record(GOOD | dict(tag="code", teacher_ids={"knows": [7, 8]}), limits)
 
 
 def test_the_rule(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mkd.config.tag_rules import TaughtTags
 from mkd.data.records.given_loss import read_masked_ids
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
@@ -38,6 +39,8 @@ class RecordLimits:
     tags: tuple[str, ...] = ()  # of which each record has one; (): tags do not matter
     teachers: Mapping[str, bool] = field(default_factory=dict)
     """Teacher with a context -> True if a record may have none for it."""
+    taught: Mapping[str, TaughtTags] = field(default_factory=dict)
+    """Teacher with a context -> tags of records that need one; without an entry all do."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def read_record(
         why = f"it chooses the teachers, and those of the run have the tags {', '.join(limits.tags)}"
         raise _wrong(f"tag is {tag!r}", why)
     numbers = np.array(ids, dtype=np.int64), np.array(loss, dtype=bool), np.minimum(logp, 0)
-    theirs = _teacher_ids(fields.get(TEACHER_IDS), limits)
+    theirs = _teacher_ids(fields.get(TEACHER_IDS), limits, tag or "")
     return AgentRecord(
         name, group, group_size, *numbers, versions, finish, reward, advantage, tag, theirs, fields, place
     )
@@ -193,10 +196,12 @@ def _check_tokens(ids: tuple[int, ...], loss: tuple[int, ...], limits: RecordLim
         raise _wrong(what, "another tokenizer made it, or the record is damaged", "token-beyond-vocabulary")
 
 
-def _teacher_ids(given: Any, limits: RecordLimits) -> dict[str, np.ndarray]:
-    """Return the tokens of each teacher's own prompt."""
+def _teacher_ids(given: Any, limits: RecordLimits, tag: str) -> dict[str, np.ndarray]:
+    """Return the tokens of each teacher's own prompt, of the teachers of the record's `tag`."""
     found = {}
     for name, may_miss in limits.teachers.items():
+        if name in limits.taught and tag not in limits.taught[name]:
+            continue
         ids = given.get(name) if isinstance(given, Mapping) else given
         if ids is None:
             if may_miss:

@@ -12,6 +12,7 @@ from mkd.checkpoint.distributed import TrainingState
 from mkd.checkpoint.folders import saved_iterations
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.config.tag_rules import taught_tags
 from mkd.kinds.sampled.records.agent_record import RecordLimits
 from mkd.kinds.sampled.records.record_folder import RecordFolder
 from mkd.kinds.sampled.records.record_inbox import RecordInbox
@@ -65,6 +66,7 @@ def _inbox(parts: SourceParts) -> RecordInbox:
         teachers={
             one.name: one.settings.context.missing == "skip" for one in plan.setups if one.settings.context
         },
+        taught={one.name: tags for one in plan.setups if (tags := taught_tags(config, one.name)) is not None},
     )
     folder = Path(rollout.rollout_records or "")
     folder.mkdir(parents=True, exist_ok=True)
