@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from importlib import import_module
 from operator import or_
@@ -12,7 +13,7 @@ from mkd.config.models import TEACHER_KINDS
 from mkd.config.schema import Config, TeacherConfig
 from mkd.data.records.wanted import WantedRecords
 from mkd.errors import MkdError
-from mkd.kinds.apart.teachers_apart import TeachersApart
+from mkd.kinds.apart.teachers_apart import TeachersApart, processes_note
 from mkd.kinds.averaged.averaged_teachers import Averages
 from mkd.kinds.fp8_students.fp8_students import Fp8Students
 from mkd.kinds.judged.grpo import GRPO
@@ -91,7 +92,8 @@ def _teacher_kind(teacher: TeacherConfig) -> Kind | None:
 def teacher_card(teacher: TeacherConfig) -> TeacherCard:
     """Return how the loss card shows a teacher."""
     kind = _teacher_kind(teacher)
-    return TeacherCard() if kind is None else kind.teacher_card(teacher)
+    card = TeacherCard() if kind is None else kind.teacher_card(teacher)
+    return replace(card, details=card.details + processes_note(teacher))
 
 
 def teacher_setup(

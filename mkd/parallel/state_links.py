@@ -58,10 +58,14 @@ class StateLinks:
         links.wait_for_sends()
         return links
 
-    def receive(self) -> tuple[Tensor, ...]:
-        """Return the next states of the rank before: the device waits for them. No part of any backward."""
+    def receive(self, shapes: Sequence[tuple[int, ...]] | None = None) -> tuple[Tensor, ...]:
+        """Return the next states of the rank before: the device waits for them. No part of any backward.
+
+        `shapes` are those of the states, if they differ from `self.shapes`.
+        """
         assert self.before is not None, "the first rank receives no states"
-        states = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes]
+        shapes = self.shapes if shapes is None else shapes
+        states = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         link = self.before
         for request in [dist.irecv(state, group=link.group, group_src=link.peer) for state in states]:
             request.wait()

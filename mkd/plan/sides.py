@@ -121,6 +121,26 @@ def side_of_teacher(config: Config, index: int) -> Config:
     return replace(config, parallel=layout, teachers=others)
 
 
+def require_even_row(config: Config, index: int, length: int) -> None:
+    """Raise UsageError if processes of a stage cannot share the rows of a teacher evenly.
+
+    A pack of that teacher has `length` tokens.
+    """
+    teacher, tokens = config.teachers[index], config.training.micro_batch_size * length
+    rows = {"student": Sizes.of(config.parallel).row}
+    if teacher.has_own_row:  # of other rows the checks of its side report it
+        rows["teacher"] = teacher_sizes(teacher).row
+    for side, row in rows.items():
+        if tokens % row:
+            own = f"teachers[{index}].{'context' if teacher.xtoken is None else 'xtoken'}.seq_length"
+            given = own if teacher.has_own_row else "--seq-length"
+            what = f"{tokens} tokens of a row of teachers[{index}] are not a multiple of {row}"
+            why = f"{row} processes of the {side}'s stages share it (tensor x context size)"
+            multiple = math.lcm(*rows.values(), document_multiple(config))
+            do = f"use {given} {math.ceil(length / multiple) * multiple}"
+            raise UsageError(what, why, do, code="length-not-divisible")
+
+
 def document_multiple(config: Config) -> int:
     """Return the number that the length of padded documents is a multiple of, for the rows of all sides."""
     layouts = [config.parallel, *(teacher_layout(one) for one in apart_teachers(config).values())]

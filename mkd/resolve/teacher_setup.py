@@ -48,8 +48,11 @@ class TeacherSetup:
 
     @property
     def head_shape(self) -> ModelShape | None:
-        """Shape of the model whose head is in a folder with its hidden states; None: they are not stored."""
-        return None
+        """Shape of the model of which the student's processes have only the head; None: of none.
+
+        It runs on processes of its own, or its hidden states are stored.
+        """
+        return self.source.shape if self.settings.is_apart and self.source is not None else None
 
     @property
     def card_note(self) -> str:

@@ -43,7 +43,7 @@ from mkd.parallel.agreement import on_rank_0, require_same_choices
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.side_groups import Launch
 from mkd.plan.models.parameters import saved_bytes
-from mkd.plan.sides import sent_rows, sides_of
+from mkd.plan.sides import apart_teachers, require_even_row, sent_rows, sides_of
 from mkd.platform import Platform
 from mkd.resolve.run_plan import Plan
 from mkd.run.build_engine import build_engine
@@ -83,6 +83,8 @@ def build_run(
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
+    for index in apart_teachers(plan.config):
+        require_even_row(plan.config, index, texts.teacher_seq_lengths[index])
     links = {} if launch is None else links_of_student(plan.config, launch, context)
     read = texts.teachers, texts.teacher_seq_lengths, texts.tag_names
     engine, state = build_engine(plan, context, *read, links)

@@ -78,6 +78,7 @@ class StateServer:
         self.leader = own.row * (context.dp_rank + own.data * (own.pipeline - 1))
         self.num_forwards = self.most_kept = 0
         self._held = HeldRows(context.sizes, context.row_rank)
+        self._sequence_shards = context.sequence_shards(model.config.sequence_parallel)
         # (student, request) -> parts of its state by receiver, and a mark behind its computation
         self._ready: dict[tuple[int, int], tuple[list[tuple[int, Tensor]], torch.cuda.Event | None]] = {}
         self._sending: dict[int, list[Transfer]] = {}  # the latest state of each student
@@ -132,7 +133,9 @@ class StateServer:
         joins = self.context.platform.transformer_engine
         packed = packed_documents(lengths, borders, message.max_seqlen, padding_joins_document=joins)
         if self.pipeline is not None and self.context.pp_rank > 0:
-            self.model.set_input_tensor(self.pipeline.receive()[0])
+            # The row says how long it is: a teacher may read other rows than the student.
+            shape = message.tokens // self._sequence_shards, 1, self.model.config.hidden_size
+            self.model.set_input_tensor(self.pipeline.receive([shape])[0])
         state = self.model(*row, packed_seq_params=packed)
         self.model.set_input_tensor(None)
         if self.pipeline is not None and not self.context.holds_last_stage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import RankPool
-from tests.train import record_run, reward_run, rollout_run
+from tests.train import context_rollout_run, context_run, record_run, reward_run, rollout_run
 from tests.train.sides_text import SIDES, Compared
 
 SLOW = pytest.mark.slow
@@ -85,3 +85,54 @@ def records(pool, rollout_files):
 @pytest.mark.parametrize("case", ["TP1 from PP2", "CP2 from TP2"])
 def test_records_of_agents(records, tmp_path, case):
     records.check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def context_files(tmp_path_factory):
+    return context_rollout_run.make_rollout_files(tmp_path_factory.mktemp("contexts"))
+
+
+@pytest.fixture(scope="module")
+def contexts(pool, context_files):
+    """Return runs on records, of which some have no context."""
+
+    def argv(run, *flags):
+        return context_run.argv(context_files, run, *flags)
+
+    return Compared(pool, context_files / "stored", argv)
+
+
+ON_CONTEXTS = (
+    *("TP1 from PP2", "TP2 + SP from CP2", "PP2 from TP2", "PP2 VPP2 from 1", "DP2 from 1", "CP2 from TP2"),
+    "TP2 from CP2 PP2",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [ON_CONTEXTS[0], *(pytest.param(one, marks=SLOW) for one in ON_CONTEXTS[1:])]
+)
+def test_a_teacher_with_a_context(contexts, tmp_path, case):
+    """It reads another row than the student, of another length."""
+    contexts.check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def context_rollouts(pool, context_files):
+    """Return runs on completions, which the teacher reads after prompts of its own."""
+    teacher = {"hf": str(context_files / "teacher")}
+    config = context_rollout_run.write_teachers(
+        context_files / "rollouts.yaml", context_rollout_run.knowing(teacher)
+    )
+
+    def argv(run, *flags):
+        return context_rollout_run.argv(context_files, run, config, *flags)
+
+    return Compared(pool, context_files / "rollouts", argv)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "case", ["TP1 from PP2", "TP2 + SP from CP2", "PP2 from TP2", "DP2 from 1", "CP2 from TP2"]
+)
+def test_completions_after_prompts_of_the_teacher(context_rollouts, tmp_path, case):
+    context_rollouts.check(tmp_path, SIDES[case])

@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from mkd.config.models import FROZEN
-from mkd.config.schema import TeacherConfig
+from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.human import counted
 from mkd.kinds.apart.apart_settings import ApartSettings
-from mkd.kinds.kind import Kind, TeacherCard
+from mkd.kinds.kind import Kind
 from mkd.kinds.placed.choice import flag_of
 from mkd.log.metrics import STEP_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
-from mkd.plan.parallel_sizes import Sizes
-from mkd.plan.sides import LAYOUT, apart_teachers, teacher_sizes
-
-if TYPE_CHECKING:  # they load torch
-    from mkd.kinds.apart.apart_setup import ApartSetup
-    from mkd.resolve.model_source import ModelSource
-
+from mkd.plan.sides import LAYOUT, apart_teachers, require_even_row, teacher_sizes
 
 MOST_LINKS = 8
 """Replicas on the other side that a replica may talk to: each takes a communicator and its memory."""
@@ -47,7 +40,7 @@ class TeachersApart(Kind):
         ),
     )
 
-    def problems(self, facts: RunFacts) -> Iterator[UsageError]:
+    def problems(self, facts: RunFacts) -> Iterator[MkdError]:
         config = facts.config
         for index, teacher in enumerate(config.teachers):
             if not teacher.processes:
@@ -60,19 +53,12 @@ class TeachersApart(Kind):
             yield from _layout(index, teacher)
             yield from _links(facts, index, teacher)
             yield from _excluded(facts, index)
+            yield from _uneven(config, index)
 
-    def teaches(self, teacher: TeacherConfig) -> bool:
-        return teacher.is_apart
 
-    def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
-        return TeacherCard(details=f", on {counted(teacher.processes, 'process')} of its own")
-
-    def teacher_setup(
-        self, problems: list[MkdError], facts: RunFacts, index: int, source: ModelSource | None
-    ) -> ApartSetup:
-        from mkd.kinds.apart.apart_setup import ApartSetup
-
-        return ApartSetup(facts.config.teachers[index], index, facts.teacher_names[index], source)
+def processes_note(teacher: TeacherConfig) -> str:
+    """Return where a teacher runs, as the loss card says it; empty if it shares the student's processes."""
+    return f", on {counted(teacher.processes, 'process')} of its own" if teacher.is_apart else ""
 
 
 def _unread(index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
@@ -114,25 +100,28 @@ def _links(facts: RunFacts, index: int, teacher: TeacherConfig) -> Iterator[Usag
         yield UsageError(what, why, do, code="world-not-divisible")
 
 
+def _uneven(config: Config, index: int) -> list[MkdError]:
+    """Return the problem of rows that processes cannot share, if their length is known before the data."""
+    teacher, problems = config.teachers[index], list[MkdError]()
+    length = teacher.own_seq_length if teacher.has_own_row else config.training.seq_length
+    if length is not None and teacher.processes % teacher_sizes(teacher).replica == 0:
+        collect_error(problems, lambda: require_even_row(config, index, length))
+    return problems
+
+
 def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
     """Yield what a run with a teacher on processes of its own cannot be."""
     config, teacher = facts.config, facts.config.teachers[index]
     sizes, given = teacher_sizes(teacher), f"{flag_of(index, 'processes')} {teacher.processes}"
     peers = sizes.weight_shards * (teacher.peers or 1)
     shapes = (facts.student, *facts.teachers, *facts.heads)
-    tokens = config.training.micro_batch_size * config.training.seq_length
-    row = Sizes.of(config.parallel).row
     earlier = [number for number, one in enumerate(config.teachers[:index]) if one.topk or one.hidden]
     wrong = {
         "the teacher has a tokenizer of its own": teacher.xtoken is not None,
-        "the teacher has a context of its own": teacher.context is not None,
         "the teacher has the student's own weights": (
             teacher.weights != FROZEN or teacher.residency == "student"
         ),
         "a model reads images": any(one is not None and one.vision is not None for one in shapes),
-        f"{tokens} tokens of a row are not a multiple of {row}, the student's tensor x context size": bool(
-            tokens % row
-        ),
         f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": bool(
             sizes.row % sizes.expert
         ),

@@ -71,9 +71,9 @@ class ContextTeacher(ChunkedTerm):
         Communication: with sequence parallelism an all-gather of its row over the tensor-parallel group, with
         context parallelism an all-to-all of the compared rows.
         """
-        model, side = given.stage.teachers[self.index], self._chunks(given.batch).teacher
+        side, is_parallel = self._chunks(given.batch).teacher, given.stage.student.config.sequence_parallel
         hidden = given.output.teacher_hiddens[self.index].squeeze(1)
-        hidden = whole_sequence(hidden, given.context.tp_group, model.config.sequence_parallel)
+        hidden = whole_sequence(hidden, given.context.tp_group, is_parallel)
         if side.exchange is not None:
             one = side.exchange
             group = given.context.row_group

@@ -31,7 +31,7 @@ class CrossTokenizer(ChunkedTerm):
     factor: float = 1.0
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        student, teacher = given.stage.student, given.stage.teachers[self.index]
+        student, teacher = given.stage.student, given.stage.compared[self.index]
         assert self.vocabulary is not None, NOT_LAST
         chunks, pack_weights = self._chunks(given.batch), given.pack_weights[self.name]
         chunks = replace(chunks, weights=chunks.weights * pack_weights[chunks.packs])
@@ -59,7 +59,7 @@ class CrossTokenizer(ChunkedTerm):
         )
 
     def pack_scores(self, given: LossInput) -> PackScores:
-        model, chunks = given.stage.teachers[self.index], self._chunks(given.batch)
+        model, chunks = given.stage.compared[self.index], self._chunks(given.batch)
         assert self.vocabulary is not None, NOT_LAST
         side, exchange = chunks.teacher, chunks.teacher.exchange
 
@@ -82,7 +82,7 @@ class CrossTokenizer(ChunkedTerm):
             tp_group=given.context.tp_group,
             logits_cap=model.shape.logits_cap,
             real=self.vocabulary.teacher_real[self.vocabulary.rank],
-            sequence_parallel=model.config.sequence_parallel,
+            sequence_parallel=given.stage.student.config.sequence_parallel,
             exchange=with_rows_of_other_ranks,
         )
         return PackScores(

@@ -82,7 +82,15 @@ def test_rows_that_the_students_processes_cannot_share():
     flags = ("--teacher-processes", 1, "--tensor-model-parallel-size", 2, "--seq-length")
     assert codes(*flags, 1024, world_size=2) == []
     (found,) = codes(*flags, 1025, world_size=2)
-    assert found.startswith("exclude-each-other")
+    assert found.startswith("length-not-divisible")
+
+
+def test_rows_of_a_context_that_the_teachers_processes_cannot_share(tmp_path):
+    path, models = tmp_path / "run.yaml", "{hf: a, processes: 2, tensor_model_parallel_size: 2"
+    for length, expected in ((1024, []), (1025, ["length-not-divisible"])):
+        path.write_text(f"teachers: [{models}, context: {{seq_length: {length}}}}}]\n")
+        found = reports(problems_of(config(*BASE[:-2], "--config", path), 1, shape()))
+        assert [one.partition(":")[0] for one in found] == expected
 
 
 def test_peers_of_a_replica():
