@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -24,6 +25,7 @@ from mkd.models.packed import PackedDocuments
 from mkd.models.placed.released_layers import with_released_layers
 from mkd.models.rope import query_factors, rotary_embedding
 from mkd.models.specs import block_spec
+from mkd.models.stored_head import selected_rows
 from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.models.vision.deepstack import with_deepstack
 from mkd.parallel.context import ParallelContext
@@ -260,17 +262,13 @@ class LanguageModel(LanguageModule):
         return self.output_layer(None, weight=self._tied_weight)
 
     @torch.no_grad()
-    def select_head_rows(self, ids: Tensor) -> None:
-        """Replace this rank's rows of the head by those of the vocabulary `ids` [w].
+    def select_head_rows(self, ids: Tensor, tp_group: dist.ProcessGroup) -> None:
+        """Replace this rank's rows of the head by those of the vocabulary `ids` [w]; see `selected_rows`.
 
-        `ids` are int64; -1 gives a row of zeros. Use it for a frozen model of which only the head's products
-        are read. Afterwards a column is no longer an id, and a tied head is separate from the embedding.
-        Collective over the tensor-parallel group (all-gather of the head).
+        Use it for a frozen model of which only the head's products are read. Afterwards a column is no longer
+        an id, and a tied head is separate from the embedding. Collective.
         """
-        weight = self.head_weight()
-        if self.config.tensor_model_parallel_size > 1:
-            weight = gather_from_sequence_parallel_region(weight, group=self.output_layer.tp_group)
-        rows = weight[ids.clamp(min=0)].masked_fill_((ids < 0)[:, None], 0)
+        rows = selected_rows(self.head_weight(), ids, tp_group)
         self.share_embeddings_and_output_weights = False
         self.output_layer.weight = torch.nn.Parameter(rows, requires_grad=False)
 

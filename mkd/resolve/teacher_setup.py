@@ -98,11 +98,15 @@ class TeacherSetup:
         return {}
 
     def beside(
-        self, student: LanguageModel, teacher: LanguageModel, student_rows: int, context: ParallelContext
+        self,
+        student: LanguageModel,
+        teacher: LanguageModel | StoredHead,
+        student_rows: int,
+        context: ParallelContext,
     ) -> TeacherSetup:
-        """Fit the loaded teacher to the student. Called on the last stage, if the teacher runs.
+        """Fit the loaded teacher, or its head, to the student. Called on the last stage, if the teacher runs.
 
-        `student_rows`: rows of the student's padded head.
+        `student_rows`: rows of the student's padded head. Collective over tensor parallelism.
         """
         return self
 

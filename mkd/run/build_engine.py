@@ -107,7 +107,8 @@ def build_engine(
         if parts[-1].post_process:
             setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
-    joined = join_stages(students, models, build_heads(setups, vocab, options.dtype, context, links))
+    heads = build_heads(setups, students[-1], vocab, options.dtype, context, links)
+    joined = join_stages(students, models, heads)
     # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths, links)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
@@ -144,7 +145,8 @@ def model_options(config: Config) -> ModelOptions:
 
 
 def build_heads(
-    setups: Sequence[TeacherSetup],
+    setups: list[TeacherSetup],
+    student: LanguageModel,
     vocab: int,
     dtype: torch.dtype,
     context: ParallelContext,
@@ -152,16 +154,18 @@ def build_heads(
 ) -> list[StoredHead]:
     """Return the heads of teachers of which only those are here; none unless this is the last stage.
 
-    Collective with the teachers' own processes.
+    Teachers that run on other processes are fitted to the student in `setups`. Collective with them.
     """
     found = []
-    for one in setups if context.holds_last_stage else ():
+    for one in tuple(setups) if context.holds_last_stage else ():
         if one.index in links:
             shape = one.head_shape
             assert shape is not None, "a teacher that runs elsewhere has its head here"
             link, real = links[one.index], (shape.vocab_size, shape.hidden_size)
             theirs = shape.padded_vocab_size(link.others.tensor)
-            found.append(StoredHead(shape, receive_head(link, context, real, dtype, vocab, theirs)))
+            rows = shape.padded_vocab_size(context.tp_size) if one.has_own_tokens else vocab
+            found.append(StoredHead(shape, receive_head(link, context, real, dtype, rows, theirs)))
+            setups[one.index] = one.beside(student, found[-1], vocab, context)
         elif one.head_shape is not None:
             found.append(one.head(vocab, dtype, context))
     return found

@@ -66,7 +66,7 @@ def build_server(
         phases.enter(WAITING, 0)  # the student may have to read its data for long
     links = SideLinks.open(launch, side.name, context, plan.facts.sizes, is_teacher=True)
     if links.states:
-        rows = student_rows(plan)
+        rows = student_rows(plan, side)
         send_head(links, context, model.head_weight(), model.shape.vocab_size, rows)
     return StateServer(model, links, context, replica_group(context), pipeline(plan, alone, context))
 
@@ -85,8 +85,12 @@ def runs_as_graphs(plan: Plan, side: Side, context: ParallelContext) -> bool:
     return bool(agreed)
 
 
-def student_rows(plan: Plan) -> int:
+def student_rows(plan: Plan, side: Side) -> int:
     """Return the rows of the teacher's head as the student's processes pad it."""
+    assert side.teacher is not None, "it is a teacher's side"
+    setup, tensor = plan.setups[side.teacher], plan.facts.sizes.tensor
+    if setup.has_own_tokens and setup.head_shape is not None:
+        return setup.head_shape.padded_vocab_size(tensor)
     return common_padded_vocab_size(plan.facts.pair.same_tokens, plan.facts.sizes.tensor)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.ranks import RankPool
+from tests.tiny_models import make_model
 from tests.train import context_rollout_run, context_run, record_run, reward_run, rollout_run
 from tests.train.sides_text import SIDES, Compared
+from tests.xtoken.small_tokenizers import train_byte_level
 
 SLOW = pytest.mark.slow
 
@@ -136,3 +140,62 @@ def context_rollouts(pool, context_files):
 )
 def test_completions_after_prompts_of_the_teacher(context_rollouts, tmp_path, case):
     context_rollouts.check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def aligned_files(tmp_path_factory):
+    """Make a student, and a teacher with another tokenizer and a larger vocabulary."""
+    folder = rollout_run.make_files(tmp_path_factory.mktemp("aligned"))
+    sizes = dict(hidden_size=56, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+    make_model(folder / "cross", "qwen2", seed=7, vocab_size=620, **sizes | rollout_run.EOS)
+    train_byte_level(600).save_pretrained(folder / "cross")
+    teacher = {"name": "cross", "hf": str(folder / "cross"), "xtoken": {}}
+    settings = {"student": {"hf": str(folder / "student")}, "teachers": [teacher]}
+    (folder / "cross.yaml").write_text(json.dumps(settings))
+    return folder
+
+
+def aligned_argv(files, run, *flags):
+    words = ("--student-hf", files / "student", "--config", files / "cross.yaml", "--kd-ratio", 1)
+    words += ("--kd-divergence", "reverse_kl", "--seq-length", 48, "--train-iters", 4, "--lr", 1e-3)
+    words += ("--log-dir", files / run, "--data-cache-path", files / "cache")
+    return [str(word) for word in (*words, *flags)]
+
+
+@pytest.fixture(scope="module")
+def aligned(pool, aligned_files):
+    """Return runs whose steps have each text in a pack of its own."""
+
+    def argv(run, *flags):
+        text = ("--data-path", aligned_files / "text.jsonl", "--pack", "none", "--global-batch-size", 8)
+        return aligned_argv(aligned_files, run, "--no-shuffle", *text, *flags)
+
+    return Compared(pool, aligned_files / "stored", argv)
+
+
+@pytest.mark.parametrize(
+    "case", [ON_CONTEXTS[0], *(pytest.param(one, marks=SLOW) for one in ON_CONTEXTS[1:])]
+)
+def test_a_teacher_with_another_tokenizer(aligned, tmp_path, case):
+    """Its row and its vocabulary are its own."""
+    aligned.check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def aligned_rollouts(pool, aligned_files):
+    """Return runs on completions, whose bytes become the teacher's tokens."""
+
+    def argv(run, *flags):
+        prompts = ("--on-policy-fraction", 1, "--prompt-data-path", aligned_files / "prompts.jsonl")
+        sizes = ("--rollout-prompts", 5, "--samples-per-prompt", 2, "--max-new-tokens", 20)
+        return aligned_argv(aligned_files, run, *prompts, *sizes, "--global-batch-size", 4, *flags)
+
+    return Compared(pool, aligned_files / "rollouts", argv)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "case", ["TP1 from PP2", "TP2 + SP from CP2", "PP2 from TP2", "DP2 from 1", "CP2 from TP2"]
+)
+def test_completions_in_the_tokens_of_the_teacher(aligned_rollouts, tmp_path, case):
+    aligned_rollouts.check(tmp_path, SIDES[case])

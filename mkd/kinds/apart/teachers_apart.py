@@ -117,7 +117,6 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
     shapes = (facts.student, *facts.teachers, *facts.heads)
     earlier = [number for number, one in enumerate(config.teachers[:index]) if one.topk or one.hidden]
     wrong = {
-        "the teacher has a tokenizer of its own": teacher.xtoken is not None,
         "the teacher has the student's own weights": (
             teacher.weights != FROZEN or teacher.residency == "student"
         ),

@@ -22,6 +22,7 @@ from mkd.data.prompts import PromptSet
 from mkd.kinds.context.context_setup import room_for, template_of
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.models.language_model import LanguageModel
+from mkd.models.stored_head import StoredHead
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.resolve.preflight import Tokenizers
@@ -133,7 +134,11 @@ class CrossTokenizerSetup(TeacherSetup):
         return {} if images is None else {f"teacher.{self.name}.images": images.processor.fingerprint}
 
     def beside(
-        self, student: LanguageModel, teacher: LanguageModel, student_rows: int, context: ParallelContext
+        self,
+        student: LanguageModel,
+        teacher: LanguageModel | StoredHead,
+        student_rows: int,
+        context: ParallelContext,
     ) -> CrossTokenizerSetup:
         """Put the rows of the teacher's head where the student has the same tokens.
 
@@ -144,7 +149,8 @@ class CrossTokenizerSetup(TeacherSetup):
         slots = TeacherSlots.from_relation(
             self.relation, student_rows, teacher_ids, context.tp_size, student_vocab_size=student_ids
         )
-        teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
+        ids = torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device)
+        teacher.select_head_rows(ids, context.tp_group)
         vocabulary = ChunkVocabulary.from_slots(
             slots,
             student_ids,
