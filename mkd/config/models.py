@@ -189,7 +189,7 @@ class TeacherConfig(ApartSettings, PrecisionSettings, PlaceSettings, TeacherMode
     @property
     def is_given(self) -> bool:
         """True if the settings name a model, or what takes its place."""
-        return bool(self.hf or self.load or self.stand_in)
+        return bool(self.hf or self.load or (self.stand_in and not self.is_apart))
 
     @property
     def has_own_row(self) -> bool:

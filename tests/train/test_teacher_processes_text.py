@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
-from tests.train import context_rollout_run, context_run, record_run, reward_run, rollout_run
+from tests.train import context_rollout_run, context_run, preference_run, record_run, reward_run, rollout_run
 from tests.train.sides_text import SIDES, Compared
 from tests.xtoken.small_tokenizers import train_byte_level
 
@@ -199,3 +199,23 @@ def aligned_rollouts(pool, aligned_files):
 )
 def test_completions_in_the_tokens_of_the_teacher(aligned_rollouts, tmp_path, case):
     aligned_rollouts.check(tmp_path, SIDES[case])
+
+
+@pytest.fixture(scope="module")
+def preferences(pool, tmp_path_factory):
+    """Return runs on preference pairs with a reference, a pair in each pack."""
+    files = preference_run.make_files(tmp_path_factory.mktemp("preferences"))
+    alone = ("--pack", "none", "--global-batch-size", preference_run.NUM_PAIRS)
+
+    def argv(run, *flags):
+        return preference_run.argv(files, run, *alone, *flags)
+
+    return Compared(pool, files / "pairs", argv)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "case", ["TP1 from PP2", "TP2 + SP from CP2", "PP2 from TP2", "DP2 from 1", "CP2 from TP2"]
+)
+def test_a_reference_of_preference_pairs(preferences, tmp_path, case):
+    preferences.check(tmp_path, SIDES[case])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mkd.losses.scores import token_scores
 from mkd.models.language_model import LanguageModel
+from mkd.models.stored_head import StoredHead
 from mkd.train.teachers.base import LossInput
 from mkd.train.teachers.same_tokens import head_pass
 
@@ -24,10 +25,12 @@ def student_logp(given: LossInput, vocab_size: int | None = None) -> Tensor:
 
 def reference_logp(given: LossInput, index: int) -> Tensor:
     """Return ln p of each loss row's label under frozen model `index` of the stage, fp32 [n], all ids."""
-    return _logp(given, given.output.teacher_hiddens[index], given.stage.teachers[index])
+    return _logp(given, given.output.teacher_hiddens[index], given.stage.compared[index])
 
 
-def _logp(given: LossInput, hidden: Tensor, model: LanguageModel, vocab_size: int | None = None) -> Tensor:
+def _logp(
+    given: LossInput, hidden: Tensor, model: LanguageModel | StoredHead, vocab_size: int | None = None
+) -> Tensor:
     rows = given.batch.loss_rows
     return token_scores(
         hidden.squeeze(1).detach(),
@@ -37,7 +40,7 @@ def _logp(given: LossInput, hidden: Tensor, model: LanguageModel, vocab_size: in
         tp_group=given.context.tp_group,
         logits_cap=model.shape.logits_cap,
         vocab_size=vocab_size or model.shape.vocab_size,
-        sequence_parallel=model.config.sequence_parallel,
+        sequence_parallel=given.stage.student.config.sequence_parallel,
     ).label
 
 

@@ -137,7 +137,7 @@ def _reference(config: Config, given: str) -> Iterator[UsageError]:
     if len(teachers) > 1:
         what, why = f"{given} with {len(teachers)} teachers", "the student is compared with one reference"
         yield UsageError(what, why, "keep one of them", code="preferences-exclude")
-    for stand_in in {one.stand_in for one in teachers if one.stand_in}:
+    for stand_in in {one.stand_in for one in teachers if one.stand_in and not one.is_apart}:
         what = f"{given} with teacher-{stand_in}"
         why = "the reference scores both answers, for which its model has to run"
         yield UsageError(what, why, "give --teacher-hf, or no teacher", code="preferences-exclude")

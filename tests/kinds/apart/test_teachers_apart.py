@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.sides import (
@@ -43,7 +44,6 @@ def test_settings_of_a_side_need_processes():
         ),
         (("--teacher-processes", 9), "world-not-divisible: 9 replicas of the teacher"),
         (("--teacher-processes", 1, "--teacher-topk", "k"), "stored-teacher-excludes: with topk"),
-        (("--teacher-processes", 1, "--xtoken-loss", "gold"), "exclude-each-other: a tokenizer of its own"),
         (
             ("--teacher-processes", 2, "--teacher-expert-model-parallel-size", 2),
             "exclude-each-other: share its experts",
@@ -52,7 +52,6 @@ def test_settings_of_a_side_need_processes():
             ("--teacher-processes", 2, "--teacher-residency", "peers", "--teacher-peers", 2),
             "exclude-each-other: exchange its layers",
         ),
-        (("--teacher-processes", 1, "--dpo-beta", 0.1), "preferences-exclude: with teacher-processes"),
     ],
 )
 def test_refused_settings(argv, code):
@@ -62,6 +61,21 @@ def test_refused_settings(argv, code):
 def test_a_teacher_with_processes_and_a_place():
     flags = ("--teacher-processes", 2, "--teacher-pipeline-model-parallel-size", 2)
     assert codes(*flags, "--teacher-residency", "host", world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    "flags", [("--xtoken-loss", "gold"), ("--dpo-beta", 0.1, "--kd-ratio", 0)], ids=["tokenizer", "pairs"]
+)
+def test_a_teacher_with_another_tokenizer_or_a_reference(flags):
+    assert codes("--teacher-processes", 1, *flags) == []
+
+
+def test_processes_alone_name_no_teacher():
+    flags = [*map(str, BASE[:-2]), "--teacher-processes", "1"]
+    (found,) = reports(problems_of(load_config(flags).config, 1, shape()))
+    assert found.startswith("model-missing")
+    (reference,) = load_config([*flags, "--dpo-beta", "0.1", "--kd-ratio", "0"]).config.teachers
+    assert (reference.hf, reference.processes) == ("s", 1)
 
 
 def test_the_text_may_be_the_students_own():
