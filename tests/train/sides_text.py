@@ -28,11 +28,12 @@ class Sides:
     student: tuple[str, ...]
     teacher: tuple[str, ...]
     alike: tuple[str, ...] | None = None  # the teacher's layout as one that both share; None: not compared
+    several: int = 0  # processes of all teachers, if their layouts are in a file
 
     @property
     def processes(self) -> int:
-        """Processes of the teacher."""
-        return int(self.teacher[1])
+        """Processes of all teachers."""
+        return self.several or int(self.teacher[1])
 
 
 SIDES = {

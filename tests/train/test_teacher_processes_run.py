@@ -8,9 +8,10 @@ import pytest
 
 from mkd.errors import EXIT_DONE
 from tests.kinds.sampled.small_server import small_server
-from tests.train import rollout_run
+from tests.train import context_rollout_run, rollout_run
 from tests.train.command import flags, make_files, read_metrics
 from tests.train.processes import run_processes
+from tests.xtoken.small_tokenizers import train_byte_level
 
 APART = ("--teacher-processes", "1")
 EVALUATED = ("--eval-interval", "2", "--eval-iters", "1", "--split", "80,20")
@@ -71,6 +72,29 @@ def test_completions_of_the_student_and_a_resumption_with_another_split(prompts,
     assert losses(prompts / "parts") == losses(prompts / "alone")
     waits = [one["iteration"] for one in read_metrics(prompts / "parts") if "teacher_wait_ms" in one]
     assert waits == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["context", "xtoken"])
+def test_a_row_of_the_teacher_and_a_resumption_with_another_split(kind, tmp_path):
+    """The first two steps have one process of the teacher, the others two. Held-out text too."""
+    files = context_rollout_run.make_rollout_files(tmp_path)
+    teacher = context_rollout_run.knowing({"hf": str(files / "teacher")})
+    if kind == "xtoken":
+        train_byte_level(300).save_pretrained(files / "teacher")
+        teacher["xtoken"] = {}
+    config = context_rollout_run.write_teachers(files / "run.yaml", teacher)
+    common = ("--valid-data-path", files / "records.jsonl", "--eval-interval", 2, "--log-interval", 1)
+
+    def train(name, *more, processes=1):
+        words = context_rollout_run.argv(files, name, config, *common, "--save", files / name, *more)
+        ended = run(tmp_path, words, processes)
+        assert [one.code for one in ended] == [EXIT_DONE] * processes, [one.output for one in ended]
+        return losses(files / name)
+
+    train("parts", *APART, "--exit-interval", 2, processes=2)
+    stages = ("--teacher-processes", 2, "--teacher-pipeline-model-parallel-size", 2)
+    assert train("parts", *stages, "--load", files / "parts", processes=3) == train("alone")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
 from tests.train import context_rollout_run, context_run, preference_run, record_run, reward_run, rollout_run
-from tests.train.sides_text import SIDES, Compared
+from tests.train.sides_text import PP2, SIDES, Compared, Sides
 from tests.xtoken.small_tokenizers import train_byte_level
 
 SLOW = pytest.mark.slow
@@ -162,6 +162,12 @@ def aligned_argv(files, run, *flags):
     return [str(word) for word in (*words, *flags)]
 
 
+def aligned_on_policy(files, run, *flags):
+    prompts = ("--on-policy-fraction", 1, "--prompt-data-path", files / "prompts.jsonl")
+    sizes = ("--rollout-prompts", 5, "--samples-per-prompt", 2, "--max-new-tokens", 20)
+    return aligned_argv(files, run, *prompts, *sizes, "--global-batch-size", 4, *flags)
+
+
 @pytest.fixture(scope="module")
 def aligned(pool, aligned_files):
     """Return runs whose steps have each text in a pack of its own."""
@@ -186,9 +192,7 @@ def aligned_rollouts(pool, aligned_files):
     """Return runs on completions, whose bytes become the teacher's tokens."""
 
     def argv(run, *flags):
-        prompts = ("--on-policy-fraction", 1, "--prompt-data-path", aligned_files / "prompts.jsonl")
-        sizes = ("--rollout-prompts", 5, "--samples-per-prompt", 2, "--max-new-tokens", 20)
-        return aligned_argv(aligned_files, run, *prompts, *sizes, "--global-batch-size", 4, *flags)
+        return aligned_on_policy(aligned_files, run, *flags)
 
     return Compared(pool, aligned_files / "rollouts", argv)
 
@@ -219,3 +223,24 @@ def preferences(pool, tmp_path_factory):
 )
 def test_a_reference_of_preference_pairs(preferences, tmp_path, case):
     preferences.check(tmp_path, SIDES[case])
+
+
+@SLOW
+def test_teachers_of_all_rows_beside_each_other(pool, aligned_files, tmp_path):
+    """One shares the student's processes; one with a context and one with another tokenizer do not."""
+    models = [
+        {"name": "here", "hf": str(aligned_files / "second")},
+        {"name": "knows", "hf": str(aligned_files / "teacher"), "context": {"user": "the fox: {prompt}"}},
+        {"name": "cross", "hf": str(aligned_files / "cross"), "xtoken": {}, "weight": 2},
+    ]
+    layouts = {}, {"processes": 2, "pipeline_model_parallel_size": 2}, {"processes": 1}
+    for name, own in (("alone", ({}, {}, {})), ("sides", layouts)):
+        teachers = [model | layout for model, layout in zip(models, own, strict=True)]
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"teachers": teachers}))
+
+    def argv(run, *flags):
+        return aligned_on_policy(aligned_files, run, "--config", tmp_path / "alone.yaml", *flags)
+
+    sides = Sides(2, PP2, ("--config", str(tmp_path / "sides.yaml")), several=3)
+    (tmp_path / "run").mkdir()
+    Compared(pool, tmp_path / "several", argv).check(tmp_path / "run", sides)
