@@ -10,13 +10,12 @@ import pytest
 
 from tests.reported import reported_codes
 from tests.tiny_models import add_tokenizer, make_model
-from tests.train import context_rollout_run, preference_run, rollout_run
+from tests.train import context_rollout_run, preference_run, reward_run, rollout_run
 from tests.train.command import read_metrics, run_main
 from tests.train.context_rollout_run import knowing, make_rollout_files, write_teachers
 from tests.train.context_run import HINT, TEMPLATE, make_files
 from tests.train.ema_run import RATE, SMOOTH, average_updates, averages_alone, dense_reference, ema_argv
 from tests.train.invariance import worst_relative_error
-from tests.train.reward_run import REWARD
 from tests.train.rollout_run import EOS, Case
 from tests.train.saved_state import saved_state
 
@@ -157,7 +156,7 @@ def test_after_a_context_it_judges_completions_as_a_live_teacher_does(tmp_path, 
 
 
 ADAPTERS = ("--lora-rank", 4, "--lr", 1e-2)
-REWARDED = ("--reward", f"{REWARD}:with_feedback", "--kd-ratio", 0.5, "--samples-per-prompt", 3)
+REWARDED = ("--reward", f"{reward_run.REWARD}:with_feedback", "--kd-ratio", 0.5, "--samples-per-prompt", 3)
 
 
 @pytest.mark.slow
@@ -187,22 +186,30 @@ def test_on_own_text_the_teacher_has_the_average_of_the_updates(more, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_student_on_its_own_text_and_a_reference_of_dpo_follow_the_student(tmp_path, ranks):
-    """With rate 1 the average is the student: it teaches nothing, and DPO has the loss ln 2 at every step."""
+def test_teachers_and_references_follow_the_student(tmp_path, ranks):
+    """With rate 1 the average is the student: it teaches nothing, and DPO has the loss ln 2 at every step.
+
+    Nor does it as the reference of GRPO, also after each of several updates of a step.
+    """
     own_text, pairs = rollout_run.make_files(tmp_path / "own"), preference_run.make_files(tmp_path / "pairs")
     config = tmp_path / "same.yaml"
     config.write_text(json.dumps({"teachers": [{"weights": "ema", "ema": {"rate": 1}}]}))
     words = rollout_run.argv(own_text, "run", *DISTRIBUTED, "--config", config)
     place = words.index("--teacher-hf")
     del words[place : place + 2]
+    grpo = reward_run.argv(own_text, "rewarded", *DISTRIBUTED, "--config", config, "--rollout-updates", 2)
+    place = grpo.index("--teacher-hf")
+    del grpo[place : place + 2]
     dpo = preference_run.argv(pairs, "run", *DISTRIBUTED, "--config", config, reference=None)
-    for arguments, folder in ((words, own_text), (dpo, pairs)):
+    runs = ((words, own_text / "run"), (grpo, own_text / "rewarded"), (dpo, pairs / "run"))
+    for arguments, folder in runs:
         result = run_main(ranks, arguments, 2)[0]
         assert result.exit_code == 0, result.stderr
-        lines = read_metrics(folder / "run")
+        lines = read_metrics(folder)
         assert len(lines) == 4, lines
-        if folder is own_text:
+        if arguments is not dpo:
             assert max(abs(line["kd_loss"]) for line in lines) < 1e-6 and lines[0]["rollout/length"] > 0
+            assert len({line["grad_norm"] for line in lines}) == 4 or arguments is words
         else:
             assert all(line["loss"] == pytest.approx(math.log(2), abs=1e-6) for line in lines)
 
