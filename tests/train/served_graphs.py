@@ -32,7 +32,7 @@ def run_sides(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], fol
     batches = microbatches(layout, context, 1, (0,))
     states = [step_states(engine, batches) for _ in range(STEPS)]
     engine.schedule.remote[0].stop(0)
-    return [(ids, rows.cpu(), state.cpu()) for step in states for ids, rows, state in step]
+    return [(ids, rows.cpu(), state.cpu()) for step in states for ids, rows, state, *_ in step]
 
 
 def replaced(replays: bool) -> list:
