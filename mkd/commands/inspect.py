@@ -5,6 +5,7 @@
     mkd data preview a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     mkd data preview --align a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
     mkd data preview a.jsonl --student MODEL_DIR --context '{prompt} Solution: {solution}' [--limit 3]
+    mkd data preview prompts.jsonl --student MODEL_DIR --context '{prompt} {sibling}' --prompts
 
 In packs, tokens with loss are green and others grey (without colours: in parentheses), and conversations
 have a line for each message, after its role. The fraction of loss tokens, the packing efficiency and the
@@ -129,6 +130,8 @@ def _add_alignment_flags(add: Callable[..., object]) -> None:
     user = "`user` of a teacher's context: show what the student and this teacher read of each record"
     add("--context", metavar="TEXT", help=user)
     add("--context-system", metavar="TEXT", help="system message of that context, its `system`")
+    prompts = "the records are prompts of --prompt-data-path, which the student completes (with --context)"
+    add("--prompts", action="store_true", help=prompts)
 
 
 def aligned_records(
@@ -140,6 +143,8 @@ def aligned_records(
     """
     from mkd.data.aligned.context_records import context_record
     from mkd.data.files.named_files import named_files
+    from mkd.data.prompt_readers import PromptReader, prompt_sides
+    from mkd.data.prompts import parse_prompt
     from mkd.data.records.parsing import parse_row
     from mkd.data.records.rows import read_rows
     from mkd.data.records.wanted import WantedRecords
@@ -149,6 +154,10 @@ def aligned_records(
     wanted = WantedRecords(context=template.keys if template else ())
     for file, number, row in islice(rows, args.limit):
         try:
+            if args.prompts:
+                prompt, fields = parse_prompt(row, wanted.context)
+                yield f"{file}:{number}", prompt_sides(prompt, fields, PromptReader(student, template))
+                continue
             record = parse_row(row, wanted)
             if template is None:
                 yield f"{file}:{number}", align_record(record, args, student, teacher)
@@ -197,6 +206,9 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken.align.align_view import view_alignment
 
+    if args.prompts and args.context is None:
+        what, why = "--prompts without --context", "it shows what a teacher with a context reads"
+        raise UsageError(what, why, "add --context TEXT", code="add-flag")
     if args.context is not None and args.teacher:
         what, why = "--teacher with --context", "a teacher with a context is shown with the student's tokens"
         raise UsageError(what, why, "leave one of them out", code="remove-flag")
@@ -319,5 +331,5 @@ def main(argv: Sequence[str] | None = None, name: str = "mkd inspect") -> None:
 
     prepare_for_files()  # before mkd.data imports Megatron
     colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    by_record = args.align or args.context is not None
+    by_record = args.align or args.prompts or args.context is not None
     show_alignment(args, colour) if by_record else show_packs(args, colour)

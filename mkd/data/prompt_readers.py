@@ -12,6 +12,7 @@ from mkd.config.prompt_template import MADE
 from mkd.data.aligned.context_records import ContextTemplate, missing_context
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.tokenizer import Tokenizer, without_eos
+from mkd.xtoken.align.align_text import AlignedText
 
 
 def encode_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> np.ndarray:
@@ -65,3 +66,14 @@ class PromptReader:
     def longest(self, prompt: str | Conversation, fields: Mapping[str, Any]) -> np.ndarray | None:
         """Return the prompt with short values for what is made; None: it lacks other values too."""
         return self.read_made(prompt, fields, dict.fromkeys(MADE, "."))
+
+
+def prompt_sides(prompt: str | Conversation, fields: Mapping[str, Any], teacher: PromptReader) -> AlignedText:
+    """Return a prompt as the student reads it, and that of a teacher with a context, for people.
+
+    Both are in the teacher's tokenizer. What a step makes is there by its name, as in the settings. Without a
+    context the teacher's side is empty.
+    """
+    found = teacher.read_made(prompt, fields, {name: f"{{{name}}}" for name in teacher.made})
+    theirs = np.zeros(0, np.int64) if found is None else found
+    return AlignedText(encode_prompt(prompt, teacher.tokenizer), theirs, np.zeros((0, 4), np.int64))

@@ -265,6 +265,21 @@ def test_what_a_teacher_with_a_context_reads(arguments, models, tmp_path, capsys
     assert "--context is not a template" in capsys.readouterr().err
 
 
+def test_prompts_as_a_teacher_with_a_context_reads_them(arguments, tmp_path, capsys):
+    """They have no completion; what a step makes is shown by its name."""
+    argv = [*arguments[1:-2], "--prompts", "--limit", "9", "--context", "{prompt} Hint: {hint} {sibling}"]
+    records = {"prompt": "fox", "hint": "jumps"}, {"prompt": "x"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(argv) == EXIT_DONE
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    _, own, theirs = ("".join(line.split("|")) for line in first.splitlines())
+    bare = [line.partition(" ")[2].replace(")(", "").strip("()") for line in (own, theirs)]
+    assert bare == ["fox", "fox Hint: jumps {sibling}"]
+    assert "1 student token, 0 teacher tokens" in second
+    assert main(argv[:-2]) == EXIT_USAGE
+    assert "--prompts without --context" in capsys.readouterr().err
+
+
 def test_conversations_are_read_with_the_flags_of_training(tmp_path, capsys):
     template = "{{ strftime_now('%Y-%m-%d') + ' ' + (mood or '') + '\n' }}" + CHATML
     for name in ("student", "teacher"):
