@@ -12,6 +12,7 @@ from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import read_metrics, read_weights, run_main, write_records
 from tests.train.invariance import worst_relative_error
 from tests.train.rollout_run import EOS, VOCAB_SIZES, Case, argv, make_files, one_step, require_equal_steps
+from tests.train.sides_text import DISTRIBUTED, PP2, Compared, Sides
 
 TEACHERS = {"math": "teacher", "code": "third"}
 CASES = (
@@ -134,3 +135,21 @@ def test_a_prompt_without_a_tag_or_teacher_is_refused(files, ranks):
     for tag, code in ("", "record-value-not-valid"), ("law", "add-flag"):
         (result,) = run_main(ranks, command(files, "refused", tag=tag))
         assert result.exit_code in (64, 65) and code in reported_codes(result.stderr), result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [PP2, DISTRIBUTED], ids=["PP2", "DP2"])
+def test_teachers_by_tag_on_processes_of_their_own(layout, files, ranks, tmp_path):
+    """Each is asked for the completions of its tag alone."""
+    whole = command(files, "apart", "--micro-batch-size", 1)
+    settings = json.loads((files / "apart.yaml").read_text())
+    for teacher in settings["teachers"]:
+        teacher["processes"] = 1
+    (tmp_path / "sides.yaml").write_text(json.dumps(settings))
+
+    def run(name, *flags):
+        return [*whole, "--log-dir", str(files / f"apart {name}"), *flags]
+
+    sides = Sides(2, layout, ("--config", str(tmp_path / "sides.yaml")), several=2)
+    *_, math, code = Compared(ranks, tmp_path / "compared", run).check(tmp_path, sides)
+    assert math["forwards"] != code["forwards"]
