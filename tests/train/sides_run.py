@@ -140,7 +140,7 @@ def held_state(context, given) -> tuple:
         sizes = replace(sizes, tensor=1)
     rows = HeldRows(sizes, context.row_rank if sizes.tensor > 1 else context.cp_rank)
     padded = row.cu_seqlens_padded
-    return batch.sample_ids, rows.of(padded), state.clone(), int(padded[-1])
+    return batch.sample_ids, rows.of(padded), state.cpu().clone(), int(padded[-1])
 
 
 def shared_states(layout: Layout, pair: tuple[Path, Path]) -> list[tuple]:

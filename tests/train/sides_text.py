@@ -43,6 +43,7 @@ SIDES = {
     "PP2 from TP2": Sides(2, PP2, own_layout(2, tp=2), (*TP2, *SP)),
     "PP2 VPP2 from 1": Sides(2, VPP2, own_layout(1)),
     "DP2 from 1": Sides(2, DISTRIBUTED, own_layout(1)),
+    "1 from 1": Sides(1, (), own_layout(1), ()),
     "1 from DP2": Sides(1, (), own_layout(2)),
     "CP2 from TP2": Sides(2, CP2, own_layout(2, tp=2)),  # a teacher beside TP2 has other packs
     "TP2 from CP2 PP2": Sides(2, TP2, own_layout(4, cp=2, pp=2)),
@@ -72,9 +73,11 @@ def step_of(plan, out_dir: Path, launch=None) -> dict:
     """Return what `steps_of` a run returns, and end it."""
     from mkd.operations.cleanup import Cleanup
     from mkd.operations.watchdog import Watchdog
-    from mkd.platform import detect
+    from mkd.platform import detect, make_deterministic
     from mkd.run.setup import build_run
 
+    if plan.config.training.deterministic_mode:
+        make_deterministic()
     watchdog = None if launch is None else Watchdog.idle(launch.rank, launch.size)
     with Cleanup() as cleanup:
         return steps_of(build_run(plan, detect(), launch=launch, watchdog=watchdog, cleanup=cleanup), out_dir)
@@ -126,9 +129,8 @@ class Compared:
         pool: RankPool,
         files: Path,
         argv: Callable[..., list[str]],  # of the name of a run and flags
-        beside: Callable[
-            [str], AbstractContextManager[object]
-        ] = nullcontext,  # while a run of that name runs
+        # entered while a run of that name runs
+        beside: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ):
         self.pool, self.files, self.argv, self.beside = pool, files, argv, beside
         self.files.mkdir(exist_ok=True)
@@ -153,7 +155,9 @@ class Compared:
         assert error <= 1e-5, (where, error)
         assert all(one == (0, 0) for found in students for one in found["left"])
         if sides.alike is not None:
-            of_shared = self._shared(f"{folder.name} shared", 2, sides.alike)
+            of_shared = [self.single]
+            if sides.alike:
+                of_shared = self._shared(f"{folder.name} shared", 2, sides.alike)
             ours, theirs = (whole_states([one["states"] for one in found]) for found in (students, of_shared))
             assert ours.keys() == theirs.keys() and len(ours) > 1
             assert all(torch.equal(ours[ids], theirs[ids]) for ids in ours)
