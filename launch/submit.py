@@ -25,6 +25,7 @@ from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, collect_error, returns_exit_code
 from mkd.kinds.known_kinds import KINDS
+from mkd.plan.advice.auto_processes import FLAG, is_open, open_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.sides import processes_apart, student_processes
@@ -160,19 +161,29 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
     }
     options = {name: str(value) for name, value in options.items() if value is not None}
     problems: list[MkdError] = []
-    processes = collect_error(problems, lambda: student_processes(config, sum(sides)))
-    problems += [
-        *(find_problems(RunFacts(config, processes, kinds=KINDS)) if processes else ()),
-        *_sides_fit(own, processes_apart(config), sides),
-        *_can_go_on(config),
-        *_has_time_to_save(own.time, own.signal_lead_s),
-    ]
+    problems += _of_sides(own, config, sides)
+    problems += [*_can_go_on(config), *_has_time_to_save(own.time, own.signal_lead_s)]
     problems += [*_can_be_written(options), *_are_options(own.option)]
     if problems:
         raise ErrorList(problems)
     more = {match["name"]: match["value"] for match in map(OPTION.fullmatch, own.option)}
     template = (ROOT / "launch" / "slurm.sbatch").read_text(encoding="utf-8")
     return fill_in({**options, **more}, run, template, _second_part(own))
+
+
+def _of_sides(own: argparse.Namespace, config: Config, sides: tuple[int, int]) -> list[MkdError]:
+    """Return what is wrong with a run on machines of both parts, with these numbers of processes."""
+    if is_open(config):  # ranks know the memory that the place of the teacher depends on
+        found = list(open_problems(config))
+        if own.teacher_nodes:
+            why = "the job must know how many processes the teacher has"
+            do = f"give --teacher-processes {sides[1]}, or remove --teacher-nodes"
+            found.append(UsageError(f"{FLAG} with --teacher-nodes", why, do, code="exclude-each-other"))
+        return found
+    problems: list[MkdError] = []
+    processes = collect_error(problems, lambda: student_processes(config, sum(sides)))
+    found = find_problems(RunFacts(config, processes, kinds=KINDS)) if processes else ()
+    return [*problems, *found, *_sides_fit(own, processes_apart(config), sides)]
 
 
 def _sides_fit(own: argparse.Namespace, apart: int, sides: tuple[int, int]) -> list[MkdError]:

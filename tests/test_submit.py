@@ -226,11 +226,18 @@ def test_machines_of_teachers_are_the_second_part_of_the_job(config, capsys):
         (("--nodes", "1", "--gpus-per-node", "4", "--teacher-nodes", "1"), "--teacher-processes 0"),
         (("--gpus-per-node", "4", "--teacher-constraint", "a100"), "--teacher-constraint without"),
         (("--gpus-per-node", "4", "--teacher-processes", "4"), "of teachers of 4 processes"),
+        ((*APART, "--teacher-processes", "auto", "--teacher-nodes", "1"), "auto with --teacher-nodes"),
     ],
 )
 def test_machines_that_do_not_fit_the_sides(config, capsys, argv, text):
     assert main([*argv, "--dry-run", "--config", config]) == 64
     assert text in capsys.readouterr().err
+
+
+def test_the_split_of_a_job_may_be_open(config, capsys):
+    """Its processes choose it."""
+    lines = script(capsys, *APART, "--teacher-processes", "auto", "--config", config)
+    assert "--teacher-processes auto" in lines
 
 
 def test_ranks_follow_the_machines_of_a_job_of_two_parts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,14 @@ from mkd.human import counted
 from mkd.kinds.known_kinds import KINDS
 from mkd.operations.console import LOG
 from mkd.operations.launch.rendezvous import Rendezvous
-from mkd.plan.advice.auto_processes import FLAG, ChosenPlace, choose_place, is_open, open_problems
+from mkd.plan.advice.auto_processes import (
+    FLAG,
+    ChosenPlace,
+    choose_place,
+    is_open,
+    memory_unknown,
+    open_problems,
+)
 from mkd.plan.facts import RunFacts
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.sides import LAYOUT
@@ -37,13 +45,14 @@ def with_place(loaded: LoadedConfig, rendezvous: Rendezvous, patience_s: float) 
         return loaded
     gib = config.device_memory_gib
     if gib is None:
-        every = rendezvous.gather("GPU memory", _gpu_gib(), patience_s)
+        every = rendezvous.gather("GPU memory", _gpu_gib(config), patience_s)
         gib = None if None in every else min(every)
     world_size = rendezvous.world_size
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     found, error = None, None
     if rendezvous.rank == 0:
         try:
+            refuse(open_problems(config))
             found = kept_place(config, world_size) or planned_place(config, world_size, gib, machine)
         except Exception as problem:  # raised below: the other ranks wait here
             error = problem
@@ -64,14 +73,13 @@ def planned_place(
 
     Raises ErrorList if it cannot.
     """
-    problems: list[MkdError] = list(open_problems(config, device_memory_gib))
-    if problems:
-        raise ErrorList(problems)
-    assert device_memory_gib is not None, "`open_problems` reports it"
+    refuse(open_problems(config))
+    if device_memory_gib is None:
+        raise memory_unknown()
+    problems: list[MkdError] = []
     shared = ChosenPlace({}, "").apply(config)
     shapes = [find_shape(problems, shared, number) for number in (None, 0)]
-    if problems:
-        raise ErrorList(problems)
+    refuse(problems)
     student, teacher = shapes
     facts = RunFacts(shared, world_size, student, (teacher,), kinds=KINDS)
     return choose_place(facts, USABLE * device_memory_gib, machine)
@@ -101,7 +109,16 @@ def kept_place(config: Config, world_size: int) -> ChosenPlace | None:
     return ChosenPlace(chosen, f"{FLAG}: {counted(processes, 'process')}, as in the checkpoint {folder}")
 
 
-def _gpu_gib() -> float | None:
-    from mkd.platform import gpu_gib
+def refuse(problems: Iterable[MkdError]) -> None:
+    """Raise ErrorList if there are problems."""
+    if found := list(problems):
+        raise ErrorList(found)
 
+
+def _gpu_gib(config: Config) -> float | None:
+    from mkd.platform import detect, gpu_gib, make_deterministic
+
+    if config.training.deterministic_mode:  # before the first CUDA call, which is here
+        make_deterministic()
+    detect()
     return gpu_gib()

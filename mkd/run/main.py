@@ -137,7 +137,7 @@ def serve(plan: Plan, side: Side, platform: Platform, watchdog: Watchdog) -> int
     from mkd.run.student_side import meet_launch
 
     assert side.teacher is not None, "it is a teacher's side"
-    alone = plan_model([], side_of_teacher(plan.config, side.teacher), side.size, side.teacher)
+    alone = plan_model([], side_of_teacher(plan.config, side.teacher), side.size, side.teacher, side.first)
     assert alone is not None, "`plan_run` reports its problems"
     launch = meet_launch(plan.config, watchdog.reports.rank, watchdog.reports.world_size)
     return serve_teacher(plan, alone, side, launch, platform, watchdog)

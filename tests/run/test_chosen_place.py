@@ -84,3 +84,14 @@ def test_an_unknown_memory_is_refused_once(files, ranks):
     (result,) = run_main(ranks, [*flags(files, "refused"), *AUTO])
     assert result.exit_code == 64
     assert reported_codes(result.stderr) == ["add-flag: the memory of a GPU is not known"]
+
+
+def test_a_rank_that_cannot_come_to_the_choice_ends_the_others(files, tmp_path):
+    places = [tmp_path / f"machine {rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    (places[0] / "run.yaml").write_text("training: {seed: 1}\n")
+    argv = [*flags(files, "apart"), *AUTO, *KNOWN, "--config", "run.yaml"]
+    first, second = run_processes(tmp_path, argv, 2, machines=places)
+    assert first.code == second.code and first.code not in (0, -9) and first.after_s < 20
+    assert "rank 1 cannot start" in first.output

@@ -76,14 +76,16 @@ class PeerMemory(Place):
     def machine_problems(self, facts: RunFacts, index: int, processes: int) -> Iterator[UsageError]:
         """Yield an error if peers are not on one machine."""
         flag, (shards, divided_by) = flag_of(index, "peers"), _shards(facts, index)
-        block = shards * self.processes
-        starts = range(facts.first, facts.first + facts.world_size, block)
+        block, end = shards * self.processes, facts.first + facts.world_size
+        if end <= processes:  # one machine has all of the run
+            return
+        starts = range(facts.first, end, block)
         if any(start // processes != (start + block - 1) // processes for start in starts):
             what = f"{flag} {self.peers} with {divided_by} take {block} neighbouring "
             what += f"processes, which do not divide the {processes} of a machine"
             what += f" from process {facts.first} on" * bool(facts.first % processes)
             why = "peers exchange the teacher's layers in every forward pass: networks are too slow for that"
-            together = math.gcd(facts.first, processes) or processes
+            together = math.gcd(facts.first, processes)
             do = _fitting(flag, max(1, together // shards))
             yield UsageError(what, why, do, code="world-not-divisible")
 

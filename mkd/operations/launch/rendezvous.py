@@ -10,7 +10,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkd.errors import MkdError
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 PREFIX = "mkd/start"
 LINGER_S = 5.0  # how long rank 0, which may host the store, waits for ranks that have not read it yet
 POLL_S = 0.02
+GATHER_POLL_S = 0.1  # all ranks poll the one store
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,27 @@ class Rendezvous:
     def gather(self, name: str, value: T, timeout_s: float) -> list[T]:
         """Return the values (JSON) of all ranks, by rank, before they are ready. Once for a name.
 
-        Collective. Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
+        Collective. Raises PeerCannotStart if another rank cannot even come here, and an error of
+        torch.distributed if the other ranks do not come within `timeout_s`.
         """
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            return self._gathered(dist.PrefixStore(f"{PREFIX}/{name}", self._open(timeout_s)), value)
-        answers: list[T] = [value] * self.world_size
-        dist.all_gather_object(answers, value)
-        return answers
-
-    def _gathered(self, place: dist.Store, value: T) -> list[T]:
+        if dist.is_initialized():
+            answers: list[T] = [value] * self.world_size
+            dist.all_gather_object(answers, value)
+            return answers
+        store = self._open(timeout_s)
+        place, start = dist.PrefixStore(f"{PREFIX}/{name}", store), dist.PrefixStore(PREFIX, store)
         place.set(str(self.rank), json.dumps(value))
-        return [json.loads(text) for text in place.multi_get([str(rank) for rank in range(self.world_size)])]
+        ranks, deadline = list(map(str, range(self.world_size))), time.monotonic() + timeout_s
+        while not place.check(ranks) and time.monotonic() < deadline:
+            # Only then: a rank that has all values may be ready already.
+            if any(start.check([rank]) for rank in ranks) and not place.check(ranks):
+                self.ready(timeout_s)
+            time.sleep(GATHER_POLL_S)
+        return _values(place, ranks)
 
     def _open(self, timeout_s: float) -> dist.Store:
         from mkd.parallel.start_store import start_store
@@ -106,7 +113,8 @@ class Rendezvous:
         import torch.distributed as dist
 
         place = dist.PrefixStore(PREFIX, self._open(timeout_s))
-        found = self._gathered(place, problem and asdict(problem))
+        place.set(str(self.rank), json.dumps(problem and asdict(problem)))
+        found = _values(place, list(map(str, range(self.world_size))))
         answers = [Problem(**answer) if answer else None for answer in found]
         deadline = time.monotonic() + LINGER_S
         num_done = place.add("done", 1)
@@ -114,3 +122,8 @@ class Rendezvous:
             time.sleep(POLL_S)
             num_done = place.add("done", 0)
         return answers
+
+
+def _values(place: dist.Store, keys: list[str]) -> list[Any]:
+    """Return the values (JSON) of all keys. Waits for them as long as the store does."""
+    return [json.loads(text) for text in place.multi_get(keys)]

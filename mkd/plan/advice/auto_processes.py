@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mkd.config.models import APART, CHOSEN_WITH_PROCESSES, PrecisionSettings
+from mkd.config.models import APART, CHOSEN_WITH_PROCESSES, FROZEN, PrecisionSettings, TeacherConfig
 from mkd.config.schema import Config
+from mkd.config.student_base import with_student_base
 from mkd.errors import UsageError, collect_error
 from mkd.human import counted, milliseconds
 from mkd.plan.advice.own_processes import BETTER, layout_text
@@ -20,7 +21,7 @@ from mkd.plan.teacher_split import PlannedSplit, best_split, planned_splits
 from mkd.plan.times.hardware import MACHINE
 
 FLAG = "--teacher-processes auto"
-NO_SPLIT = "no split of the processes is possible and fits"
+NO_SPLIT = "no split of the processes is possible, or none fits"
 DO_WITHOUT = "give --teacher-processes N"
 
 
@@ -34,7 +35,8 @@ class ChosenPlace:
     def apply(self, config: Config) -> Config:
         """Return the settings of the run with this place."""
         (teacher,) = config.teachers
-        return replace(config, teachers=(teacher.placed(**self.settings),))
+        # A teacher that is the student's frozen base shares its weights, unless it has processes of its own.
+        return with_student_base(replace(config, teachers=(teacher.placed(**self.settings),)))
 
 
 def is_open(config: Config) -> bool:
@@ -42,14 +44,17 @@ def is_open(config: Config) -> bool:
     return any(teacher.place_is_open for teacher in config.teachers)
 
 
-def open_problems(config: Config, device_memory_gib: float | None) -> Iterator[UsageError]:
-    """Yield why the plan cannot choose. `device_memory_gib` is that of every GPU; None: not known."""
+def open_problems(config: Config) -> Iterator[UsageError]:
+    """Yield why a plan cannot choose, whatever the memory."""
     if len(config.teachers) > 1:
         why = "a plan compares splits of the processes between a student and one teacher"
         do = "give every teacher its processes: N"
         yield UsageError(f"{FLAG} with {len(config.teachers)} teachers", why, do, code="exclude-each-other")
         return
     (teacher,) = config.teachers
+    if why := _excluded(config, teacher):
+        yield UsageError(f"{FLAG} is not possible here", why, DO_WITHOUT, code="exclude-each-other")
+        return
     for name in CHOSEN_WITH_PROCESSES:
         value = getattr(teacher, name)
         if name != APART and value != getattr(teacher.placed(), name):
@@ -64,14 +69,29 @@ def open_problems(config: Config, device_memory_gib: float | None) -> Iterator[U
     if why:
         yield UsageError(f"{FLAG} would have no effect", why, "remove it", code="remove-flag")
         return
-    if device_memory_gib is None:
-        what, why = f"{FLAG}, but the memory of a GPU is not known", "a place must fit there"
-        do = f"add --device-memory-gib N, the memory of a GPU of the run, or {DO_WITHOUT}"
-        yield UsageError(what, why, do, code="add-flag")
     if config.training.global_batch_size is None:
         what = f"{FLAG} without --global-batch-size"
         why = "the batch would follow from the number of processes that are left for the student"
         yield UsageError(what, why, f"give --global-batch-size, or {DO_WITHOUT}", code="add-flag")
+
+
+def _excluded(config: Config, teacher: TeacherConfig) -> str | None:
+    """Return why neither a split nor its comparison with shared processes makes sense; None: it does."""
+    if teacher.weights != FROZEN:
+        return "the teacher has the student's own weights, which no other process has"
+    if config.rollout.samples_here:
+        return (
+            "the plan leaves the time of sampling out, in which a teacher on processes of its own would wait"
+        )
+    if config.parallel.teacher_prefetch not in ("auto", "0"):
+        return f"--teacher-prefetch {config.parallel.teacher_prefetch} needs a teacher on shared processes"
+    return None
+
+
+def memory_unknown() -> UsageError:
+    what, why = f"{FLAG}, but the memory of a GPU is not known", "a place must fit there"
+    do = f"add --device-memory-gib N, the memory of a GPU of the run, or {DO_WITHOUT}"
+    return UsageError(what, why, do, code="add-flag")
 
 
 def choose_place(facts: RunFacts, usable_gib: float, machine: int = MACHINE) -> ChosenPlace:

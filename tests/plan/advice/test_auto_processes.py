@@ -14,6 +14,7 @@ from tests.run_facts import facts_of
 BASE = ("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--bf16", "--use-distributed-optimizer")
 AUTO = ("--teacher-processes", "auto", "--global-batch-size", 120)
 DENSE = (STUDENT, TEACHER)
+OWN_TEXT = ("--kd-ratio", 1, "--on-policy-fraction", 1, "--prompt-data-path", "p", "--max-new-tokens", 64)
 FP8 = ("--teacher-precision", "fp8")
 
 
@@ -72,26 +73,37 @@ def test_the_chosen_settings_take_the_place_of_all():
 
 
 @pytest.mark.parametrize(
-    ("argv", "gib", "code"),
+    ("argv", "code"),
     [
-        ((), None, "add-flag: the memory of a GPU is not known"),
-        (("--teacher-residency", "host"), 80, "exclude-each-other: it chooses the place"),
-        (("--teacher-pipeline-model-parallel-size", 2), 80, "exclude-each-other: it chooses the place"),
-        (("--teacher-ahead", 4), 80, "exclude-each-other: it chooses the place"),
-        (("--kd-ratio", 0), 80, "remove-flag: no teacher is read"),
-        (("--teacher-topk", "k"), 80, "remove-flag: a stored teacher"),
+        (("--teacher-residency", "host"), "exclude-each-other: it chooses the place"),
+        (("--teacher-pipeline-model-parallel-size", 2), "exclude-each-other: it chooses the place"),
+        (("--teacher-ahead", 4), "exclude-each-other: it chooses the place"),
+        (("--kd-ratio", 0), "remove-flag: no teacher is read"),
+        (("--teacher-topk", "k"), "remove-flag: a stored teacher"),
+        (("--teacher-prefetch", 2), "exclude-each-other: --teacher-prefetch 2 needs a teacher on shared"),
+        (OWN_TEXT, "exclude-each-other: the plan leaves the time of sampling out"),
     ],
 )
-def test_what_is_refused(argv, gib, code):
-    assert code in reports(list(open_problems(config(*BASE, *AUTO, *argv), gib)))
+def test_what_is_refused(argv, code):
+    assert code in reports(list(open_problems(config(*BASE, *AUTO, *argv))))
+
+
+def test_the_frozen_base_of_adapters_is_shared():
+    """As without `auto`, unless it has processes of its own."""
+    same = ("--teacher-hf", "s", "--lora-rank", 8)
+    assert config(*BASE, *same).teachers[0].residency == "student"
+    found = chosen((STUDENT, STUDENT), 4, 80, *same)
+    assert found.apply(config(*BASE, *AUTO, *same)).teachers[0].residency == "student"
+    (apart,) = ChosenPlace({"processes": 2}, "").apply(config(*BASE, *AUTO, *same)).teachers
+    assert (apart.processes, apart.residency) == (2, "device")
 
 
 def test_several_teachers_and_a_batch_that_follows(tmp_path):
     (tmp_path / "run.yaml").write_text("teachers: [{hf: a, processes: auto}, {hf: b}]\n")
     several = config(*BASE, "--config", tmp_path / "run.yaml")
-    assert reports(list(open_problems(several, 80))) == ["exclude-each-other: with 2 teachers"]
+    assert reports(list(open_problems(several))) == ["exclude-each-other: with 2 teachers"]
     follows = config(*BASE, *AUTO[:2])
-    assert reports(list(open_problems(follows, 80))) == ["add-flag: without --global-batch-size"]
+    assert reports(list(open_problems(follows))) == ["add-flag: without --global-batch-size"]
     with pytest.raises(ErrorList) as raised:
         config(*BASE, "--teacher-processes", -1)
     assert reports(raised.value) == ["value-not-valid: is not a whole number or auto"]
