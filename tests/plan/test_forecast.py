@@ -105,6 +105,10 @@ def test_two_teachers_are_told_apart():
         "teacher big layers by stage: (36,)",
         "teacher small layers by stage: (28,); packs of 10240 tokens of its own",
     ]
+    (*_, line) = describe_forecast(
+        forecast(teachers=(STUDENT,), settings=several({"name": "small", "xtoken": XTokenConfig()}))
+    ).splitlines()[:3]
+    assert line.endswith("packs of 8192 tokens of its own (as the student's, until its text is read)")
     one = forecast()
     own = forward_flops(STUDENT, [1280] * 8)  # 8 documents of 1024 tokens of the student
     assert two.flops_per_step - one.flops_per_step == 8 * own

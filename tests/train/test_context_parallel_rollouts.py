@@ -8,6 +8,7 @@ from tests.train.command import read_metrics, run_main, write_records
 from tests.train.context_rollout_run import argv, knowing, make_rollout_files, prompt_of, write_teachers
 from tests.train.ema_run import RATE, SMOOTH, average_updates
 from tests.train.invariance import worst_relative_error
+from tests.train.processes import run_processes
 from tests.train.rollout_run import Case, one_step, require_equal_steps
 
 SLOW = pytest.mark.slow
@@ -75,6 +76,24 @@ def test_tags_choose_teachers(case, files, ranks):
     (single,) = ranks.run(one_step, 1, words, files / "tags gradients")
     results = ranks.run(one_step, case.ranks, [*words, *map(str, case.flags)], files / "layout gradients")
     require_equal_steps(results, single, files, gradients="tags gradients")
+
+
+@SLOW
+def test_a_teacher_on_processes_of_its_own_judges_completions(files, tmp_path):
+    """Two processes sample and learn, two others run the teacher's layers."""
+    plain = write_records(files / "plain.jsonl", *({"prompt": f"{i} the fox"} for i in range(3)))
+    lines = []
+    for name, flags, processes in (("apart", (*CP2, "--teacher-processes", 2), 4), ("here", (), 1)):
+        config = write_teachers(files / f"{name}.yaml", {"hf": str(files / "teacher")})
+        words = argv(files, name, config, "--prompt-data-path", plain, "--seq-length", 64, *flags)
+        (tmp_path / name).mkdir()
+        ended = run_processes(tmp_path / name, [*words, "--no-save", "--log-interval", "1"], processes)
+        assert [one.code for one in ended] == [0] * processes, ended[0].output
+        lines.append(read_metrics(files / name))
+    assert len(lines[0]) == len(lines[1]) == 4
+    for ours, theirs in zip(*lines, strict=True):
+        for key in ("loss", "grad_norm", "rollout/length", "rollout/teacher_nll", "rollout/logp_gap"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), key
 
 
 @pytest.mark.parametrize("kind", ["live", *(pytest.param(one, marks=SLOW) for one in ("initial", "ema"))])

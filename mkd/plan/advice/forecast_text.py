@@ -46,6 +46,7 @@ def _layouts(forecast: Forecast) -> Iterator[str]:
     yield f"student layers by stage: {forecast.student_layout.layers}"
     for teacher, layout in zip(forecast.teachers, forecast.facts.layouts.teachers, strict=True):
         packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.has_own_row else ""
+        packs += "" if teacher.is_length_known else " (as the student's, until its text is read)"
         yield f"{teacher.role} layers by stage: {layout.layers}{packs}"
 
 

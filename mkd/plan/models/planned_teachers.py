@@ -25,6 +25,7 @@ class Teacher:
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
     place: TeacherPlace  # of its decoder layers
     precision: TeacherPrecision  # of their products
+    is_length_known: bool = True  # False: `seq_length` is the student's until the data are read
     has_own_row: bool = False  # it reads another row of tokens, in a pass over the heads of its own
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
     share: float = 1.0  # expected share of the micro-batches in which it runs
@@ -87,6 +88,7 @@ def plan_teachers(
             role=role,
             seq_length=teacher.own_seq_length or config.training.seq_length,
             is_cross_tokenizer=teacher.xtoken is not None,
+            is_length_known=not teacher.has_own_row or teacher.own_seq_length is not None,
             has_own_row=teacher.has_own_row,
             place=place(teacher),
             precision=precision(teacher),
