@@ -163,14 +163,17 @@ def updates(
     results: list[StepResult] = []
     for update in range(count):
         observe = run.meter if update == 0 else None  # it compares with the weights that sampled
+        is_last_update = update == count - 1
+        # A teacher on processes of its own is asked for the states of the next update during this one.
+        again = on_device if run.engine.schedule.remote else ()
         result = train_step(
             run.engine,
             on_device,
             exchange=run.guards.stopper.exchange,
             phase=phase,
-            following=following,
+            following=following if is_last_update else again,
             observe=observe,
-            ends_iteration=update == count - 1,
+            ends_iteration=is_last_update,
         )
         results.append(result)
         try:

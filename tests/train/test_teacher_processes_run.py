@@ -8,9 +8,9 @@ import pytest
 
 from mkd.errors import EXIT_DONE
 from tests.kinds.sampled.small_server import small_server
-from tests.train import context_rollout_run, rollout_run
+from tests.train import context_rollout_run, context_run, reward_run, rollout_run
 from tests.train.command import flags, make_files, read_metrics
-from tests.train.processes import run_processes
+from tests.train.processes import STRAGGLER_S, run_processes
 from tests.xtoken.small_tokenizers import train_byte_level
 
 APART = ("--teacher-processes", "1")
@@ -93,8 +93,57 @@ def test_a_row_of_the_teacher_and_a_resumption_with_another_split(kind, tmp_path
         return losses(files / name)
 
     train("parts", *APART, "--exit-interval", 2, processes=2)
-    stages = ("--teacher-processes", 2, "--teacher-pipeline-model-parallel-size", 2)
-    assert train("parts", *stages, "--load", files / "parts", processes=3) == train("alone")
+    assert train("parts", *STAGES, "--load", files / "parts", processes=3) == train("alone")
+
+
+STAGES = ("--teacher-processes", 2, "--teacher-pipeline-model-parallel-size", 2)
+
+
+@pytest.mark.slow
+def test_several_updates_with_the_same_completions(prompts, tmp_path):
+    """States of the second update are asked for during the first one."""
+
+    def train(name, *more, processes=1):
+        words = ("--rollout-updates", 3, "--max-new-tokens", 8, "--log-interval", 1, "--save", prompts / name)
+        ended = run(tmp_path, reward_run.argv(prompts, name, *words, *more), processes)
+        assert [one.code for one in ended] == [EXIT_DONE] * processes, [one.output for one in ended]
+        return losses(prompts / name)
+
+    assert train("updates apart", *STAGES, processes=3) == train("updates")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["context", "xtoken"])
+def test_rows_of_a_teacher_that_data_workers_made(kind, tmp_path):
+    """A worker moves its batches into shared memory: rows that were views of them would be freed."""
+    files = context_run.make_files(tmp_path)
+    config = context_run.write_config(files)
+    if kind == "xtoken":
+        train_byte_level(300).save_pretrained(files / "teacher")
+        settings = json.loads(config.read_text())
+        settings["teachers"][0]["xtoken"] = {}
+        config.write_text(json.dumps(settings))
+
+    def train(name, *more, processes=1):
+        words = ("--num-workers", 1, "--train-iters", 20, "--log-interval", 1, "--save", files / name, *more)
+        ended = run(tmp_path, context_run.argv(files, name, *words, config=config), processes)
+        assert [one.code for one in ended] == [EXIT_DONE] * processes, [one.output for one in ended]
+        return losses(files / name)
+
+    assert train("apart", *STAGES, processes=3) == train("beside")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "error"])
+def test_a_student_that_fails_while_it_samples_ends_the_teacher(prompts, tmp_path, fault):
+    """The teacher has waited for rows, and ends within seconds."""
+    words = rollout_run.argv(
+        prompts, f"{fault} in rollout", *APART, "--save", prompts / f"{fault} in rollout"
+    )
+    student, teacher = run(tmp_path, words, 2, fault=f"{fault}@in_rollout:0:2")
+    assert student.code == (-9 if fault == "kill" else 1), student.output
+    assert teacher.code not in (0, -9) and teacher.after_s < STRAGGLER_S, teacher.output
+    assert "rank 0" in teacher.output or (fault == "kill" and "lost contact" in teacher.output)
 
 
 @pytest.mark.slow
