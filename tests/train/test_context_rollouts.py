@@ -199,9 +199,10 @@ def test_siblings_and_feedback_make_the_prompts_of_the_teacher(files, ranks):
     assert found["sums"]["loss"] == found["sums"]["kd"], "rewards have no loss"
     error, where = worst_relative_error(files / "made gradients", files / "made dense")
     assert error <= 1e-5, where
-    several = made_argv(files, "made DP2", "--use-distributed-optimizer")
-    results = ranks.run(one_step, 2, several, files / "layout gradients")
-    require_equal_steps(results, found, files, gradients="made gradients")
+    for name, flags in (("DP2", ("--use-distributed-optimizer",)), ("CP2", CP2[0])):
+        several = made_argv(files, f"made {name}", *flags)
+        results = ranks.run(one_step, 2, several, files / "layout gradients")
+        require_equal_steps(results, found, files, gradients="made gradients")
 
 
 def test_a_run_with_siblings_beside_a_policy_loss_resumes_bitwise(files, ranks):

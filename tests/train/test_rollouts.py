@@ -142,6 +142,15 @@ def test_context_parallel_processes_share_the_prompts(temperature, case, own, fi
     require_equal_steps(results, own, files, gradients="own gradients")
 
 
+@SLOW
+def test_a_context_parallel_process_without_a_completion_waits_for_the_other(files, ranks):
+    more = ("--rollout-prompts", 1, "--samples-per-prompt", 1, *PP2)
+    (few,) = ranks.run(one_step, 1, argv(files, "one", *more[:4]), files / "one gradients")
+    results = ranks.run(one_step, 4, argv(files, "layout", *more, *CP2), files / "layout gradients")
+    assert len(few["rollouts"]) == 1
+    require_equal_steps(results, few, files, gradients="one gradients")
+
+
 def test_samples_name_their_prompts_and_documents(single, files):
     """Stored packs come first; a pack of completions names the lines of its prompts."""
     stored, own = single["sources"]
