@@ -31,7 +31,9 @@ class Work:
     scores_tokens: bool = False  # one more pass over the student's head, without gradients
     scores_for_metrics: bool = False  # such a pass that takes memory, but is not timed
     updates: int = 1  # of each iteration
-    slots: int = 0  # sequences that the student samples at the same time
+    slots: int = 0  # sequences that the student samples at the same time on a process, at most
+    completions: Callable[[int], int] | None = None
+    """Packs of a global batch -> sequences that all processes sample in a step; None: no limit is known."""
     student: StudentProducts | None = None  # None: they have the precision of the run
     lines: tuple[Callable[[int], str], ...] = ()  # packs of a global batch -> line of the plan
 
@@ -43,6 +45,7 @@ class Work:
             scores_for_metrics=self.scores_for_metrics or other.scores_for_metrics,
             updates=max(self.updates, other.updates),
             slots=self.slots + other.slots,
+            completions=self.completions or other.completions,
             student=self.student or other.student,
             lines=self.lines + other.lines,
         )

@@ -11,7 +11,7 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
 from mkd.human import counted
 from mkd.kinds.kind import Kind, Row
-from mkd.kinds.sampled.rollout_batch import describe_rollouts
+from mkd.kinds.sampled.rollout_batch import describe_rollouts, num_completions
 from mkd.kinds.sampled.rollout_limits import check_rollout_model, check_rollouts
 from mkd.kinds.sampled.rollout_metrics import ROLLOUT_METRICS
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
@@ -62,7 +62,9 @@ class OwnText(Kind):
         if not rollout.is_on:
             return Work()
         slots = rollout.rollout_slots if rollout.samples_here else 0
-        return Work(scores_for_metrics=True, slots=slots, lines=(partial(describe_rollouts, config),))
+        lines = (partial(describe_rollouts, config),)
+        completions = partial(num_completions, config)
+        return Work(scores_for_metrics=True, slots=slots, completions=completions, lines=lines)
 
     def text_rows(self, config: Config) -> Iterator[Row]:
         rollout = config.rollout

@@ -30,6 +30,11 @@ class RolloutBatch:
         return self.prompts * self.samples_per_prompt
 
 
+def num_completions(config: Config, global_batch_size: int) -> int:
+    """Return the completions of a step, on all processes."""
+    return RolloutBatch.from_config(config, global_batch_size).num_rollouts
+
+
 def describe_rollouts(config: Config, global_batch_size: int) -> str:
     """Return the composition of a step as a line of the plan."""
     batch = RolloutBatch.from_config(config, global_batch_size)

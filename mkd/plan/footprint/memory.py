@@ -294,7 +294,7 @@ class _Models:
         table = self.vocab_rows * self.student.hidden_size * self.element * (self.lora is None)
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self.head.peak_bytes(with_gradient=False)
-        slots = self.facts.work.slots
+        slots = self._slots
         if slots:  # the cache exists while the student samples
             logits = sampling_bytes(slots, self.vocab_rows)
             # Context-parallel processes sample like replicas: none divides a row with others.
@@ -359,6 +359,14 @@ class _Models:
         """Return the bytes of the state that a last stage receives beside the one of its loss."""
         heads = zip(self.facts.head_numbers, self.facts.pair.heads, strict=True)
         return sum(self._activations(one).hidden_bytes for number, one in heads if number in self.apart)
+
+    @property
+    def _slots(self) -> int:
+        """Return the sequences that a process samples at the same time: its share of a step, or fewer."""
+        slots, completions = self.facts.work.slots, self.facts.work.completions
+        if completions is None:
+            return slots
+        return min(slots, -(-completions(self.facts.batch.global_batch_size) // self.sizes.copies))
 
     def _cache_bytes(self, rank: int, slots: int) -> int:
         """Return the bytes that the student's layers on a pipeline rank keep while it samples."""

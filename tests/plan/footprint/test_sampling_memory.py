@@ -38,9 +38,12 @@ def test_states_do_not_depend_on_the_length():
         assert cache_bytes(one, 3, QWEN3_5_9B, QWEN3_5_9B.layers, 2) == 3 * kept / tensor
 
 
+MANY = (*ON, "--bf16", "--rollout-prompts", 600)
+
+
 def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
     def peak(*flags) -> float:
-        return predict_memory(trained(config(*ON, "--bf16", *flags), microbatches=1)).ranks[0].total_gib
+        return predict_memory(trained(config(*MANY, *flags), microbatches=1)).ranks[0].total_gib
 
     few, many, more = (peak("--rollout-slots", slots) for slots in (1, 256, 257))
     assert few < many
@@ -50,8 +53,20 @@ def test_the_forecast_counts_a_cache_that_exceeds_the_activations():
 def test_context_parallel_processes_keep_whole_texts_while_they_sample():
     """Two processes have each a cache of its slots: it is as large as on one process, but shares no row."""
     one, two = (
-        predict_memory(trained(config(*ON, "--bf16", "--rollout-slots", 256, *flags), microbatches=1))
+        predict_memory(trained(config(*MANY, "--rollout-slots", 256, *flags), microbatches=1))
         for flags in ((), ("--context-parallel-size", 2))
     )
     for name in ("activations_gib", "transient_gib"):
         assert getattr(two.ranks[0], name) == pytest.approx(getattr(one.ranks[0], name), rel=1e-3), name
+
+
+def test_a_process_has_no_more_slots_than_its_share_of_a_step():
+    def activations(slots: int, replicas: int, *flags) -> float:
+        settings = config(*MANY, "--rollout-slots", slots, *flags)
+        return (
+            predict_memory(trained(settings, microbatches=1, data_parallel=replicas)).ranks[0].activations_gib
+        )
+
+    assert activations(600, 3) == activations(200, 3) > activations(199, 3)
+    shared = ("--context-parallel-size", 2)
+    assert activations(200, 3, *shared) == activations(100, 3, *shared) > activations(99, 3, *shared)
