@@ -25,6 +25,7 @@ from tests.train.context_rollout_run import (
 from tests.train.invariance import worst_relative_error
 from tests.train.reward_run import REWARD
 from tests.train.rollout_run import Case, one_step, one_step_alone, require_equal_steps
+from tests.train.sides_text import SIDES, Compared
 
 SLOW = pytest.mark.slow
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
@@ -203,6 +204,15 @@ def test_siblings_and_feedback_make_the_prompts_of_the_teacher(files, ranks):
         several = made_argv(files, f"made {name}", *flags)
         results = ranks.run(one_step, 2, several, files / "layout gradients")
         require_equal_steps(results, found, files, gradients="made gradients")
+
+
+@SLOW
+@pytest.mark.parametrize("ratio", [1, 0.5])
+def test_a_teacher_of_such_prompts_on_processes_of_its_own(ratio, files, ranks, tmp_path):
+    def made(run, *flags):
+        return made_argv(files, f"{ratio} {run}", "--kd-ratio", ratio, *flags)
+
+    Compared(ranks, tmp_path / "compared", made).check(tmp_path, SIDES["TP1 from PP2"])
 
 
 def test_a_run_with_siblings_beside_a_policy_loss_resumes_bitwise(files, ranks):

@@ -57,6 +57,7 @@ def prompts(tmp_path_factory):
     return rollout_run.make_files(tmp_path_factory.mktemp("prompts"))
 
 
+@pytest.mark.slow
 def test_completions_of_the_student_and_a_resumption_with_another_split(prompts, tmp_path):
     """While the student samples, evaluates and saves, the teacher waits; it ends where the student stops."""
     held_out = ("--valid-data-path", prompts / "text.jsonl", "--eval-interval", 2, "--log-interval", 1)

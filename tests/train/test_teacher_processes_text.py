@@ -46,9 +46,8 @@ ON_ROLLOUTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "case", [ON_ROLLOUTS[0], *(pytest.param(one, marks=SLOW) for one in ON_ROLLOUTS[1:])]
-)
+@SLOW
+@pytest.mark.parametrize("case", ON_ROLLOUTS)
 def test_completions_of_the_student(rollouts, tmp_path, case):
     """Nothing is asked for before completions exist, and nothing is left over."""
     rollouts.check(tmp_path, SIDES[case])
@@ -112,9 +111,8 @@ ON_CONTEXTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "case", [ON_CONTEXTS[0], *(pytest.param(one, marks=SLOW) for one in ON_CONTEXTS[1:])]
-)
+@SLOW
+@pytest.mark.parametrize("case", ON_CONTEXTS)
 def test_a_teacher_with_a_context(contexts, tmp_path, case):
     """It reads another row than the student, of another length."""
     contexts.check(tmp_path, SIDES[case])
@@ -134,9 +132,8 @@ def context_rollouts(pool, context_files):
     return Compared(pool, context_files / "rollouts", argv)
 
 
-@SLOW
 @pytest.mark.parametrize(
-    "case", ["TP1 from PP2", "TP2 + SP from CP2", "PP2 from TP2", "DP2 from 1", "CP2 from TP2"]
+    "case", [ON_CONTEXTS[0], *(pytest.param(one, marks=SLOW) for one in ON_CONTEXTS[1:])]
 )
 def test_completions_after_prompts_of_the_teacher(context_rollouts, tmp_path, case):
     context_rollouts.check(tmp_path, SIDES[case])
