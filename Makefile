@@ -57,6 +57,7 @@ invariance: $(READY)  ## print how far losses and gradients of every parallel la
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.moe_invariance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.vision_invariance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.without_teacher
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.apart_invariance
 
 lint: $(READY)  ## ruff and the import contracts
 	$(BIN)/ruff check .

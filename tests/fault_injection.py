@@ -5,8 +5,9 @@ MKD_FAULT="kill@before_pointer:0:10"    kill rank 0 when it saves iteration 10, 
 An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step, the moments of
 a save (see mkd.operations.phases and mkd.checkpoint.saving), and `in_gather`: in a step, when peers gather
 the second layer of a teacher. Kinds: `kill` (SIGKILL), `stop` (SIGSTOP), `enospc` and `eio` (the OSError of a
-full or a broken disk), `error` (a RuntimeError), `oom` (torch's OutOfMemoryError), `exit` (without a report),
-`hang`, `nan` (make a gradient NaN) and `skip` (leave out the exchange of the stopper).
+full or a broken disk), `error` (a RuntimeError), `oom` (torch's OutOfMemoryError), `memory` (a MemoryError),
+`exit` (without a report), `hang`, `nan` (make a gradient NaN) and `skip` (leave out the exchange of the
+stopper).
 
 `fault` injects into this process. Real processes have the fault if they are started with `environment`, whose
 PYTHONPATH leads to tests/fault_site/sitecustomize.py.
@@ -26,11 +27,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, Follower, Phases
+from mkd.operations.phases import DATA, END, FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, WAITING, Follower, Phases
 
 VARIABLE = "MKD_FAULT"
 SITE = Path(__file__).resolve().parent / "fault_site"
-POINTS = {DATA: "in_data", ROLLOUT: "in_rollout", FORWARD_BACKWARD: "in_step", OPTIMIZER: "in_optimizer"}
+POINTS = {
+    DATA: "in_data",
+    ROLLOUT: "in_rollout",
+    FORWARD_BACKWARD: "in_step",  # on a teacher's own process, a row: their numbers are steps
+    OPTIMIZER: "in_optimizer",
+    WAITING: "in_waiting",
+    END: "in_end",
+}
 GATHER = "in_gather"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ERRNOS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
@@ -69,6 +77,8 @@ class Injector(Follower):
             threading.Event().wait()
         elif self.kind == "oom":
             raise out_of_memory(self.text)
+        elif self.kind == "memory":
+            raise MemoryError(self.text)
         elif self.kind == "nan":
             poison_next_step()
         elif self.kind == "skip":

@@ -55,6 +55,14 @@ ROWS = {
     34: ("export to Hugging Face interrupted", "index last, never half an export"),
     35: ("all loss tokens masked", "contribute nothing; all data: refused"),
     36: ("soak: a random fault every 15 steps", "same hash, 5 seeds"),
+    "37 killed": ("teacher's own processes: kill -9 of each", "others down in 10 s, all name it; resumes"),
+    "37 stopped": ("... SIGSTOP of each", "others down in 30 s, all name it"),
+    "37 hang": ("... a hang of one", "all down in the time of a step, with stacks"),
+    "37 error": ("... one raises, or has no memory", "others down in 10 s, its traceback on top"),
+    "37 start": ("... one cannot start, or has other settings", "all end with its exit code"),
+    "37 signal": ("... a signal to one or all, in every phase", "one step saved, exit 75 of all"),
+    "37 no end": ("... a student that never ends them", "all end in the time of a save after the signal"),
+    "37 busy": ("... a busy or paused machine", "no false alarm"),
 }
 """{row: (fault, what is expected)}, a short form of the acceptance page."""
 

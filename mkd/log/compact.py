@@ -26,6 +26,8 @@ SAMPLED = ("reward/mean", "rollout/length")
 """Keys of runs that sample. Their lines have no other room for these than that of `LEFT_OUT`."""
 
 LEFT_OUT = ("ce_loss", "top1_agreement")
+APART = "teacher_idle_share"
+"""Key of runs whose teachers have processes of their own. It takes the room of `top1_agreement`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class CompactLines:
     def train(self, record: Record) -> str:
         """Format a training record. Time left counts training steps only."""
         is_sampled = any(key in record for key in SAMPLED)
-        left_out = LEFT_OUT if is_sampled else ()
+        left_out = LEFT_OUT if is_sampled else LEFT_OUT[1:] if APART in record else ()
         shown = {key: of for key, of in self.columns.items() if key not in left_out}
         step_ms = record["step_time_ms"]
         left_s = (self.train_iters - record["iteration"]) * step_ms / 1000

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
@@ -183,6 +184,12 @@ class Stopwatch:
         yield
         self._spans.append((start, _mark(device)))
 
+    def take_ended(self) -> tuple[int, float]:
+        """Return (number, milliseconds) of the blocks that have ended since the last call. Never wait."""
+        first = next((place for place, span in enumerate(self._spans) if not _is_over(span[1])), None)
+        ended, self._spans = self._spans[:first], [] if first is None else self._spans[first:]
+        return len(ended), sum(_between_ms(*span) for span in ended)
+
     def take_ms(self) -> float:
         """Return the milliseconds of the blocks since the last call.
 
@@ -191,8 +198,15 @@ class Stopwatch:
         spans, self._spans = self._spans, []
         if spans and isinstance(spans[-1][1], torch.cuda.Event):
             spans[-1][1].synchronize()
-            return sum(start.elapsed_time(end) for start, end in spans)
-        return 1000 * sum(end - start for start, end in spans)
+        return sum(_between_ms(*span) for span in spans)
+
+
+def _is_over(mark: torch.cuda.Event | float) -> bool:
+    return not isinstance(mark, torch.cuda.Event) or mark.query()
+
+
+def _between_ms(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) if isinstance(end, torch.cuda.Event) else 1000 * (end - start)
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | float:

@@ -11,6 +11,7 @@ Read in this order:
     stopping.py       signals and time limits, agreed on by all ranks; what a signal would do now
     launch/           starts the processes of a run, and lets them find each other
     failures.py       which rank failed first, and why
+    heartbeat.py      signs of life between the sides of a launch, and the first reason why it ends
     watchdog.py       ranks that make no progress
     crash_loop.py     runs that crash in the same step again and again
     shared_build.py   data that rank 0 prepares while the others wait

@@ -15,13 +15,17 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
-from mkd.errors import ErrorList, MkdError
+from mkd.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ErrorList, MkdError, Preempted
 from mkd.operations.launch.rendezvous import Problem, Rendezvous
 from mkd.torchrun_report import tell_torchrun
 
 PATIENCE_S = 60.0  # how long a rank that cannot start waits for the problems of the others
 WAIT_S = 2.0  # for the report of a peer that failed first
+SIDES_WAIT_S = 6.0  # the same at a store: some process must first see that another one is gone
+WITHOUT_REPORT = "it ended without a report: it was killed, or the host ran out of memory"
+LOST_CONTACT = "lost contact with the other ranks, and none has said why: one was killed or hangs"
 POLL_S = 0.1
 GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 """Words in the RuntimeErrors of broken communication."""
@@ -40,7 +44,19 @@ class Failure:
     run: str  # identifies the run; '' before its ranks have agreed on it
 
     def describe(self) -> str:
-        return f"stopped because rank {self.rank} failed: {self.what}"
+        verb = "was told to end" if self.exit_code == EXIT_PREEMPTED else "failed"
+        return f"stopped because rank {self.rank} {verb}: {self.what}"
+
+
+class FirstFailure(Protocol):
+    """The first failure of a launch with several sides: see `mkd.operations.heartbeat`."""
+
+    @property
+    def first(self) -> Failure | None: ...
+
+    def post(self, failure: Failure) -> Failure: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -53,18 +69,44 @@ class FailureReports:
     run: str = ""  # '' until the ranks have agreed on it
     speaker: int = 0  # rank that prints an error of all ranks: the first one of this side of the run
     has_sides: bool = False  # teachers have processes of their own, which do not raise the same errors
+    has_spoken: bool = False  # this rank has said why it ends
+    shared: FirstFailure | None = None  # of a launch with sides, which may have no folder in common
 
     @property
     def has_peers(self) -> bool:
         """True if other ranks can read this rank's report."""
         return self.folder is not None and self.world_size > 1
 
+    def post(self, failure: Failure) -> Failure:
+        """Tell the other sides why the launch ends. Return its first reason: this one, or an earlier one."""
+        return failure if self.shared is None else self.shared.post(failure)
+
+    def post_interrupt(self) -> None:
+        """Tell the other sides that a second Ctrl-C ends this process at once."""
+        self._post_end(EXIT_INTERRUPTED, "a second Ctrl-C has ended it")
+
+    def post_stop(self, stop: Preempted) -> None:
+        """Tell the other sides that this one ends early, which may be before they have met."""
+        if self.rank == self.speaker:
+            self._post_end(stop.exit_code, stop.what)
+
+    def _post_end(self, exit_code: int, what: str) -> None:
+        self.post(Failure(self.rank, time.time(), exit_code, what, self.run))
+
+    def close(self) -> None:
+        """Say goodbye to the other sides: this process ends, and has told why if there is a reason."""
+        if self.shared is not None:
+            self.shared.close()
+
     def path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.txt"
 
     def write(self, what: str, details: str, exit_code: int = 1) -> None:
         """Report that this rank has failed. `what` is one line. The file appears atomically."""
-        failure = Failure(self.rank, time.time(), exit_code, what, self.run)
+        self.record(Failure(self.rank, time.time(), exit_code, what, self.run), details)
+
+    def record(self, failure: Failure, details: str = "") -> None:
+        """Write the failure into the report of this rank, which may end because of another one."""
         draft = self.folder / f".rank_{self.rank}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,9 +114,15 @@ class FailureReports:
             os.replace(draft, self.path(self.rank))
         except OSError as error:  # the disk may be what has failed
             _print(f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}")
+        self.post(failure)
 
     def of_peers(self) -> list[Failure]:
-        """Return the failures of other ranks, the earliest first; none until all ranks have joined."""
+        """Return the failures of other ranks, the first one first. Their files count once all have joined."""
+        first = self.shared.first if self.shared is not None else None
+        found = self._in_files()
+        return found if first is None else [first, *(one for one in found if one.rank != first.rank)]
+
+    def _in_files(self) -> list[Failure]:
         if not self.run:
             return []
         try:
@@ -86,11 +134,23 @@ class FailureReports:
         return sorted((one for one in found if one and one.run == self.run), key=lambda one: one.time)
 
     def wait_for_peer(self) -> Failure | None:
-        """Return the first failure of another rank, if one is reported within `WAIT_S`."""
-        deadline = time.monotonic() + WAIT_S
+        """Return the first failure of another rank, if one is reported soon."""
+        deadline = time.monotonic() + (WAIT_S if self.shared is None else SIDES_WAIT_S)
         while not (failures := self.of_peers()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return failures[0] if failures else None
+
+    def say(self, text: str) -> None:
+        """Print why this rank ends, once: the main thread and the watchdog may both find out."""
+        if not self.has_spoken:
+            self.has_spoken = True
+            _print(text)
+
+    def describe(self, first: Failure) -> str:
+        """Return the lines of a rank that ends because of the failure of another one."""
+        text = f"rank {self.rank}: {first.describe()}"
+        has_report = self.folder is not None and self.path(first.rank).exists()
+        return f"{text}\n  see {self.path(first.rank)}" if has_report else text
 
     def _read(self, rank: int) -> Failure | None:
         try:
@@ -115,11 +175,17 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
     if has_lost_peers:
         first = reports.wait_for_peer()
         if first:
-            _print(f"rank {rank}: {first.describe()}\n  see {reports.path(first.rank)}")
+            reports.say(reports.describe(first))
             return first.exit_code
     exit_code, details = exit_code_of(error), traceback_of(error)
     if reports.has_peers:
-        reports.write(one_line(error), details, exit_code)
+        has_cause = reports.shared is None or not has_lost_peers
+        reports.write(one_line(error) if has_cause else LOST_CONTACT, details, exit_code)
+    first = reports.shared.first if reports.shared is not None else None
+    if first is not None and first.rank != rank:  # both failed at the same time, and it was a little earlier
+        reports.say(f"{details}{reports.describe(first)}")
+        return first.exit_code
+    reports.has_spoken = True
     _report(_own_words(error, details, rank, has_lost_peers))
     return exit_code
 
@@ -183,8 +249,7 @@ def _own_words(error: Exception, details: str, rank: int, has_lost_peers: bool) 
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if has_lost_peers:
-        lost = "lost contact with the other ranks, and none has said why: one was killed or hangs"
-        return f"{details}rank {rank}: {lost}"
+        return f"{details}rank {rank}: {LOST_CONTACT}"
     return f"{details}rank {rank} failed first: {one_line(error)}"
 
 

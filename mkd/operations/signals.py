@@ -70,6 +70,12 @@ class Signals:
         self._say(f"stopping now; {self.kept}")
         return True
 
+    def passed_on(self, number: int, rank: int) -> None:
+        """Take a signal to a process of a teacher for one to this process, unless that has had one."""
+        if not self.received:
+            self.received = number
+            self._say(f"rank {rank} received {signal.Signals(number).name}: {self.notice}")
+
     def _say(self, text: str) -> None:
         if self.speaks:
             line_break = "\n" if os.isatty(2) else ""  # after the ^C of the terminal

@@ -9,15 +9,25 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mkd.config.schema import ParallelConfig
-from mkd.operations.failures import Failure, FailureReports
-from mkd.operations.phases import END, INIT, OPTIMIZER, SAVE, TASK_EVALUATION, WAITING, Follower
+from mkd.operations.failures import WITHOUT_REPORT, Failure, FailureReports
+from mkd.operations.heartbeat import Heartbeat
+from mkd.operations.phases import (
+    END,
+    FORWARD_BACKWARD,
+    INIT,
+    OPTIMIZER,
+    SAVE,
+    TASK_EVALUATION,
+    WAITING,
+    Follower,
+)
 from mkd.parallel.side_groups import Launch
 from mkd.platform.processes import is_alive, process_space
 
@@ -40,6 +50,7 @@ class Watchdog(Follower):
     reports: FailureReports
     start_limit_s: float  # for each phase of the first step, and for saves
     step_limit_s: float  # for every other phase
+    heartbeat: Heartbeat | None = None  # of a launch with sides
     phase: str = INIT
     iteration: int = 0
     _since: float = field(default_factory=time.monotonic)
@@ -48,6 +59,7 @@ class Watchdog(Follower):
     _done: threading.Event = field(default_factory=threading.Event)
     # Rank -> process id, of the other ranks in this container.
     _peers: dict[int, int] = field(default_factory=dict)
+    _signalled: float = math.inf  # when a signal was first seen
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, reports: FailureReports) -> Watchdog:
@@ -65,6 +77,11 @@ class Watchdog(Follower):
         self._since = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
+
+    def listen(self, heartbeat: Heartbeat) -> None:
+        """Watch the other sides from now on, and tell them how this process is."""
+        heartbeat.phase = lambda: self.phase
+        self.heartbeat = self.reports.shared = heartbeat.start()
 
     def stop(self) -> None:
         """Stop watching, so that the ranks may end at their own pace."""
@@ -89,9 +106,12 @@ class Watchdog(Follower):
 
     def entered(self, phase: str, iteration: int) -> None:
         """Restart the clock for `phase` of step `iteration`."""
-        if phase == END:
+        if phase == END and self.heartbeat is None:  # other sides are still needed
             self.stop()
-        if self.phase == OPTIMIZER and phase != OPTIMIZER:
+        if self.phase == INIT and self.heartbeat is not None:  # its limits depend on it
+            self.heartbeat.beat()
+        is_row = self.phase == FORWARD_BACKWARD and phase == WAITING  # of a teacher, which has no optimizer
+        if is_row or (self.phase == OPTIMIZER and phase != OPTIMIZER):
             self._is_first_step = False
         self.phase, self.iteration, self._since = phase, iteration, time.monotonic()
 
@@ -100,10 +120,14 @@ class Watchdog(Follower):
 
         A process without peers may take as long as it needs to prepare its data, because no rank waits for
         it. The batches of held-out tasks are not announced; the process group's own timeout covers them.
+        A teacher's process may wait for the student as long as it needs, but after a signal no longer than a
+        save may take.
         """
-        if self.phase in (TASK_EVALUATION, WAITING) or (self.phase == INIT and self.reports.world_size == 1):
+        if self.phase in (TASK_EVALUATION, END) or (self.phase == INIT and self.reports.world_size == 1):
             return math.inf
-        if self.phase in (INIT, SAVE) or self._is_first_step:
+        if self.phase == WAITING and not self._is_signalled:
+            return math.inf
+        if self.phase in (INIT, SAVE, WAITING) or self._is_first_step:
             return max(self.start_limit_s, self.step_limit_s)
         return self.step_limit_s
 
@@ -111,17 +135,36 @@ class Watchdog(Follower):
         looked_at, peer_failed_at = time.monotonic(), None
         while not self._done.wait(POLL_S):
             now, limit = time.monotonic(), self.limit_s()
-            if now - self._since > limit:
+            if self._is_signalled:
+                self._signalled = min(now, self._signalled)
+            since = max(self._since, self._signalled) if self.phase == WAITING else self._since
+            if now - since > limit:
                 self._end_hang(f"{NO_PROGRESS} in {self._place()} for {limit:g} s")
             if now - looked_at < LOOK_S:
                 continue
-            looked_at, failures = now, self.reports.of_peers()
-            if any(one.what.startswith(NO_PROGRESS) for one in failures):
-                self._end_hang(f"in {self._place()} for {now - self._since:.0f} s")
-            if failures or self._missing_peers():
-                peer_failed_at = peer_failed_at or now
-                if now - peer_failed_at > GRACE_S:
-                    self._end_after(failures)
+            looked_at, peer_failed_at = now, self._look_at_peers(now, peer_failed_at)
+
+    def _look_at_peers(self, now: float, failed_at: float | None) -> float | None:
+        """End the process if others have ended, or give no sign of life. Return when they first had ended."""
+        silence = self.heartbeat.silence() if self.heartbeat is not None else None
+        failures = self.reports.of_peers()
+        if any(one.what.startswith(NO_PROGRESS) for one in failures):
+            self._end_hang(f"in {self._place()} for {now - self._since:.0f} s")
+        missing = self._missing_peers()
+        if missing and not failures and self.heartbeat is not None:  # all sides are to say the same
+            failures = [self.reports.post(Failure(missing[0], time.time(), 1, WITHOUT_REPORT, ""))]
+        if silence is not None:
+            self._end_first(failures[0] if failures else silence)
+        if not failures and not missing:
+            return failed_at
+        if failed_at is not None and now - failed_at > GRACE_S:
+            self._end_after(failures)
+        return now if failed_at is None else failed_at
+
+    @property
+    def _is_signalled(self) -> bool:
+        signals = self.heartbeat.signals if self.heartbeat is not None else None
+        return signals is not None and bool(signals.received)
 
     def _place(self) -> str:
         return f"{self.phase} of iteration {self.iteration}" if self.iteration else self.phase
@@ -146,25 +189,36 @@ class Watchdog(Follower):
             "  do:  look at a rank in another phase or without an answer; if it was only slow, raise "
             "--distributed-timeout-minutes or --distributed-timeout-seconds-after-init"
         )
-        _end("\n".join(lines), 1)
+        self._end("\n".join(lines), 1)
 
     def _end_after(self, failures: list[Failure]) -> None:
         """End the process because a peer failed, whether or not it has reported that."""
         rank = self.reports.rank
         if failures:
-            first = failures[0]
-            _end(f"rank {rank}: {first.describe()}\n  see {self.reports.path(first.rank)}", first.exit_code)
+            self._end(self.reports.describe(failures[0]), failures[0].exit_code)
         missing = ", ".join(map(str, self._missing_peers()))
         what = f"rank {missing} has ended without a report: it was killed, or the host ran out of memory"
         self.reports.write(what, "")
-        _end(f"rank {rank}: {what}\n  do:  look into the system's log (dmesg) and the scheduler's", 1)
+        self._end(f"rank {rank}: {what}\n  do:  look into the system's log (dmesg) and the scheduler's", 1)
+
+    def _end_first(self, failure: Failure) -> None:
+        """End the process because of another one, which cannot say so itself."""
+        first = replace(self.reports.post(failure), run=self.reports.run)
+        self.reports.record(first)  # for ranks that the store has lost
+        do = "look at that process and its machine, and into the logs of the system and the scheduler"
+        self._end(f"{self.reports.describe(first)}\n  do:  {do}", first.exit_code)
 
     def _missing_peers(self) -> list[int]:
-        return [rank for rank, process in self._peers.items() if not is_alive(process)]
+        """Return the ranks of this machine whose process is gone. With several sides, it may say goodbye."""
+        missing = [rank for rank, process in self._peers.items() if not is_alive(process)]
+        if self.heartbeat is None or self.heartbeat.lost:
+            return missing
+        self.heartbeat.missed = frozenset(missing)
+        return [rank for rank in missing if rank in self.heartbeat.dead]
 
-
-def _end(text: str, exit_code: int) -> None:
-    """End the process at once, without cleanup: the main thread may never return."""
-    print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(exit_code)
+    def _end(self, text: str, exit_code: int) -> None:
+        """End the process at once, without cleanup: the main thread may never return."""
+        self.reports.say(text)
+        sys.stdout.flush()
+        self.reports.close()  # the others have read why
+        os._exit(exit_code)

@@ -13,6 +13,7 @@ from mkd.kinds.known_kinds import METRICS
 from mkd.log.records import TRAIN
 from mkd.report.columns import NOT_DRAWN, Split
 from mkd.report.run_folder import RunFolder
+from mkd.report.waiting_sides import sides_advice
 
 HIGHER_IS_BETTER = frozenset({"top1_agreement", "gap_closed", "accuracy", "accuracy_norm"})
 LOWER_IS_BETTER = frozenset({"loss", "ce_loss", "kd_loss", "ce", "perplexity", "bits_per_byte"})
@@ -207,6 +208,9 @@ def summary(run: RunFolder) -> list[tuple[str, str]]:
     speed = _measured(run, "tokens_per_s_per_gpu")
     if speed is not None:
         found.append(("tokens/s per GPU", f"{speed:,.0f}"))
+    sides = sides_advice(run)
+    if sides is not None:
+        found.append(("student and teachers", sides))
     tokens = train.points("consumed_tokens") if train else []
     if tokens:
         found.append(("tokens", f"{tokens[-1][1]:,.0f}"))

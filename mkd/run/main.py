@@ -53,6 +53,13 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
     rest print one line.
     """
     reports = FailureReports(rank=int(os.environ.get("RANK", "0")), world_size=_world_size())
+    try:
+        return _main(argv, signals_afterwards, reports)
+    finally:
+        reports.close()
+
+
+def _main(argv: list[str], signals_afterwards: signal.Handlers | None, reports: FailureReports) -> int:
     rendezvous, signals = Rendezvous(reports.rank, reports.world_size), None
     try:
         loaded = load_config(argv)
@@ -63,6 +70,7 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
     except Preempted as stop:
         if reports.rank == 0:
             print(f"{stop.label}: {stop}", file=sys.stderr, flush=True)
+        reports.post_stop(stop)
         return stop.exit_code
     except KeyboardInterrupt:  # the second Ctrl-C, which the signals have acknowledged, or an uncaught one
         if signals is None and reports.rank == 0:
@@ -98,6 +106,7 @@ def run(
     from mkd.operations.out_of_memory import memory_explained
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.plan_run import plan_run
+    from mkd.run.student_side import heartbeat_of
 
     plan = plan_run(loaded.config, sides[0].size)
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
@@ -117,16 +126,20 @@ def run(
     watchdog = Watchdog.from_config(parallel, reports)
     watchdog.start()
     if signals is not None:
-        signals.when_forced.append(watchdog.stop)
+        signals.when_forced += [watchdog.stop, reports.post_interrupt]
     try:
         rendezvous.ready(patience_s)
+        if len(sides) > 1:
+            watchdog.listen(heartbeat_of(loaded.config, side, reports, signals))
         if side.teacher is not None:
             return serve(plan, side, platform, watchdog)
         explained = memory_explained(plan.forecast, reports.rank, sides[0].size)
         with explained, worker_deaths_explained():
             carry_out(loaded, plan, platform, signals, watchdog, folder, has_sides=len(sides) > 1)
     finally:
-        watchdog.stop()
+        # After an error in a run with sides, it still finds out which process of another side is gone.
+        if len(sides) == 1 or not isinstance(sys.exc_info()[1], Exception):
+            watchdog.stop()
     return EXIT_DONE
 
 

@@ -24,6 +24,7 @@ from mkd.run.one_model import ModelPlan
 from mkd.run.student_side import launch_timeout
 from mkd.train.layer_graphs import graph_teacher
 from mkd.train.state_server import StateServer
+from mkd.train.teacher_idle import BUSY_MS, ROWS
 
 
 def serve_teacher(
@@ -40,7 +41,10 @@ def serve_teacher(
     watchdog.meet_peers(launch)
     phases = Phases(watchdog)
     server = build_server(plan, alone, side, launch, context, phases)
-    server.forwards = partial(announced, phases)
+    assert watchdog.heartbeat is not None, "a launch with several sides has one"
+    figures = watchdog.heartbeat.figures
+    figures |= {ROWS: 0, BUSY_MS: 0.0}
+    server.forwards = partial(announced, phases, server, figures)
     exit_code = server.serve()
     watchdog.stop()
     server.links.close()
@@ -117,8 +121,14 @@ def replica_group(context: ParallelContext) -> dist.ProcessGroup:
 
 
 @contextmanager
-def announced(phases: Phases, number: int) -> Iterator[None]:
-    """Announce a forward, which has the time limit of a step. Waiting for the student has none."""
+def announced(phases: Phases, server: StateServer, figures: dict[str, float], number: int) -> Iterator[None]:
+    """Announce a forward, which has the time limit of a step. Waiting for the student has none.
+
+    Add the forwards that have ended to `figures`.
+    """
     with phases(FORWARD_BACKWARD, number):
         yield
+    rows, busy_ms = server.busy.take_ended()
+    figures[ROWS] += rows
+    figures[BUSY_MS] += busy_ms
     phases.enter(WAITING, 0)  # `number` counts rows, not iterations

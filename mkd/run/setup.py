@@ -51,7 +51,7 @@ from mkd.run.checkpoints import build_saver, describe_resume, find_start, lock_s
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
 from mkd.run.read_texts import describe_texts, read_texts
-from mkd.run.student_side import end_teachers, launch_timeout, links_of_student
+from mkd.run.student_side import end_teachers, idle_share, launch_timeout, links_of_student
 from mkd.train.layer_graphs import graph_bytes
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.remote_states import take_wait_ms
@@ -95,7 +95,7 @@ def build_run(
     first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}
     has_baseline = first["evaluation"] == run_identity.get("evaluation")
     # After the checkpoint, whose position says which records of metrics.jsonl are still valid.
-    reporter = build_reporter(plan, context, position, engine, has_baseline)
+    reporter = build_reporter(plan, context, position, engine, has_baseline, watchdog)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
     for line in describe_texts(plan, texts, tasks):
@@ -232,7 +232,12 @@ def still_due(run: Run) -> frozenset[str]:
 
 
 def build_reporter(
-    plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
+    plan: Plan,
+    context: ParallelContext,
+    position: TrainingPosition,
+    engine: Engine,
+    has_baseline: bool,
+    watchdog: Watchdog,
 ) -> Reporter:
     """Build the reporter, with metrics.jsonl and loggers on rank 0 only.
 
@@ -273,5 +278,6 @@ def build_reporter(
         is_frozen=config.lora.is_on,
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
         take_wait_ms=partial(take_wait_ms, engine.schedule.remote, context),
+        take_idle_share=idle_share(config, engine.schedule.remote, context, watchdog),
         graph_bytes=partial(graph_bytes, engine.stages),
     )

@@ -12,6 +12,6 @@ optimizer_residency.py           the optimizer's state in host memory between up
 moving_average.py                a teacher whose weights average the student's
 input_rounding.py                the inputs of a rounded student's matrices, and their calibration
 layer_graphs.py                  which decoder layers run as CUDA graphs
-report.py                        metrics records and progress lines
+report.py, teacher_idle.py        metrics records and progress lines; how busy teachers' own processes are
 nonfinite.py, spikes.py          steps that went wrong, and their samples (samples.py)
 """

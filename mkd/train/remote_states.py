@@ -62,7 +62,7 @@ class RemoteStates:
         self.shape, self.dtype, self.sequence_parallel, self.ahead = shape, dtype, sequence_parallel, ahead
         self.waiting = Stopwatch()  # time of training without the state that is needed
         self._is_timed = True
-        self.most_ahead = 0
+        self.most_ahead = self._rows = 0
         self._held = HeldRows(context.sizes, context.row_rank)
         self._number = 0
         self._todo: deque[tuple[SampleIds, HostRow]] = deque()  # of the lane, not asked for yet
@@ -104,12 +104,18 @@ class RemoteStates:
         request = self._asked.popleft()
         assert request.ids == batch.sample_ids, f"the state is of {request.ids}, not of {batch.sample_ids}"
         piece = self._received(request)
+        self._rows += self._is_timed and self.context.row_rank == 0
         self._ask()
         if self.sequence_parallel or self.context.tp_size == 1:
             return piece
         whole = piece.new_empty(self.shape)
         dist.all_gather_into_tensor(whole, piece, group=self.context.tp_group)
         return whole
+
+    def take_rows(self) -> int:
+        """Return how many states of training the leader of a replica has taken since the last call."""
+        taken, self._rows = self._rows, 0
+        return taken
 
     def stop(self, exit_code: int) -> None:
         """Tell the teacher to end with that code, and forget what is ahead. Call it outside of a step."""

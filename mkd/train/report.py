@@ -52,6 +52,7 @@ class Reporter:
     updates: int = 1  # of every step
     is_frozen: bool = False  # the student's weights, beside its adapters
     take_wait_ms: Callable[[], float | None] = lambda: None  # see mkd.train.remote_states; collective
+    take_idle_share: Callable[[float], float | None] = lambda step_ms: None  # the same of the teachers
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     graph_bytes: Callable[[], int] = lambda: 0  # see mkd.train.layer_graphs
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
@@ -113,6 +114,9 @@ class Reporter:
         wait_ms = self.take_wait_ms()
         if wait_ms is not None:
             record["teacher_wait_ms"] = wait_ms / self._steps
+        idle_share = self.take_idle_share(record["step_time_ms"] * self._steps - self._untimed_ms)
+        if idle_share is not None:
+            record["teacher_idle_share"] = idle_share
         self._losses, self._steps, self._untimed_ms = None, 0, 0.0
         self._write({"teacher_share": math.nan} | record, self.lines.train(record))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mkd.data.batch import position_ids
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
+from mkd.models.stage import Stopwatch
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.side_groups import Bridge, Transfer
 from mkd.parallel.side_links import SideLinks
@@ -35,6 +36,7 @@ class Inbox:
 
     control: Mapping[int, Bridge]
     _messages: queue.Queue[Message | BaseException] = field(default_factory=queue.Queue)
+    _stopped: set[int] = field(default_factory=set)  # students whose STOP has arrived
 
     def start(self) -> None:
         """Read the channels from now on."""
@@ -43,16 +45,23 @@ class Inbox:
             threading.Thread(target=self._read, args=(student,), name=name, daemon=True).start()
 
     def next(self) -> Message:
-        """Wait for the next message. Raises what broke a channel."""
-        found = self._messages.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        """Wait for the next message. Raises what broke a channel.
+
+        A student that has said STOP takes no more states: the rows that it asked for ahead are dropped.
+        """
+        while True:
+            found = self._messages.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found.kind != ROW or found.student not in self._stopped:
+                return found
 
     def _read(self, student: int) -> None:
         try:
             while True:
                 message = Message.receive(self.control[student], student)
+                if message.kind == STOP:
+                    self._stopped.add(student)
                 self._messages.put(message)
                 if message.kind == STOP:
                     return
@@ -77,6 +86,7 @@ class StateServer:
         own = context.sizes  # the leader's rank on this side; Megatron counts tp, cp, dp, then pp
         self.leader = own.row * (context.dp_rank + own.data * (own.pipeline - 1))
         self.num_forwards = self.most_kept = 0
+        self.busy = Stopwatch()  # time of the forwards, without that for which their input is awaited
         self._held = HeldRows(context.sizes, context.row_rank)
         self._sequence_shards = context.sequence_shards(model.config.sequence_parallel)
         # (student, request) -> parts of its state by receiver, and a mark behind its computation
@@ -136,7 +146,8 @@ class StateServer:
             # The row says how long it is: a teacher may read other rows than the student.
             shape = message.tokens // self._sequence_shards, 1, self.model.config.hidden_size
             self.model.set_input_tensor(self.pipeline.receive([shape])[0])
-        state = self.model(*row, packed_seq_params=packed)
+        with self.busy.running(device):
+            state = self.model(*row, packed_seq_params=packed)
         self.model.set_input_tensor(None)
         if self.pipeline is not None and not self.context.holds_last_stage:
             self.pipeline.send([state])

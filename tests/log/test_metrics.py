@@ -48,7 +48,7 @@ def test_registry_holds_the_contract_keys_once_in_order():
     records = ["stale", "duplicate", "left_out", "bad_records"]
     own_text += ["coverage", "logp_gap", "version_lag", *records, "time_ms"]
     more += [f"rollout/{name}" for name in own_text]
-    more.append("teacher_wait_ms")
+    more += ["teacher_wait_ms", "teacher_idle_share"]
     assert [metric.name for metric in METRICS.metrics] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS.metrics)
 

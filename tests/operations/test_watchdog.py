@@ -78,3 +78,26 @@ def test_the_clock_of_a_phase():
         with_peer.entered(phase, 1)
         limits.append(with_peer.limit_s())
     assert limits == [600, 600, 600, 5, 600, 5, math.inf]
+
+
+def test_the_clock_of_a_teachers_own_process():
+    """It may wait for the student without end, but after a signal no longer than a save may take."""
+    import math
+
+    import torch.distributed as dist
+
+    from mkd.operations.failures import FailureReports
+    from mkd.operations.heartbeat import Heartbeat
+    from mkd.operations.phases import FORWARD_BACKWARD, WAITING
+    from mkd.operations.signals import Signals
+    from mkd.operations.watchdog import Watchdog
+
+    watchdog = Watchdog(FailureReports(1, 2), start_limit_s=600, step_limit_s=5)
+    watchdog.heartbeat = Heartbeat(dist.HashStore(), 1, 2, (0,), signals=Signals())
+    limits = []
+    for number, phase in enumerate((WAITING, FORWARD_BACKWARD, WAITING, FORWARD_BACKWARD, WAITING)):
+        watchdog.entered(phase, number)
+        limits.append(watchdog.limit_s())
+    assert limits == [math.inf, 600, math.inf, 5, math.inf]
+    watchdog.heartbeat.signals.received = 15
+    assert watchdog.limit_s() == 600

@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.fault_injection import environment
 
@@ -34,6 +35,7 @@ def run_processes(
     timeout_s: float = 240,
     machines: Sequence[Path] = (),  # folder where each rank starts, for relative paths
     fault: str = "",  # see tests/fault_injection.py
+    more: Mapping[int, Sequence[str]] = MappingProxyType({}),  # flags of some ranks alone
 ) -> list[Ended]:
     """Run `pretrain_kd.py argv` on every rank of a gloo world until all have ended.
 
@@ -59,7 +61,7 @@ def run_processes(
             **environment(fault),
         }
         with (folder / f"rank-{rank}.out").open("w") as output:
-            command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
+            command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv, *more.get(rank, ())]
             place = machines[rank] if machines else None
             started.append(
                 subprocess.Popen(command, env=own, cwd=place, stdout=output, stderr=subprocess.STDOUT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -67,9 +68,10 @@ def start_side(argv: list[str], folder: Path):
     return launch, plan_run(config, sides[0].size), side
 
 
-def serve(launch, plan, side):
-    """Run a teacher's process until the student ends; return its server."""
+def serve(launch, plan, side, forwards=nullcontext):
+    """Run a teacher's process until the student ends; return its server. `forwards` is entered for each."""
     server = built_server(launch, plan, side)
+    server.forwards = forwards
     assert server.serve() == 0
     return server
 
@@ -182,7 +184,10 @@ def whole_states(parts: Sequence[list[tuple]]) -> dict[tuple, torch.Tensor]:
 
 
 def run_many_steps(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str], folder: Path, steps: int):
-    """Run steps of uneven speed. Return (most that was ahead or kept, MiB that later steps added)."""
+    """Run steps of uneven speed. Return (most that was ahead or kept, MiB that later steps added).
+
+    A teacher's process compares its memory after a quarter of the rows with that after all of them.
+    """
     import random
 
     from mkd.plan.sides import apart_teachers
@@ -190,8 +195,17 @@ def run_many_steps(layout: Layout, pair: tuple[Path, Path], flags: Sequence[str]
 
     launch, plan, side = start_side(layout.argv(*pair) + list(flags), folder)
     if side.teacher is not None:
-        server = serve(launch, plan, side)
-        return server.most_kept, 0.0
+        rows = steps * len(fixed_packs(layout.permuted)) // layout.micro
+        resident: dict[int, float] = {}
+
+        @contextmanager
+        def measured(number: int):
+            yield
+            if number in (rows // 4, rows):
+                resident[number] = resident_mib()
+
+        server = serve(launch, plan, side, measured)
+        return server.most_kept, resident[rows] - resident[rows // 4]
     engine, _, context = student_engine(launch, plan, side)
     batches = microbatches(layout, context, len(plan.setups), apart_teachers(plan.config))
     uneven, resident = random.Random(0), []

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.ranks import RankPool
-from tests.train.invariance import (
-    DISTRIBUTED,
-    SINGLE,
-    SP,
-    Layout,
-    errors_of,
-    make_pair,
-    require_equal,
-    run_layout,
+from tests.train.apart_invariance import (
+    EXPERT_ROWS,
+    PLACES,
+    ROWS,
+    Row,
+    compare,
+    make_second,
+    same_states,
+    several,
 )
-from tests.train.sides_run import own_layout, run_many_steps, run_sides, shared_states, whole_states
+from tests.train.invariance import SINGLE, Layout, make_pair, require_equal, run_layout
+from tests.train.moe_invariance import make_moe_pair
+from tests.train.sides_run import own_layout, run_many_steps
+
+DEFAULT = ("TP1 <- PP2", "TP2 + SP <- CP2")
 
 
 @pytest.fixture(scope="module")
@@ -38,86 +41,45 @@ def single(pool, pair, tmp_path_factory):
     return folder, found
 
 
-CASES = {
-    "TP1 from PP2": (Layout("s"), own_layout(2, pp=2), Layout("t", 2, pp=2)),
-    "TP2 + SP from CP2": (Layout("s", 2, tp=2, flags=SP), own_layout(2, cp=2), Layout("t", 2, cp=2)),
-}
-SLOW = {
-    "TP1 from TP2": (Layout("s"), own_layout(2, tp=2), Layout("t", 2, tp=2, flags=SP)),
-    "TP2 from PP2": (Layout("s", 2, tp=2), own_layout(2, pp=2), Layout("t", 2, pp=2)),
-    "TP2 + SP from PP2": (Layout("s", 2, tp=2, flags=SP), own_layout(2, pp=2), Layout("t", 2, pp=2)),
-    "PP2 from TP2": (Layout("s", 2, pp=2), own_layout(2, tp=2), Layout("t", 2, tp=2, flags=SP)),
-    "PP2 VPP2 from PP2": (Layout("s", 2, pp=2, vp=2), own_layout(2, pp=2), Layout("t", 2, pp=2)),
-    "CP2 from TP2": (Layout("s", 2, cp=2), own_layout(2, tp=2), Layout("t", 2, tp=2, flags=SP)),
-    "CP2 from CP2": (Layout("s", 2, cp=2), own_layout(2, cp=2), Layout("t", 2, cp=2)),
-    "DP4 from DP2": (Layout("s", 4), own_layout(2), Layout("t", 2)),
-    "DP2 from DP4": (Layout("s", 2, flags=DISTRIBUTED), own_layout(4), Layout("t", 4)),
-    "TP2 PP2 DP2 + SP from TP2 CP2": (
-        Layout("s", 8, tp=2, pp=2, flags=SP + DISTRIBUTED),
-        own_layout(4, tp=2, cp=2),
-        Layout("t", 4, tp=2, cp=2, flags=SP),
-    ),
-}
-
-
-def check(pool, pair, single, folder, student: Layout, flags, teacher: Layout):
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in DEFAULT else pytest.mark.slow) for one in ROWS]
+)
+def test_layouts(pool, pair, single, tmp_path, name):
     """Compare a run on two sides with one process, and its states with those of a shared teacher."""
     measures, reference = single
-    processes = int(flags[1])
-    found = pool.run(run_sides, student.ranks + processes, student, pair, flags, folder, measures / "layout")
-    students, teachers = found[: student.ranks], found[student.ranks :]
-    require_equal(errors_of([one["measures"] for one in students], measures, reference))
-    states = whole_states([one["states"] for one in students])
-    of_shared = pool.run(shared_states, teacher.ranks, teacher, pair)
-    expected = whole_states(of_shared)
-    assert states.keys() == expected.keys()
-    assert all(torch.equal(states[ids], expected[ids]) for ids in states)
-    assert all(one["forwards"] for one in teachers)
-    return students, teachers
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_layouts(pool, pair, single, tmp_path, case):
-    check(pool, pair, single, tmp_path, *CASES[case])
+    errors, found = compare(pool, pair, ROWS[name], tmp_path, measures, reference)
+    require_equal(errors)
+    assert same_states(pool, pair, ROWS[name], found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_more_layouts(pool, pair, single, tmp_path, case):
-    check(pool, pair, single, tmp_path, *SLOW[case])
-
-
-def several(folder, teacher, *more: str) -> tuple[str, str]:
-    """Return the flag of a file with three teachers, of which the last two have these settings."""
-    folder.mkdir(exist_ok=True)
-    entries = [
-        f"{{hf: {teacher}, name: {name}{extra}}}" for name, extra in zip("abc", ("", *more), strict=True)
-    ]
-    (folder / "run.yaml").write_text(f"teachers: [{', '.join(entries)}]\n")
-    return "--config", str(folder / "run.yaml")
+@pytest.mark.parametrize("name", EXPERT_ROWS)
+def test_experts(pool, tmp_path, name):
+    pair = make_moe_pair(tmp_path)
+    (reference,) = pool.run(run_layout, 1, SINGLE, *pair, tmp_path / "single")
+    errors, found = compare(pool, pair, EXPERT_ROWS[name], tmp_path / "launch", tmp_path, reference)
+    require_equal(errors)
+    assert same_states(pool, pair, EXPERT_ROWS[name], found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", ["weighted_sum", "average"])
 def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combination):
-    weights = ", weight: 2, temperature: 1.5", ", weight: 0.5"
-    if combination == "average":
-        weights = ", weight: 2", ", weight: 0.5"
-    how = ("--teacher-combination", combination)
-    alone = Layout("one", flags=(*several(tmp_path / "one", pair[1], *weights), *how))
+    """Two of other sizes, and one beside the student."""
+    models = pair[1], make_second(tmp_path), combination
+    alone = Layout("one", flags=several(tmp_path / "one", *models))
     (reference,) = pool.run(run_layout, 1, alone, *pair, tmp_path / "single")
-    sides = f"{weights[0]}, processes: 2, pipeline_model_parallel_size: 2", f"{weights[1]}, processes: 1"
-    flags = (*several(tmp_path / "sides", pair[1], *sides), *how)
-    student = Layout("s", 2, pp=2)
-    found = pool.run(run_sides, 5, student, pair, flags, tmp_path, tmp_path / "layout")
-    require_equal(errors_of([one["measures"] for one in found[:2]], tmp_path, reference))
-    assert all(one["forwards"] for one in found[2:])
+    places = PLACES["PP2 <- beside it, PP2 and 1 process"]
+    one = Row(Layout("s", 2, pp=2), several(tmp_path / "sides", *models, *places), 3, None)
+    errors, _ = compare(pool, pair, one, tmp_path / "launch", tmp_path, reference)
+    require_equal(errors)
 
 
 @pytest.mark.slow
-def test_hundreds_of_rows_are_never_too_far_ahead(pool, pair, tmp_path):
-    """Nothing grows, whichever side is slower at the moment."""
-    flags = own_layout(2, pp=2, more=("--teacher-ahead", "3"))
-    (ahead, growth), *kept = pool.run(run_many_steps, 3, Layout("s"), pair, flags, tmp_path, 50)
+def test_a_thousand_steps_grow_nothing(pool, pair, tmp_path):
+    """States are never too far ahead, whichever side is slower at the moment."""
+    steps, flags = 1000, own_layout(2, pp=2, more=("--teacher-ahead", "3"))
+    pool.timeout_s = 1800
+    (ahead, growth), *kept = pool.run(run_many_steps, 3, Layout("s"), pair, flags, tmp_path, steps)
     assert ahead <= 3 and all(one <= 3 for one, _ in kept)
-    assert growth < 8
+    assert growth < 8 and all(one < 8 for _, one in kept)

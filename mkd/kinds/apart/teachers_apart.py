@@ -13,7 +13,7 @@ from mkd.human import counted
 from mkd.kinds.apart.apart_settings import ApartSettings
 from mkd.kinds.kind import Kind
 from mkd.kinds.placed.choice import flag_of
-from mkd.log.metrics import STEP_MEAN, Metric
+from mkd.log.metrics import STEP_MEAN, TIME_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
@@ -37,6 +37,15 @@ class TeachersApart(Kind):
             "time of a step for which the student has nothing to do but wait for states of teachers on "
             "processes of their own, on the process that waits most. Absent without such teachers",
             line=("teacher wait (ms)", ".1f"),
+        ),
+        Metric(
+            "teacher_idle_share",
+            "proportion",
+            TIME_MEAN,
+            "fraction of a step for which teachers on processes of their own have nothing to do. Of a "
+            "pipeline, its busiest stage counts. Absent without such teachers, and until the first figures",
+            compact=("idle", 5),
+            line=("teacher idle", ".3f"),
         ),
     )
 
