@@ -37,11 +37,16 @@ def argv(files: Path, run: str, *more: object, ratio: float = 0.25) -> list[str]
 
 
 @contextmanager
-def playing(files: Path, run: str, groups: int = 40, ahead: int = 2) -> Iterator[None]:
-    """Play games inside the block, for the run of this name."""
+def playing(
+    files: Path, run: str, groups: int = 40, ahead: int = 2, pause_s: tuple[int, float] = (0, 0.0)
+) -> Iterator[None]:
+    """Play games inside the block, for the run of this name.
+
+    `pause_s`: the number of groups after which the agents pause, and how long.
+    """
     folder, over = files / f"{run} in", threading.Event()
     folder.mkdir(exist_ok=True)
-    thread = threading.Thread(target=_play, args=(folder, groups, over, ahead), daemon=True)
+    thread = threading.Thread(target=_play, args=(folder, groups, over, ahead, pause_s), daemon=True)
     thread.start()
     try:
         yield
@@ -50,9 +55,13 @@ def playing(files: Path, run: str, groups: int = 40, ahead: int = 2) -> Iterator
         thread.join(10)
 
 
-def _play(folder: Path, groups: int, over: threading.Event, ahead: int) -> None:
+def _play(folder: Path, groups: int, over: threading.Event, ahead: int, pause_s: tuple[int, float]) -> None:
     while not (folder / "progress.json").exists() and not over.wait(0.05):
         pass
+    first, seconds = pause_s
+    if first and not over.is_set():
+        write_groups(folder, first, over.is_set, ahead)
+        over.wait(seconds)
     if not over.is_set():
         write_groups(folder, groups, over.is_set, ahead)
 

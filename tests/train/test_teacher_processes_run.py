@@ -8,7 +8,7 @@ import pytest
 
 from mkd.errors import EXIT_DONE
 from tests.kinds.sampled.small_server import small_server
-from tests.train import context_rollout_run, context_run, reward_run, rollout_run
+from tests.train import context_rollout_run, context_run, record_run, reward_run, rollout_run
 from tests.train.command import flags, make_files, read_metrics
 from tests.train.processes import STRAGGLER_S, run_processes
 from tests.xtoken.small_tokenizers import train_byte_level
@@ -132,6 +132,19 @@ def test_rows_of_a_teacher_that_data_workers_made(kind, tmp_path):
         return losses(files / name)
 
     assert train("apart", *STAGES, processes=3) == train("beside")
+
+
+@pytest.mark.slow
+def test_a_teacher_waits_longer_than_any_limit_for_records(prompts, tmp_path):
+    """After two steps the agents pause, for three times the limit of a step."""
+    limit_s = 15
+    words = record_run.argv(prompts, "late", *STAGES, "--distributed-timeout-seconds-after-init", limit_s)
+    pause_s = 2 * record_run.GROUPS, 3.0 * limit_s
+    with record_run.playing(prompts, "late", pause_s=pause_s):
+        ended = run(tmp_path, [*words, "--save", str(prompts / "late")], 3)
+    assert [one.code for one in ended] == [EXIT_DONE] * 3, [one.output for one in ended]
+    waited_ms = [one["rollout/time_ms"] for one in read_metrics(prompts / "late")]
+    assert len(waited_ms) == 4 and max(waited_ms) > 2000 * limit_s
 
 
 @pytest.mark.slow
