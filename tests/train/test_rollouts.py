@@ -224,6 +224,7 @@ def figures_of(folder) -> list[list[float]]:
     [
         pytest.param(Case("one process"), id="one process"),
         pytest.param(Case("PP2 DP2", 4, (*PP2, *OVERLAP)), id="PP2 DP2", marks=SLOW),
+        pytest.param(Case("TP2 CP2", 4, (*TP2, *CP2, *OVERLAP)), id="TP2 CP2", marks=SLOW),
     ],
 )
 def test_resume_is_bitwise(case, files, ranks):
