@@ -21,6 +21,36 @@ def test_blocks_add_up_until_they_are_read():
     assert stopwatch.take_ms() == 0
 
 
+def test_blocks_that_have_ended():
+    stopwatch = Stopwatch()
+    for seconds in (0.02, 0.03):
+        with stopwatch.running(torch.device("cpu")):
+            time.sleep(seconds)
+    number, ms = stopwatch.take_ended()
+    assert number == 2 and 50 <= ms < 500
+    assert stopwatch.take_ended() == (0, 0) and stopwatch.take_ms() == 0
+
+
+@pytest.mark.gpu
+def test_blocks_that_have_ended_on_a_gpu_are_not_waited_for():
+    stopwatch, device = Stopwatch(), torch.device("cuda")
+    a = torch.randn(8192, 8192, device=device)
+    a @ a
+    torch.cuda.synchronize()
+    with stopwatch.running(device):
+        a.add_(0)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with stopwatch.running(device):
+        for _ in range(50):
+            a @ a
+    assert stopwatch.take_ended()[0] == 1, "the first has ended, the second has not"
+    waited_ms = 1000 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    number, ms = stopwatch.take_ended()
+    assert number == 1 and ms > 2 * waited_ms
+
+
 @pytest.mark.gpu
 def test_the_time_of_a_gpu_is_that_of_its_kernels():
     stopwatch, device = Stopwatch(), torch.device("cuda")

@@ -36,8 +36,9 @@ def run_processes(
     machines: Sequence[Path] = (),  # folder where each rank starts, for relative paths
     fault: str = "",  # see tests/fault_injection.py
     more: Mapping[int, Sequence[str]] = MappingProxyType({}),  # flags of some ranks alone
+    on_gpus: bool = False,  # each rank has a GPU
 ) -> list[Ended]:
-    """Run `pretrain_kd.py argv` on every rank of a gloo world until all have ended.
+    """Run `pretrain_kd.py argv` on every rank of a world until all have ended.
 
     Ranks that still run `STRAGGLER_S` after the first one's end are killed.
     """
@@ -57,7 +58,7 @@ def run_processes(
             **world,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "CUDA_VISIBLE_DEVICES": "",
+            **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             **environment(fault),
         }
         with (folder / f"rank-{rank}.out").open("w") as output:
