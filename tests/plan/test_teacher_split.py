@@ -174,3 +174,13 @@ def test_a_plan_of_a_run_has_both_sides():
         )
     )
     assert any("share a machine of 8" in one for one in plan_notes(wide))
+    assert not any("while the student samples" in one for one in plan_notes(wide))
+
+
+def test_a_plan_says_that_the_teacher_waits_for_completions():
+    argv = ("--global-batch-size", 120, "--teacher-processes", 2, "--on-policy-fraction", 1, "--kd-ratio", 1)
+    here = ("--prompt-data-path", "p", "--max-new-tokens", 64)
+    for text, expected in ((here, 1), (("--rollout-source", "records", "--rollout-records", "r"), 0)):
+        given = config(*BASE[:2], *BASE[4:6], *argv, *text)
+        found = Forecast.from_facts(facts_of(given, 6, STUDENT, heads=(TEACHER,)))
+        assert sum("while the student samples" in one for one in plan_notes(found)) == expected

@@ -84,6 +84,11 @@ def side_notes(forecast: Forecast) -> Iterator[str]:
                 f"note: processes of the student and of {role} share a machine of {MACHINE}: whole machines "
                 "for each side keep its collectives off the network"
             )
+        if forecast.config.rollout.samples_here:
+            yield (
+                f"note: the processes of {role} wait while the student samples, which predicted times leave "
+                "out. A teacher that shares the student's processes leaves none idle then"
+            )
         if split.lost_share > LOSS:
             yield (
                 f"note: in this split one side waits for the other in {split.lost_share:.3f} of all "
