@@ -234,6 +234,8 @@ CHOSEN_WITH_PROCESSES = (
     "expert_model_parallel_size",
 )
 """Settings of a teacher that `processes: auto` chooses."""
+PRECISION = tuple(one.name for one in fields(PrecisionSettings))
+"""Settings of a teacher that say in which numbers it computes."""
 STAND_INS = ("topk", "hidden", APART)
 """Settings of a teacher that take the place of a model in the student's processes."""
 

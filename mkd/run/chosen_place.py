@@ -46,7 +46,7 @@ def with_place(loaded: LoadedConfig, rendezvous: Rendezvous, patience_s: float) 
     gib = config.device_memory_gib
     if gib is None:
         every = rendezvous.gather("GPU memory", _gpu_gib(config), patience_s)
-        gib = None if None in every else min(every)
+        gib = min((one for one in every if one is not None), default=None) if all(every) else None
     world_size = rendezvous.world_size
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     found, error = None, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mkd.config.models import APART, CHOSEN_WITH_PROCESSES, FROZEN, PrecisionSettings, TeacherConfig
+from mkd.config.models import APART, CHOSEN_WITH_PROCESSES, FROZEN, PRECISION, TeacherConfig
 from mkd.config.schema import Config
 from mkd.config.student_base import with_student_base
 from mkd.errors import UsageError, collect_error
@@ -52,8 +52,9 @@ def open_problems(config: Config) -> Iterator[UsageError]:
         yield UsageError(f"{FLAG} with {len(config.teachers)} teachers", why, do, code="exclude-each-other")
         return
     (teacher,) = config.teachers
-    if why := _excluded(config, teacher):
-        yield UsageError(f"{FLAG} is not possible here", why, DO_WITHOUT, code="exclude-each-other")
+    excluded = _excluded(config, teacher)
+    if excluded is not None:
+        yield UsageError(f"{FLAG} is not possible here", excluded, DO_WITHOUT, code="exclude-each-other")
         return
     for name in CHOSEN_WITH_PROCESSES:
         value = getattr(teacher, name)
@@ -79,10 +80,6 @@ def _excluded(config: Config, teacher: TeacherConfig) -> str | None:
     """Return why neither a split nor its comparison with shared processes makes sense; None: it does."""
     if teacher.weights != FROZEN:
         return "the teacher has the student's own weights, which no other process has"
-    if config.rollout.samples_here:
-        return (
-            "the plan leaves the time of sampling out, in which a teacher on processes of its own would wait"
-        )
     if config.parallel.teacher_prefetch not in ("auto", "0"):
         return f"--teacher-prefetch {config.parallel.teacher_prefetch} needs a teacher on shared processes"
     return None
@@ -98,9 +95,13 @@ def choose_place(facts: RunFacts, usable_gib: float, machine: int = MACHINE) -> 
     """Choose the fastest place in the teacher's precision, a split of the processes only if it is 3 % faster.
 
     `facts` are of all processes, with the shapes of both models. `machine`: processes of a machine. If
-    nothing is known to fit, it is the simplest place. Raises ErrorList if no place is possible.
+    nothing is known to fit, it is the simplest place. Raises ErrorList if no place is possible, and
+    UsageError if the run samples its text.
     """
     facts = replace(facts, config=ChosenPlace({}, "").apply(facts.config))
+    if facts.work.slots:
+        why = "the plan leaves out the time of sampling, in which a teacher on its own processes would wait"
+        raise UsageError(f"{FLAG} is not possible here", why, DO_WITHOUT, code="exclude-each-other")
     variants = [one for one in running_variants(facts) if _has_precision(one, facts.config)]
     shared = choose(plan_places(Forecast(facts), variants, machine), usable_gib)
     split = _best_split(facts, usable_gib)
@@ -123,7 +124,7 @@ def choose_place(facts: RunFacts, usable_gib: float, machine: int = MACHINE) -> 
 
 def _has_precision(place: Variant, config: Config) -> bool:
     (now,), (then,) = config.teachers, place.apply(config).teachers
-    return all(getattr(now, name) == getattr(then, name) for name in PrecisionSettings.__dataclass_fields__)
+    return all(getattr(now, name) == getattr(then, name) for name in PRECISION)
 
 
 def _own_settings(place: Variant) -> dict[str, Any]:

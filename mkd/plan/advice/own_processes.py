@@ -84,7 +84,7 @@ def side_notes(forecast: Forecast) -> Iterator[str]:
                 f"note: processes of the student and of {role} share a machine of {MACHINE}: whole machines "
                 "for each side keep its collectives off the network"
             )
-        if forecast.config.rollout.samples_here:
+        if forecast.facts.work.slots:
             yield (
                 f"note: the processes of {role} wait while the student samples, which predicted times leave "
                 "out. A teacher that shares the student's processes leaves none idle then"

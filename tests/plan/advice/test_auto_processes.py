@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.errors import ErrorList
+from mkd.errors import ErrorList, UsageError
 from mkd.plan.advice.auto_processes import ChosenPlace, choose_place, open_problems
 from mkd.plan.models.model_shape import ModelShape
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
@@ -81,11 +81,15 @@ def test_the_chosen_settings_take_the_place_of_all():
         (("--kd-ratio", 0), "remove-flag: no teacher is read"),
         (("--teacher-topk", "k"), "remove-flag: a stored teacher"),
         (("--teacher-prefetch", 2), "exclude-each-other: --teacher-prefetch 2 needs a teacher on shared"),
-        (OWN_TEXT, "exclude-each-other: the plan leaves the time of sampling out"),
     ],
 )
 def test_what_is_refused(argv, code):
     assert code in reports(list(open_problems(config(*BASE, *AUTO, *argv))))
+
+
+def test_text_that_the_run_samples():
+    with pytest.raises(UsageError, match="out the time of sampling"):
+        chosen(DENSE, 4, 80, *OWN_TEXT)
 
 
 def test_the_frozen_base_of_adapters_is_shared():
