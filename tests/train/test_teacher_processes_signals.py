@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mkd.errors import EXIT_DONE, EXIT_PREEMPTED
+from mkd.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from tests.operations.test_stopping import run_and_signal
 from tests.train.command import flags, make_files, read_metrics
 from tests.train.processes import run_processes
@@ -114,3 +114,16 @@ def test_a_teacher_that_is_never_told_to_end(files):
     assert re.search(r"rank 1: no progress in waiting for the student for 12 s", of_teacher), of_teacher
     assert "in end of iteration 2 for" in output and "most recent call first" in output
     assert int((files / "no end" / "latest_checkpointed_iteration.txt").read_text()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.fault("13 twice")
+def test_the_second_ctrl_c_ends_both_sides(files):
+    """The student hangs in its third step, after two saves, which stay."""
+    run, hang = "twice", dict(after="iter_0000002", fault="hang@in_step:0:3", again_after="again to stop now")
+    codes, output = run_and_signal(files, run, INT, *APART, "--save-interval", 1, to_group=True, **hang)
+    of_teacher = (files / f"{run}-1.out").read_text()
+    assert codes == [EXIT_INTERRUPTED] * 2, output[-2000:] + of_teacher[-2000:]
+    assert "Traceback" not in output + of_teacher and "lost contact" not in output + of_teacher
+    assert f"stopping now; {files / run / 'iter_0000002'} is saved" in output
+    assert int((files / run / "latest_checkpointed_iteration.txt").read_text()) == 2
