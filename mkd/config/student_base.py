@@ -34,7 +34,8 @@ def _named(config: Config, teacher: TeacherConfig) -> TeacherConfig:
     student = config.student
     if teacher.weights == LIVE and not teacher.is_given:
         teacher = replace(teacher, hf=student.hf, load=student.load, name=teacher.name or STUDENT_LIVE)
-        return replace(teacher, residency="student", pipeline_layout=student.pipeline_layout)
+        place = "student" if teacher.residency == "device" else teacher.residency  # another one is refused
+        return replace(teacher, residency=place, pipeline_layout=student.pipeline_layout)
     if teacher.weights == EMA:
         return _averaged(config, teacher)
     if teacher.hf == STUDENT_BASE:

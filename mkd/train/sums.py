@@ -19,6 +19,7 @@ OF_NO_TEACHER = (CROSS_ENTROPY, DATA)
 
 TAG_TOKENS = "tag_tokens"  # measure of a term of one tag: the tag's loss tokens
 TAG_CHUNKS = "tag_chunks"  # its rows, if it is a mean over chunks that counts with the tag's share of tokens
+OWN_CHUNKS = "own_chunks"  # its rows, if it is a mean over chunks that counts with the tag's weight
 
 
 def term_name(name: str, tag: str) -> str:
@@ -250,7 +251,8 @@ class LossSums:
 
 def _aligned(one: TermSums) -> float:
     """Return the rows on which a teacher is compared; of one with tags, `rows` may be those of all tags."""
-    return one.measures.get(TAG_CHUNKS, one.measures.get(TAG_TOKENS, one.rows))
+    found = (one.measures[key] for key in (TAG_CHUNKS, OWN_CHUNKS, TAG_TOKENS) if key in one.measures)
+    return next(found, one.rows)
 
 
 def mean(total: float, count: float) -> float:

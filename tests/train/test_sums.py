@@ -8,7 +8,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from mkd.train.sums import CROSS_ENTROPY, TAG_CHUNKS, TAG_TOKENS, LossSums, ReportLayout, TermSums, mean
+from mkd.train.sums import (
+    CROSS_ENTROPY,
+    OWN_CHUNKS,
+    TAG_CHUNKS,
+    TAG_TOKENS,
+    LossSums,
+    ReportLayout,
+    TermSums,
+    mean,
+)
 
 ONE = TermSums(
     kd=6.0, weight=3.0, rows=4.0, ce=8.0, entropy=2.0, tokens=4.0, top1_agreement=3.0, compared=4.0
@@ -117,6 +126,9 @@ def test_teachers_of_one_tag_may_measure_different_things():
     assert found[0] == found[1]
     assert found[0]["num_aligned/far"][0] == 4 and found[0]["num_aligned/near"][0] == 10
     assert "kd_loss/math" in found[0]
+    weighed = replace(chunks, measures={TAG_TOKENS: 10.0, OWN_CHUNKS: 4.0})
+    sums = LossSums(0.5, 1.0, 20, {"far/math": weighed}, tags={"math": (1.0, 10.0)})
+    assert sums.per_teacher()["num_aligned/far"][0] == 4
 
 
 def test_runs_without_tags_have_no_metrics_of_tags():

@@ -60,6 +60,15 @@ def warn_if_empty(iteration: int, sampled: int, judged: int, kept: int) -> None:
         )
 
 
+def warn_if_untaught(iteration: int) -> None:
+    """Warn of a step in which no teacher is compared with the student's text."""
+    LOG.warning(
+        "iteration %d: no token of the completions is compared with a teacher, so teachers add nothing to "
+        "the loss: contexts are missing or fill the teacher's packs, or skip_first is as long as completions",
+        iteration,
+    )
+
+
 @dataclass
 class TruncationWatch:
     """Warns when most completions are cut off, once until fewer are."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mkd.data.batch import PackedBatch
 from mkd.kinds.context.context_term import ContextTeacher
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
+from mkd.kinds.sampled.rollout_figures import warn_if_untaught
 from mkd.kinds.sampled.rollout_packs import QUARTERS, RolloutRows
 from mkd.kinds.sampled.rollout_stream import RolloutStream
 from mkd.losses.scores import token_scores
@@ -82,12 +83,14 @@ class RolloutMeter:
     vocab_size: int  # ids that can be sampled
     student_ids: int | None = None  # ids of the student's ln p; None: those that can be sampled
     _rows: list[RolloutRows] = field(default_factory=list)  # of the micro-batches to come
-    _sums: Tensor | None = None  # [teachers * OF_TEACHER + 2] fp64; the last: |ln p - sampler's|, tokens
+    _sums: Tensor | None = (
+        None  # [teachers * (OF_TEACHER + 1) + 2] fp64; the last: |ln p - sampler's|, tokens
+    )
 
     def start(self) -> None:
         """Prepare for the step of the stream's last micro-batches."""
         self._rows = list(self.stream.rows)
-        size = len(self.teachers) * OF_TEACHER + 2
+        size = len(self.teachers) * (OF_TEACHER + 1) + 2
         self._sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
 
     def __call__(self, given: LossInput) -> None:
@@ -103,7 +106,7 @@ class RolloutMeter:
         student = self._logp(given, given.output.hidden, given.stage.student, places, ids)
         sampled = _Sampled(places, quarter, student)
         tags = _tags_of_rows(given.batch)[mine] if self._is_routed else None
-        parts = [self._measure(given, one, sampled, tags) for one in self.teachers]
+        parts = [part for one in self.teachers for part in self._measure(given, one, sampled, tags)]
         gap = torch.stack([(student - sampler).abs().sum(), student.new_tensor(len(student))])
         self._sums += torch.cat([*parts, gap])
 
@@ -111,16 +114,20 @@ class RolloutMeter:
     def _is_routed(self) -> bool:
         return any(one.tag is not None for one in self.teachers)
 
-    def _measure(self, given: LossInput, one: Measured, sampled: _Sampled, tags: np.ndarray | None) -> Tensor:
-        """Return the sums [OF_TEACHER] of a teacher. `tags` [n]: of the sampled tokens."""
+    def _measure(
+        self, given: LossInput, one: Measured, sampled: _Sampled, tags: np.ndarray | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums [OF_TEACHER] of a teacher, and the tokens [1] that it might teach.
+
+        `tags` [n]: of the sampled tokens.
+        """
         if one.tag is not None:
             if one.tag not in given.batch.tags:  # its teacher may not have run
-                return sampled.logp.new_zeros(OF_TEACHER)
+                return sampled.logp.new_zeros(OF_TEACHER), sampled.logp.new_zeros(1)
             which = torch.from_numpy(np.flatnonzero(tags == one.tag)).to(sampled.rows.device)
             sampled = _Sampled(sampled.rows[which], sampled.quarter[which], sampled.logp[which])
-        if isinstance(one.teacher, SameTokens):
-            return self._of_tokens(given, one.teacher, sampled)
-        return self._of_chunks(given, one.teacher, sampled)
+        of = self._of_tokens if isinstance(one.teacher, SameTokens) else self._of_chunks
+        return of(given, one.teacher, sampled), sampled.logp.new_full((1,), len(sampled.rows))
 
     def finish(self) -> dict[str, float]:
         """Return the metrics of the step, the stream's included. What no token measures is absent.
@@ -132,20 +139,21 @@ class RolloutMeter:
         dist.all_reduce(self._sums, group=self.context.pp_group)
         *values, gap, count = self._sums.tolist()
         of_teachers: dict[str, list[tuple[float, float]]] = {}  # (share of the teacher, its mean)
-        covered = []
+        covered, compared = [], 0.0
         for place, one in enumerate(self.teachers):
-            *part, nll = values[place * OF_TEACHER : (place + 1) * OF_TEACHER]
+            *part, nll, tokens = values[place * (OF_TEACHER + 1) : (place + 1) * (OF_TEACHER + 1)]
             kl, counts = part[:QUARTERS], part[QUARTERS:]
             sums = [*zip(KL_QUARTERS, kl, counts, strict=True), (TEACHER_NLL, nll, sum(counts))]
-            for name, total, tokens in sums:
-                if tokens:  # of one tag: a mean over the tokens of all tags
-                    share = one.share if one.tag is None else one.share * tokens
-                    of_teachers.setdefault(name, []).append((share, total / tokens))
+            compared += sum(counts)
+            for name, total, number in sums:
+                if number:  # of one tag: a mean over the tokens of all tags
+                    share = one.share if one.tag is None else one.share * number
+                    of_teachers.setdefault(name, []).append((share, total / number))
             if one.tag is not None and sum(counts):
                 by_tag = of_teachers.setdefault(f"{TEACHER_NLL}/{one.tag_name}", [])
                 by_tag.append((one.share, nll / sum(counts)))
-            if isinstance(one.teacher, CrossTokenizer | ContextTeacher) and one.tag is None and count:
-                covered.append(sum(counts) / count)
+            if isinstance(one.teacher, CrossTokenizer | ContextTeacher) and tokens:
+                covered.append(sum(counts) / tokens)
         found = {
             name: sum(share * value for share, value in parts) / sum(share for share, _ in parts)
             for name, parts in of_teachers.items()
@@ -154,6 +162,8 @@ class RolloutMeter:
             found["rollout/logp_gap"] = gap / count
         if covered:
             found["rollout/coverage"] = min(covered)
+        if count and self.teachers and not compared:
+            warn_if_untaught(self.stream.iteration)
         return self.stream.figures | found
 
     def _of_tokens(self, given: LossInput, teacher: SameTokens, sampled: _Sampled) -> Tensor:

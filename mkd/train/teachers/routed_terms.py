@@ -19,7 +19,7 @@ from torch import Tensor
 from mkd.config.schema import KDConfig
 from mkd.config.tag_rules import TagRules
 from mkd.data.batch import PackedBatch
-from mkd.train.sums import TAG_CHUNKS, TAG_TOKENS, TermSums, term_name
+from mkd.train.sums import OWN_CHUNKS, TAG_CHUNKS, TAG_TOKENS, TermSums, term_name
 from mkd.train.teachers.base import LossInput, Teacher, Term
 from mkd.train.teachers.same_tokens import CrossEntropy
 
@@ -60,7 +60,11 @@ class Routed:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        return (*self.inner.measures, TAG_TOKENS, *([TAG_CHUNKS] if self.is_shared_by_tokens else []))
+        return (*self.inner.measures, TAG_TOKENS, *([self._chunks_key] if self.has_chunks else []))
+
+    @property
+    def _chunks_key(self) -> str:
+        return TAG_CHUNKS if self.is_shared_by_tokens else OWN_CHUNKS
 
     @property
     def is_shared_by_tokens(self) -> bool:
@@ -99,7 +103,7 @@ class Routed:
         measures = {**sums.measures, TAG_TOKENS: tokens}
         if self.has_chunks:
             rows = self.inner.rows_of(part)
-            measures |= {TAG_CHUNKS: rows} if self.is_shared_by_tokens else {}
+            measures[self._chunks_key] = rows
         return loss, replace(
             sums,
             kd=_times(sums.kd, self.tag_share),
