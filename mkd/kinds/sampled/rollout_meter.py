@@ -126,8 +126,10 @@ class RolloutMeter:
                 return sampled.logp.new_zeros(OF_TEACHER), sampled.logp.new_zeros(1)
             which = torch.from_numpy(np.flatnonzero(tags == one.tag)).to(sampled.rows.device)
             sampled = _Sampled(sampled.rows[which], sampled.quarter[which], sampled.logp[which])
-        of = self._of_tokens if isinstance(one.teacher, SameTokens) else self._of_chunks
-        return of(given, one.teacher, sampled), sampled.logp.new_full((1,), len(sampled.rows))
+        tokens = sampled.logp.new_full((1,), len(sampled.rows))
+        if isinstance(one.teacher, SameTokens):
+            return self._of_tokens(given, one.teacher, sampled), tokens
+        return self._of_chunks(given, one.teacher, sampled), tokens
 
     def finish(self) -> dict[str, float]:
         """Return the metrics of the step, the stream's included. What no token measures is absent.
