@@ -95,8 +95,8 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     of_student = student_processes(config, world_size)
     facts = RunFacts(config, of_student, document_length=document_length, kinds=KINDS)
     student = find_shape(problems, config, None)
-    teachers = tuple(find_shape(problems, config, teacher) for teacher in facts.read_teachers)
-    facts = replace(facts, student=student, teachers=teachers, heads=head_shapes(problems, facts))
+    facts = facts.with_running([find_shape(problems, config, teacher) for teacher in facts.read_teachers])
+    facts = replace(facts, student=student, heads=head_shapes(problems, facts))
     if problems or not facts.is_known:
         raise ErrorList([*problems, *find_problems(facts)])
     return Forecast.from_facts(facts)

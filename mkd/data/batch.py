@@ -93,6 +93,10 @@ class PackedBatch:
     host_rows: tuple[HostRow, ...] = ()  # whole rows of the teachers on processes of their own, in order
     needed_teachers: tuple[bool, ...] = ()  # whether each teacher is needed; (): all are
 
+    def needs_teacher(self, number: int) -> bool:
+        """Return True if a loss reads the state of the teacher of that number."""
+        return not self.needed_teachers or self.needed_teachers[number]
+
     def loss_rows_of(self, packs: Sequence[int]) -> Tensor:
         """Return the `loss_rows` that lie in the packs of these numbers, ascending."""
         parts = self.loss_rows.split(self.pack_loss_rows)

@@ -91,12 +91,16 @@ def train_parts(parts: Sequence[LanguageModel], names: Collection[str]) -> None:
 def join_stages(
     students: Sequence[LanguageModel],
     teachers: Sequence[Sequence[LanguageModel]] = (),
-    heads: Sequence[StoredHead] = (),  # of teachers whose hidden states are stored
+    heads: Sequence[StoredHead] = (),  # of teachers that do not run here
+    numbers: Sequence[int] = (),  # of `teachers`, then of `heads`, in the run
 ) -> list[DistillationStage]:
     """Join the parts of the student and of each teacher, virtual stage by virtual stage."""
     return [
         DistillationStage(
-            student, [parts[stage] for parts in teachers], heads if student.post_process else ()
+            student,
+            [parts[stage] for parts in teachers],
+            heads if student.post_process else (),
+            numbers[: None if student.post_process else len(teachers)],
         )
         for stage, student in enumerate(students)
     ]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.enums import ModelType
@@ -19,6 +19,8 @@ from mkd.models.packed import PackedDocuments
 from mkd.models.stored_head import StoredHead
 from mkd.parallel.image_row import ImageRow
 from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class DistillationStage(MegatronModule):
         self,
         student: LanguageModel,
         teachers: Sequence[LanguageModel] = (),
-        heads: Sequence[StoredHead] = (),  # of teachers whose hidden states are stored; on the last stage
+        heads: Sequence[StoredHead] = (),  # of teachers that do not run here; on the last stage
+        numbers: Sequence[int] = (),  # of `teachers`, then of `heads`, in the run; (): in their order
     ):
         super().__init__(config=student.config)
         self.student = student
         self.teachers = tuple(teachers)  # a tuple keeps them out of the module tree
         self.heads = tuple(heads)
+        self.numbers = tuple(numbers or range(len(self.teachers) + len(self.heads)))
         self.teacher_time = Stopwatch()  # time of the teachers' layers in training
         self._live_input: Tensor | None = None  # of a teacher that is the student itself
         for teacher in teachers:
@@ -75,9 +79,19 @@ class DistillationStage(MegatronModule):
         self.share_embeddings_and_output_weights = student.share_embeddings_and_output_weights
 
     @property
+    def running(self) -> tuple[int, ...]:
+        """Numbers of `teachers`."""
+        return self.numbers[: len(self.teachers)]
+
+    @property
     def compared(self) -> tuple[LanguageModel | StoredHead, ...]:
-        """All teachers whose heads the loss reads, in the order of their hidden states."""
-        return (*self.teachers, *self.heads)
+        """All teachers whose heads the loss reads, by their numbers."""
+        return self.by_number((*self.teachers, *self.heads))
+
+    def by_number(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Return values of `teachers`, then of `heads`, by the numbers of the teachers."""
+        numbered = sorted(zip(self.numbers, values, strict=True), key=lambda one: one[0])
+        return tuple(value for _, value in numbered)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         return self.student.shared_embedding_or_output_weight()

@@ -60,7 +60,7 @@ class RunFacts:
     config: Config
     world_size: int  # processes
     student: ModelShape | None = None  # None: not known, which is reported elsewhere
-    teachers: tuple[ModelShape | None, ...] = ()  # the ones that run, in the order of the configuration
+    teachers: tuple[ModelShape | None, ...] = ()  # by their numbers; None: not known, or it runs elsewhere
     heads: tuple[ModelShape | None, ...] = ()  # teachers of which only the head is here, in order
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document, for the cost of attention
     kinds: tuple[RunKind, ...] = ()  # what else a run can be: see mkd/kinds
@@ -83,13 +83,16 @@ class RunFacts:
         return {index: teacher for index, teacher in teachers if not teacher.stand_in}
 
     @property
-    def read_teachers(self) -> range:
-        """Numbers of the teachers whose shapes belong in `teachers`: the first ones, as far as they run.
+    def read_teachers(self) -> tuple[int, ...]:
+        """Numbers of the teachers that run, whose shapes belong in `teachers`."""
+        return tuple(self.running)
 
-        `check_models` reports one that runs behind others.
-        """
-        count = len(self.config.teachers) if self.config.needs_models else 0
-        return range(next((index for index in range(count) if index not in self.running), count))
+    def with_running(self, shapes: Iterable[ModelShape | None]) -> RunFacts:
+        """Return the facts with the shapes of `read_teachers`."""
+        found = dict(zip(self.read_teachers, shapes, strict=True))
+        return replace(
+            self, teachers=tuple(found.get(number) for number in range(1 + max(found, default=-1)))
+        )
 
     @property
     def head_numbers(self) -> tuple[int, ...]:
@@ -105,7 +108,8 @@ class RunFacts:
     @property
     def is_known(self) -> bool:
         """True if the shapes of all models are known."""
-        return None not in (self.student, *self.teachers, *self.heads)
+        running = (shape for number, shape in enumerate(self.teachers) if number in self.running)
+        return None not in (self.student, *running, *self.heads)
 
     @cached_property
     def models(self) -> tuple[PlannedModel, ...]:
@@ -141,10 +145,10 @@ class RunFacts:
     @cached_property
     def planned_teachers(self) -> tuple[Teacher, ...]:
         """Teachers that run, with their settings. All of their shapes must be known."""
-        shapes = [shape for shape in self.teachers if shape is not None]
-        assert len(shapes) == len(self.teachers), "the shapes of all teachers are known"
-        teachers = plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
-        return tuple(replace(one, share=self.share_of(number, one)) for number, one in enumerate(teachers))
+        shapes = {number: shape for number, shape in enumerate(self.teachers) if shape is not None}
+        missing = self.running.keys() - shapes.keys()
+        assert all(number >= len(self.teachers) for number in missing), "the shapes of all teachers are known"
+        return self._planned(shapes)
 
     def share_of(self, number: int, teacher: Teacher) -> float:
         """Return the expected share of micro-batches that need the teacher of that number."""
@@ -153,16 +157,16 @@ class RunFacts:
     @cached_property
     def planned_heads(self) -> tuple[Teacher, ...]:
         """Teachers of which only the head is here. All of their shapes must be known."""
-        shapes = [shape for shape in self.heads if shape is not None]
+        heads = zip(self.head_numbers, self.heads, strict=False)  # none of them may have been read
+        shapes = {number: shape for number, shape in heads if shape is not None}
         assert len(shapes) == len(self.heads), "the shapes of all teachers are known"
+        return self._planned(shapes)
+
+    def _planned(self, shapes: Mapping[int, ModelShape]) -> tuple[Teacher, ...]:
         if not shapes:
             return ()
-        roles = [self.roles[number] for number in self.head_numbers]
-        teachers = tuple(self.config.teachers[number] for number in self.head_numbers)
-        config = replace(self.config, teachers=teachers)
-        found = plan_teachers(config, roles, shapes, self._place, self._precision)
-        numbered = zip(self.head_numbers, found, strict=True)
-        return tuple(replace(one, share=self.share_of(number, one)) for number, one in numbered)
+        teachers = plan_teachers(self.config, self.roles, shapes, self._place, self._precision)
+        return tuple(replace(one, share=self.share_of(one.number, one)) for one in teachers)
 
     def _place(self, teacher: TeacherConfig) -> TeacherPlace:
         return next(place for kind in self.kinds if (place := kind.place(teacher)) is not None)

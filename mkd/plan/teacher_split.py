@@ -151,7 +151,7 @@ def student_side(facts: RunFacts, config: Config) -> RunFacts:
     """Return the facts of the student without the processes of teachers, whose heads alone are there."""
     parallel = replace(config.parallel, teacher_prefetch="0")
     processes = student_processes(config, facts.world_size)
-    heads = (*facts.teachers, *facts.heads)
+    heads = (*(one for one in facts.teachers if one is not None), *facts.heads)  # one teacher
     config = replace(config, parallel=parallel)
     return replace(facts, config=config, world_size=processes, teachers=(), heads=heads)
 

@@ -90,8 +90,10 @@ def build_engine(
     students = build_students(plan, lora, options, context, vocab)
     models, setups = [], list(plan.setups if setups is None else setups)
     contexts = expert_contexts(plan, context)
-    for index, (source, layout) in enumerate(zip(plan.teachers, layouts.teachers, strict=True)):
-        setup = setups[index]
+    numbers = plan.facts.read_teachers
+    running = zip(numbers, plan.teachers, layouts.teachers, contexts, strict=True)
+    for number, source, layout, own_context in running:
+        setup = setups[number]
         rows = None if setup.has_own_tokens else vocab
         if setup.settings.weights == LIVE:
             parts = students
@@ -100,22 +102,22 @@ def build_engine(
             parts = build_copied_parts(students, plan.facts.layouts.student, like, context, vocab)
         elif PLACES.of(setup.settings).shares_base:
             apart = replace(options, norms_apart=True, releases_layers=True)
-            build = partial(build_model_parts, source.shape, layout, apart, contexts[index], rows)
+            build = partial(build_model_parts, source.shape, layout, apart, own_context, rows)
             parts = build_base_parts(students, build)
         else:
-            parts = build_teacher_parts(source, setup.settings, layout, options, contexts[index], rows)
+            parts = build_teacher_parts(source, setup.settings, layout, options, own_context, rows)
         if parts[-1].post_process:
-            setups[index] = setup.beside(students[-1], parts[-1], vocab, context)
+            setups[number] = setup.beside(students[-1], parts[-1], vocab, context)
         models.append(parts)
     heads = build_heads(setups, students[-1], vocab, options.dtype, context, links)
-    joined = join_stages(students, models, heads)
+    joined = join_stages(students, models, heads, (*numbers, *plan.facts.head_numbers))
     # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths, links)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
         graph_layers(stages, context, *agreed_graphs(plan, context, students))
-    averages = build_averages(stages, [one.settings for one in setups])
+    averages = build_averages(stages, [setups[number].settings for number in numbers])
     optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context), averages)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
@@ -286,9 +288,9 @@ def build_schedule(
     """
     seq_length, student_config = plan.config.training.seq_length, stages[0].config
     shards = context.sequence_shards(student_config.sequence_parallel)
-    lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
-    packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=False)
-    shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
+    lengths = teacher_seq_lengths or [seq_length] * len(plan.setups)
+    packs, teachers = plan.batch.micro_batch_size, zip(plan.facts.read_teachers, plan.teachers, strict=True)
+    shapes = [(packs * lengths[number] // shards, 1, one.shape.hidden_size) for number, one in teachers]
     communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
     # Agreed before the links are made: that is collective, so no rank may do it alone.
     planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None

@@ -39,7 +39,7 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     facts = RunFacts(config, world_size, kinds=KINDS)
     numbers = (None, *facts.read_teachers)
     student, *teachers = _models(problems, config, facts.roles, numbers)
-    facts = replace(facts, student=student, teachers=tuple(teachers), heads=head_shapes(problems, facts))
+    facts = replace(facts.with_running(teachers), student=student, heads=head_shapes(problems, facts))
     problems += find_problems(facts)
     for index, teacher in apart_teachers(config).items():
         if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it

@@ -42,9 +42,9 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teachers = zip(facts.roles, config.teachers, strict=True)
         sources = [locate_model(problems, role, one) for role, one in teachers]
     setups = [teacher_setup(problems, facts, index, source) for index, source in enumerate(sources)]
-    readers = [sources[index] for index in (*facts.read_teachers, *apart_teachers(config))]
+    readers = [sources[index] for index in sorted((*facts.read_teachers, *apart_teachers(config)))]
     sources = [sources[index] for index in facts.read_teachers]
-    facts = replace(facts, teachers=tuple(source.shape if source else None for source in sources))
+    facts = facts.with_running(source.shape if source else None for source in sources)
     stored = [setups[index] for index in facts.head_numbers]
     facts = replace(facts, heads=tuple(one.head_shape if one else None for one in stored))
     problems += find_problems(facts)

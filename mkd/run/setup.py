@@ -262,7 +262,7 @@ def build_reporter(
         context=context,
         logger=logger,
         student=plan.student.shape,
-        teachers=tuple(source.shape for source in plan.teachers),
+        teachers={n: one.shape for n, one in zip(plan.facts.read_teachers, plan.teachers, strict=True)},
         kd_ratio=config.kd.kd_ratio,
         log_interval=config.log.log_interval,
         lines=build_lines(

@@ -133,7 +133,7 @@ class RemoteStates:
         self.links.close()
 
     def _is_needed(self, batch: PackedBatch) -> bool:
-        return not batch.needed_teachers or batch.needed_teachers[self.needed]
+        return batch.needs_teacher(self.needed)
 
     def _ask(self) -> None:
         """Ask for as many rows as there is room for, and post the receive of the state that is taken next.

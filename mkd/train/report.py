@@ -39,7 +39,7 @@ class Reporter:
     context: ParallelContext
     logger: MetricLogger
     student: ModelShape
-    teachers: tuple[ModelShape, ...]  # the teachers that run
+    teachers: Mapping[int, ModelShape]  # the teachers that run, by their numbers
     kd_ratio: float
     log_interval: int
     lines: Lines  # of the terminal
@@ -206,18 +206,15 @@ class Reporter:
         def lengths(rows) -> list[int]:
             return [n for row in rows for n in row.cu_seqlens.diff().tolist()]
 
-        here = len(self.teachers)  # those on processes of their own follow
         of_teachers = [
-            [row for part in batch.teacher_inputs[:here] for row in part.token_rows(batch)]
-            for batch in microbatches
+            [
+                row
+                for batch in microbatches
+                if batch.needs_teacher(number)
+                for row in batch.teacher_inputs[number].token_rows(batch)
+            ]
+            for number in self.teachers
         ]
-        needed = [
-            batch.needed_teachers[:here] or [True] * len(rows)
-            for batch, rows in zip(microbatches, of_teachers, strict=True)
-        ]
-        teacher_lengths = [
-            lengths(row for row, is_needed in zip(rows, needed_by, strict=True) if is_needed)
-            for rows, needed_by in zip(zip(*of_teachers, strict=True), zip(*needed, strict=True), strict=True)
-        ]
-        models = self.student, self.teachers
+        teacher_lengths = [lengths(rows) for rows in of_teachers]
+        models = self.student, tuple(self.teachers.values())
         return distillation_flops(*models, lengths(microbatches), teacher_lengths, self.is_frozen)

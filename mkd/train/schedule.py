@@ -112,7 +112,7 @@ def _forward_step(
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
     joins = objective.context.platform.transformer_engine
     if prefetch is None:
-        output: StageOutput = model(*stage_inputs(batch, joins, len(stage.teachers)))
+        output: StageOutput = model(*stage_inputs(batch, joins, stage.running))
     else:
         if stage.pre_process:  # nothing is received before this forward
             prefetch.fill_gap()
@@ -122,7 +122,7 @@ def _forward_step(
     if stage.heads:
         taken = [states.take(batch) for states in remote]
         hiddens = (*output.teacher_hiddens, *taken, *stored_hiddens(stage, batch, len(taken)))
-        output = replace(output, teacher_hiddens=hiddens)
+        output = replace(output, teacher_hiddens=stage.by_number(hiddens))
     if not stage.post_process:
         return output.message(), _no_loss
     return output.hidden, lambda _: objective(stage, batch, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -21,20 +22,24 @@ def student_input(batch: PackedBatch, padding_joins_document: bool) -> StageInpu
 def teacher_inputs(
     batch: PackedBatch,
     padding_joins_document: bool,
-    count: int | None = None,  # teachers that run in these processes, the first ones; None: all that run
+    numbers: Sequence[int] | None = None,  # of the teachers that run in these processes; None: all run
 ) -> list[StageInput]:
     """Return the input of each teacher that runs here, also of one that this batch does not need."""
-    rows = [row for part in batch.teacher_inputs[:count] for row in part.token_rows(batch)]
-    needed = batch.needed_teachers[:count] or [True] * len(rows)
-    inputs = [_stage_input(row, padding_joins_document) for row in rows]
-    return [replace(one, is_needed=is_one) for one, is_one in zip(inputs, needed, strict=True)]
+    numbers = range(len(batch.teacher_inputs)) if numbers is None else numbers
+    return [
+        replace(_stage_input(row, padding_joins_document), is_needed=batch.needs_teacher(number))
+        for number in numbers
+        for row in batch.teacher_inputs[number].token_rows(batch)
+    ]
 
 
 def stage_inputs(
-    batch: PackedBatch, padding_joins_document: bool, count: int | None = None
+    batch: PackedBatch, padding_joins_document: bool, numbers: Sequence[int] | None = None
 ) -> tuple[StageInput, list[StageInput]]:
     """Return the input of the student and that of each teacher that runs here; see `teacher_inputs`."""
-    return student_input(batch, padding_joins_document), teacher_inputs(batch, padding_joins_document, count)
+    return student_input(batch, padding_joins_document), teacher_inputs(
+        batch, padding_joins_document, numbers
+    )
 
 
 def stored_hiddens(stage: DistillationStage, batch: PackedBatch, others: int = 0) -> tuple[Tensor, ...]:

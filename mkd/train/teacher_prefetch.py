@@ -114,8 +114,8 @@ class TeacherPrefetch:
             if self.context.pp_rank and not self._inputs:
                 self._receive(1)
             received = self._inputs.popleft() if self.context.pp_rank else ()
-            count, joins = len(self.stage.teachers), self.context.platform.transformer_engine
-            rows = teacher_inputs(batch, joins, count)
+            joins = self.context.platform.transformer_engine
+            rows = teacher_inputs(batch, joins, self.stage.running)
             states = self.stage.forward_teachers(rows, received)
             if self.context.holds_last_stage:
                 self._finals.append((batch.sample_ids, states))

@@ -60,8 +60,8 @@ def test_what_cannot_be_resolved_raises_at_every_read():
 def test_which_teachers_run():
     """A stored teacher is the only one in a run without problems. Checks see others one by one."""
     both, mixed = several({}, {}), several({"topk": "cache"}, {})
-    assert list(RunFacts(both, 1).running) == list(RunFacts(both, 1).read_teachers) == [0, 1]
-    assert list(RunFacts(mixed, 1).running) == [1] and not RunFacts(mixed, 1).read_teachers
+    assert tuple(RunFacts(both, 1).running) == RunFacts(both, 1).read_teachers == (0, 1)
+    assert list(RunFacts(mixed, 1).running) == [1] and RunFacts(mixed, 1).read_teachers == (1,)
     plain = replace(both, kd=replace(both.kd, kd_ratio=0.0))
     assert not RunFacts(plain, 1).running and not RunFacts(plain, 1).read_teachers
     assert [RunFacts(one, 1).has_only_heads for one in (both, mixed)] == [True, False]

@@ -81,12 +81,19 @@ SETTINGS = {
     "weighted_sum": (", weight: 2, temperature: 1.5", ", weight: 0.5"),
     "average": (", weight: 2", ", weight: 0.5"),  # one divergence has one temperature
 }
-PLACES = {  # of the second and the third teacher
+PLACES = {  # of three teachers
     "PP2 <- beside it, PP2 and 1 process": (
+        "",
         ", processes: 2, pipeline_model_parallel_size: 2",
         ", processes: 1",
     ),
+    "PP2 <- PP2, beside it and 1 process": (
+        ", processes: 2, pipeline_model_parallel_size: 2",
+        "",
+        ", processes: 1",
+    ),
     "PP2 <- beside it, TP2 and CP2": (
+        "",
         ", processes: 2, tensor_model_parallel_size: 2",
         ", processes: 2, context_parallel_size: 2",
     ),
@@ -100,13 +107,11 @@ def make_second(folder: Path) -> Path:
 
 
 def several(folder: Path, first: Path, second: Path, combination: str, *places: str) -> tuple[str, ...]:
-    """Return the flags of three teachers, the second of another size, with these places of the last two."""
+    """Return the flags of three teachers, the second of another size, with these places."""
     folder.mkdir(exist_ok=True)
-    settings = [one + place for one, place in zip(SETTINGS[combination], places or ("", ""), strict=True)]
-    entries = [f"{{hf: {first}, name: a}}"]
-    entries += [
-        f"{{hf: {second if name == 'b' else first}, name: {name}{one}}}"
-        for name, one in zip("bc", settings, strict=True)
+    own = zip("abc", ("", *SETTINGS[combination]), places or ("", "", ""), strict=True)
+    entries = [
+        f"{{hf: {second if name == 'b' else first}, name: {name}{one}{place}}}" for name, one, place in own
     ]
     (folder / "run.yaml").write_text(f"teachers: [{', '.join(entries)}]\n")
     return "--config", str(folder / "run.yaml"), "--teacher-combination", combination
@@ -159,7 +164,7 @@ def print_several() -> int:
             (single,) = pool.run(run_layout, 1, alone, *pair, folder / "single")
             for number, (label, places) in enumerate(PLACES.items()):
                 here = several(folder / f"sides {number}", *models, *places)
-                processes = sum(int(one.split(", processes: ")[1][0]) for one in places)
+                processes = sum(int(one.split(", processes: ")[1][0]) for one in places if one)
                 one = Row(Layout("s", 2, pp=2), here, processes, None)
                 launch = folder / f"launch {combination} {number}"
                 errors, _ = compare(pool, pair, one, launch, folder, single)

@@ -40,7 +40,7 @@ def reporter(monkeypatch):
         logger = SimpleNamespace(write=records.append)
         sizes = dict(log_interval=2, lines=MegatronLines(4, 4), global_batch_size=4, seq_length=32)
         return Reporter(
-            CPU, logger, metrics=METRICS, student=None, teachers=(), kd_ratio=0.5, **sizes
+            CPU, logger, metrics=METRICS, student=None, teachers={}, kd_ratio=0.5, **sizes
         ), records
 
     return make

@@ -56,12 +56,14 @@ def test_two_teachers_with_processes(ranks, files, tmp_path):
 
 
 @pytest.mark.slow
-def test_beside_a_teacher_whose_peers_run_in_step(ranks, files, tmp_path):
+@pytest.mark.parametrize("first", [True, False], ids=["behind", "in front"])
+def test_beside_a_teacher_whose_peers_run_in_step(ranks, files, tmp_path, first):
     """Replicas run the shared teacher together; each asks the other one for its own rows."""
-    sides = settings(PEERS, {"processes": 1}, SPLIT)
+    own, needed = ({"processes": 1}, 5) if first else (PEERS, 3)
+    sides = settings(PEERS if first else {"processes": 1}, own, SPLIT)
     shared = settings(PEERS, PEERS, SPLIT)
     forwards, _ = check(ranks, files, tmp_path, Layout("s", 2), sides, shared, is_bitwise=True)
-    assert forwards == [5 * PASSES]
+    assert forwards == [needed * PASSES]
 
 
 @pytest.mark.slow

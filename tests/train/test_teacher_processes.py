@@ -63,14 +63,14 @@ def test_experts(pool, tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", [one for one in PLACES if "1 process" in one])
 @pytest.mark.parametrize("combination", ["weighted_sum", "average"])
-def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combination):
-    """Two of other sizes, and one beside the student."""
+def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combination, order):
+    """Two of other sizes, and one beside the student, in front of them or between them."""
     models = pair[1], make_second(tmp_path), combination
     alone = Layout("one", flags=several(tmp_path / "one", *models))
     (reference,) = pool.run(run_layout, 1, alone, *pair, tmp_path / "single")
-    places = PLACES["PP2 <- beside it, PP2 and 1 process"]
-    one = Row(Layout("s", 2, pp=2), several(tmp_path / "sides", *models, *places), 3, None)
+    one = Row(Layout("s", 2, pp=2), several(tmp_path / "sides", *models, *PLACES[order]), 3, None)
     errors, _ = compare(pool, pair, one, tmp_path / "launch", tmp_path, reference)
     require_equal(errors)
 

@@ -223,14 +223,16 @@ def test_a_reference_of_preference_pairs(preferences, tmp_path, case):
 
 
 @SLOW
-def test_teachers_of_all_rows_beside_each_other(pool, aligned_files, tmp_path):
-    """One shares the student's processes; one with a context and one with another tokenizer do not."""
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_teachers_of_all_rows_beside_each_other(pool, aligned_files, tmp_path, shared):
+    """One has the student's row, one a context, one another tokenizer. One shares the student's processes."""
     models = [
         {"name": "here", "hf": str(aligned_files / "second")},
         {"name": "knows", "hf": str(aligned_files / "teacher"), "context": {"user": "the fox: {prompt}"}},
         {"name": "cross", "hf": str(aligned_files / "cross"), "xtoken": {}, "weight": 2},
     ]
-    layouts = {}, {"processes": 2, "pipeline_model_parallel_size": 2}, {"processes": 1}
+    layouts = [{"processes": 2, "pipeline_model_parallel_size": 2}, {"processes": 1}]
+    layouts.insert(shared, {})
     for name, own in (("alone", ({}, {}, {})), ("sides", layouts)):
         teachers = [model | layout for model, layout in zip(models, own, strict=True)]
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"teachers": teachers}))

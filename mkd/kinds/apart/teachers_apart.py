@@ -135,9 +135,6 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
         ),
         f"{peers} processes exchange its layers, but a replica's stage has {sizes.row}: replicas would have "
         "to run the same number of rows": bool(sizes.row % peers),
-        f"it is in front of teachers[{index + 1}], which shares the student's processes": (
-            index + 1 in facts.running
-        ),
         "it is behind a teacher whose hidden states are stored": bool(earlier),
     }
     for why in (text for text, is_so in wrong.items() if is_so):

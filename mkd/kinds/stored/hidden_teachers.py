@@ -41,8 +41,9 @@ class HiddenTeachers(Kind):
                 why = "the states are of the student's tokens, and this teacher has another tokenizer"
                 do = "run this teacher from its hf or load, or remove xtoken"
                 yield UsageError(what, why, do, code="stored-teacher-excludes")
-            if number + 1 in facts.running:
-                what = f"{place} is in front of teachers[{number + 1}], which runs"
+            later = [one for one in facts.running if one > number]
+            if later:
+                what = f"{place} is in front of teachers[{later[0]}], which runs"
                 why = "teachers with stored hidden states follow those that run"
                 do = "list the teachers that run first"
                 yield UsageError(what, why, do, code="stored-teacher-excludes")

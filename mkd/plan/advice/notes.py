@@ -109,8 +109,7 @@ def precision_note(forecast: Forecast) -> list[str]:
 def _unread_keys(facts: RunFacts) -> Iterator[str]:
     """Yield a note for each model whose config.json has keys that change nothing."""
     student = () if facts.student is None else (("the student", facts.student),)
-    roles = (facts.roles[index] for index in facts.read_teachers)
-    teachers = zip(roles, facts.teachers, strict=False)
+    teachers = zip(facts.roles, facts.teachers, strict=False)
     for role, shape in (*student, *teachers):
         if shape is not None and (keys := shape.unread_keys()):
             yield f"note: config.json of {role} has keys without effect on {shape.family}: {', '.join(keys)}"

@@ -70,7 +70,7 @@ def plan_places(
         if place in WITHOUT_LAYERS:  # they exclude the settings that only a running teacher has
             alone = running[0].apply(facts.config)
             alone = replace(alone, parallel=replace(alone.parallel, teacher_prefetch="0"))
-            heads = (*facts.teachers, *facts.heads) if place is HIDDEN else ()
+            heads = tuple(one.shape for one in facts.pair.compared) if place is HIDDEN else ()
             facts = replace(facts, config=alone, teachers=(), heads=heads)
         try:
             changed = Forecast.from_facts(facts, forecast.gpu_gib)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,7 @@ class Teacher:
     sizes: Sizes = ONE_PROCESS  # processes along each axis, replicas aside
     share: float = 1.0  # expected share of the micro-batches in which it runs
     is_averaged: bool = False  # its weights are a moving average of the student's
+    number: int = 0  # in the configuration
 
     @property
     def product_time(self) -> float:
@@ -65,7 +66,7 @@ class Pair:
     @property
     def compared(self) -> tuple[Teacher, ...]:
         """All teachers whose heads make logits, in the order of the configuration."""
-        return (*self.teachers, *self.heads)
+        return tuple(sorted((*self.teachers, *self.heads), key=lambda one: one.number))
 
     @property
     def known_ids(self) -> int:
@@ -76,16 +77,16 @@ class Pair:
 def plan_teachers(
     config: Config,
     roles: Sequence[str],
-    shapes: Sequence[ModelShape],
+    shapes: Mapping[int, ModelShape],  # by the numbers of the teachers
     place: Callable[[TeacherConfig], TeacherPlace],
     precision: Callable[[TeacherConfig], TeacherPrecision],
 ) -> tuple[Teacher, ...]:
     """Combine `shapes` (none if no teacher runs) with the roles and settings of teachers, in their order."""
-    assert len(shapes) <= len(config.teachers), f"{len(shapes)} shapes of {len(config.teachers)} teachers"
+    chosen = ((index, shape, config.teachers[index]) for index, shape in sorted(shapes.items()))
     return tuple(
         Teacher(
             shape=shape,
-            role=role,
+            role=roles[index],
             seq_length=teacher.own_seq_length or config.training.seq_length,
             is_cross_tokenizer=teacher.xtoken is not None,
             is_length_known=not teacher.has_own_row or teacher.own_seq_length is not None,
@@ -94,6 +95,7 @@ def plan_teachers(
             precision=precision(teacher),
             sizes=model_sizes(config, shape, index),
             is_averaged=teacher.weights == EMA,
+            number=index,
         )
-        for index, (shape, role, teacher) in enumerate(zip(shapes, roles, config.teachers, strict=False))
+        for index, shape, teacher in chosen
     )

@@ -112,11 +112,16 @@ def test_peers_of_a_replica():
     assert codes(*flags, "--teacher-peers", 2, world_size=2) == []
 
 
-def test_teachers_that_share_the_students_processes_come_first(tmp_path):
+def test_teachers_in_any_order_but_stored_ones_last(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("teachers: [{hf: a, processes: 1}, {hf: b}]\n")
-    (found,) = reports(problems_of(config(*BASE[:-2], "--config", path), 1, shape()))
-    assert found == "exclude-each-other: in front of teachers[1]"
+    path.write_text("teachers: [{hf: a, processes: 1}, {hf: b}, {hf: c, processes: 1}]\n")
+    assert codes_of(path) == []
+    path.write_text("teachers: [{hidden: a}, {hf: b, processes: 1}, {hf: c}]\n")
+    assert codes_of(path) == ["stored-teacher-excludes: teachers[2]", "exclude-each-other: it is behind"]
+
+
+def codes_of(path) -> list[str]:
+    return reports(problems_of(config(*BASE[:-2], "--config", path), 1, shape()))
 
 
 def test_sides():
