@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mkd.config.flags import NUM_RANKS, FlagParser, whole_number
-from mkd.errors import ErrorList, returns_exit_code
+from mkd.errors import ErrorList, MkdError, collect_error, returns_exit_code
 
 OTHER_SPELLINGS = ("--nproc_per_node",)  # torchrun's older one
 EVERY_GPU = 0  # processes: as many as there are GPUs
@@ -61,12 +61,17 @@ def check(words: list[str], num_ranks: int) -> None:
     """Raise ErrorList for what can be refused before any rank starts, within a second."""
     from mkd.config.load import load_config
     from mkd.operations.run_folders import with_save_folder
-    from mkd.plan.advice.auto_processes import is_open
+    from mkd.plan.advice.auto_processes import is_open, open_problems
+    from mkd.plan.sides import student_processes
     from mkd.run.early_checks import early_problems
 
     config = with_save_folder(load_config(words).config)
-    # Ranks know the memory that the place of a teacher depends on.
-    problems = [] if is_open(config) else early_problems(config, num_ranks)
+    problems: list[MkdError] = []
+    if is_open(config):  # ranks know the memory that the place of the teacher depends on
+        problems += open_problems(config)
+    else:
+        of_student = collect_error(problems, lambda: student_processes(config, num_ranks))
+        problems += early_problems(config, of_student) if of_student else ()
     if problems:
         raise ErrorList(problems)
 
