@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from mkd.config.options import Option, settings
+from mkd.config.options import settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.facts import RunFacts
@@ -56,10 +56,14 @@ def check_sequences(facts: RunFacts) -> Iterator[UsageError]:
     """Check that context and sequence parallelism can split the packs of the student and of teachers."""
     for option, seq_length in settings(facts.config):
         if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
-            yield from _check_sequence(facts.config, option, seq_length)
+            yield from _check_sequence(facts.config, option.label, option.place, seq_length)
+    for index, teacher in enumerate(facts.config.teachers):
+        if teacher.context is not None and teacher.context.seq_length is not None:
+            path = f"teachers[{index}].context.seq_length"
+            yield from _check_sequence(facts.config, path, path, teacher.context.seq_length)
 
 
-def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator[UsageError]:
+def _check_sequence(config: Config, label: str, place: str, seq_length: int) -> Iterator[UsageError]:
     parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
     sizes = Sizes.of(parallel)
     multiple, shards = sizes.document_multiple, sizes.row if parallel.sequence_parallel else 1
@@ -68,27 +72,26 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
     tokens = seq_length * micro_batch_size
     if tokens >= 2**31:
         yield UsageError(
-            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too "
-            "many",
+            f"{label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
             "document boundaries are 32-bit positions",
-            f"lower {option.place} or --micro-batch-size",
+            f"lower {place} or --micro-batch-size",
             code="numbers-contradict",
         )
     if seq_length % multiple:
         yield UsageError(
-            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {sizes.context} = "
+            f"{label} {seq_length} is not divisible by 2 x context-parallel-size {sizes.context} = "
             f"{multiple}",
             "context parallelism gives every process two equal parts of each document",
-            f"use {option.place} {fitting}",
+            f"use {place} {fitting}",
             code="length-not-divisible",
         )
     elif tokens % shards:
         by_context = f" x context-parallel-size {sizes.context} = {shards}" if sizes.context > 1 else ""
         yield UsageError(
-            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are not "
+            f"{label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are not "
             f"divisible by tensor-model-parallel-size {sizes.tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
-            f"use {option.place} {fitting}, or remove --sequence-parallel",
+            f"use {place} {fitting}, or remove --sequence-parallel",
             code="length-not-divisible",
         )
 

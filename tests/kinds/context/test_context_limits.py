@@ -49,6 +49,7 @@ def test_a_live_teacher_is_the_student(tmp_path):
     for ratio in ("1", "0.5"):  # it is no reference, whose weights would be frozen
         config, found = live(tmp_path, *rewarded, ratio, context={"user": "{prompt} {sibling}"})
         assert found == [] and config.teachers[0].residency == "student"
+    assert "value-not-valid: it has a residency" in live(tmp_path, residency="host")[1]
     assert live(tmp_path, "--dpo-beta", "0.1", "--kd-ratio", "0")[1]
 
 
@@ -96,6 +97,11 @@ def test_rewards_fill_prompts_with_or_without_a_policy_loss(tmp_path):
 def test_settings_that_are_not_valid(context, code, tmp_path):
     found = problems(tmp_path, context=context)
     assert [one.partition(":")[0] for one in found] == [code.partition(":")[0]], found
+
+
+def test_packs_of_the_teacher_that_cannot_be_cut(tmp_path):
+    found = problems(tmp_path, "--context-parallel-size", "2", context={"seq_length": 81})
+    assert "length-not-divisible: teachers[0].context.seq_length 81" in found
 
 
 @pytest.mark.parametrize(
