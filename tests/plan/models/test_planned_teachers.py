@@ -42,7 +42,9 @@ def test_what_a_plan_knows_of_teachers():
     )
     assert facts_of(settings, 1, STUDENT, (TEACHER, STUDENT, TEACHER)).planned_teachers == (
         Teacher(TEACHER, "teacher t0", SEQ_LENGTH, False, DeviceMemory(), Precision()),
-        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, True, HostMemory(), Precision(), has_own_row=True),
-        Teacher(TEACHER, "teacher t2", 9, True, PeerMemory(4), Fp8("blockwise"), has_own_row=True),
+        Teacher(
+            STUDENT, "teacher t1", SEQ_LENGTH, True, HostMemory(), Precision(), has_own_row=True, number=1
+        ),
+        Teacher(TEACHER, "teacher t2", 9, True, PeerMemory(4), Fp8("blockwise"), has_own_row=True, number=2),
     )
     assert facts_of(settings, 1, STUDENT).planned_teachers == (), "with kd-ratio 0 none runs"
