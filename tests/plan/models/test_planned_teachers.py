@@ -43,7 +43,15 @@ def test_what_a_plan_knows_of_teachers():
     assert facts_of(settings, 1, STUDENT, (TEACHER, STUDENT, TEACHER)).planned_teachers == (
         Teacher(TEACHER, "teacher t0", SEQ_LENGTH, False, DeviceMemory(), Precision()),
         Teacher(
-            STUDENT, "teacher t1", SEQ_LENGTH, True, HostMemory(), Precision(), has_own_row=True, number=1
+            STUDENT,
+            "teacher t1",
+            SEQ_LENGTH,
+            True,
+            HostMemory(),
+            Precision(),
+            has_own_row=True,
+            number=1,
+            is_length_known=False,
         ),
         Teacher(TEACHER, "teacher t2", 9, True, PeerMemory(4), Fp8("blockwise"), has_own_row=True, number=2),
     )
