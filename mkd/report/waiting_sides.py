@@ -42,6 +42,8 @@ def sides_advice(run: RunFolder) -> str | None:
     if min(shares) > TOLERATED:
         return f"{found}: raise --teacher-ahead, so that neither waits for a row of the other"
     balanced = _balanced(run, student, teachers)
+    if balanced is not None and balanced == _own_processes(run):
+        return f"{found}: no other split of these processes is more even"
     how = "more" if student > teachers else "fewer"
     some = f", about {balanced} of all" if balanced else ""
     return f"{found}: give its teachers {how} processes{some}; mkd plan --device-memory-gib N compares splits"
@@ -49,13 +51,15 @@ def sides_advice(run: RunFolder) -> str | None:
 
 def _balanced(run: RunFolder, student: float, teachers: float) -> int | None:
     """Return how many processes teachers need to be as fast as the student; None if that is not known."""
-    size = run.plan.get(PROCESSES)
-    own = [
-        one.value
-        for one in run.settings
-        if one.path.startswith("teachers[") and one.path.endswith("].processes")
-    ]
-    if not isinstance(size, int) or not all(isinstance(one, int) for one in own) or not 0 < sum(own) < size:
+    size, own = run.plan.get(PROCESSES), _own_processes(run)
+    if not isinstance(size, int) or not 0 < own < size:
         return None
-    work = sum(own) * (1 - teachers), (size - sum(own)) * (1 - student)
+    work = own * (1 - teachers), (size - own) * (1 - student)
     return min(max(round(size * work[0] / sum(work)), 1), size - 1)
+
+
+def _own_processes(run: RunFolder) -> int:
+    """Return how many processes teachers have for themselves; 0 if that is not known."""
+    settings = [one for one in run.settings if one.path.startswith("teachers[")]
+    values = [one.value for one in settings if one.path.endswith("].processes")]
+    return sum(values) if all(isinstance(one, int) for one in values) else 0

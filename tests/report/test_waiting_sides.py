@@ -46,6 +46,11 @@ def test_what_it_suggests(tmp_path, wait, idle, words):
     assert (words in text) if words else text.endswith("%")
 
 
+def test_a_split_that_cannot_be_more_even(tmp_path):
+    text = sides_advice(run(tmp_path / "run", 0.3, 0.0, processes=1, size=2))
+    assert text.endswith("its teachers 0%: no other split of these processes is more even")
+
+
 def test_a_run_without_such_teachers_and_one_of_unknown_size(tmp_path):
     (other,) = open_runs([full_run(tmp_path / "shared")])
     assert sides_advice(other) is None and "student and teachers" not in dict(summary(other))

@@ -76,8 +76,9 @@ def test_two_teachers_with_processes_and_one_without(pool, pair, tmp_path, combi
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_grow_nothing(pool, pair, tmp_path):
+def test_a_thousand_steps_grow_nothing(pool, tmp_path):
     """States are never too far ahead, whichever side is slower at the moment."""
+    pair = make_pair(tmp_path, dict(num_hidden_layers=2))
     steps, flags = 1000, own_layout(2, pp=2, more=("--teacher-ahead", "3"))
     pool.timeout_s = 1800
     (ahead, growth), *kept = pool.run(run_many_steps, 3, Layout("s"), pair, flags, tmp_path, steps)
