@@ -29,6 +29,9 @@ from mkd.parallel.side_messages import HEAD, ROW, STOP, Message
 from mkd.parallel.side_rows import HeldRows, is_whole, messages
 from mkd.parallel.state_links import StateLinks
 
+MOST_SENDS = 16
+"""States that may be on their way to the next stage: what has arrived is freed."""
+
 
 @dataclass
 class Inbox:
@@ -151,6 +154,7 @@ class StateServer:
         self.model.set_input_tensor(None)
         if self.pipeline is not None and not self.context.holds_last_stage:
             self.pipeline.send([state])
+            self.pipeline.wait_for_sends(MOST_SENDS)  # the next stage takes them in their order
             return
         bridge, parts = self.links.states[message.student], []
         if not self.model.config.sequence_parallel:
