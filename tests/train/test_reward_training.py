@@ -212,7 +212,8 @@ def test_a_step_with_a_skipped_update_counts_as_skipped(monkeypatch):
         stopper=SimpleNamespace(exchange=None), non_finite=SimpleNamespace(judge=lambda *given: None)
     )
     settings = SimpleNamespace(grpo=RewardConfig(reward="r:f", rollout_updates=2))
-    run = SimpleNamespace(phase=Phases(), config=settings, meter=None, engine=None, guards=guards)
+    engine = SimpleNamespace(schedule=SimpleNamespace(remote=()))
+    run = SimpleNamespace(phase=Phases(), config=settings, meter=None, engine=engine, guards=guards)
     found = loop.updates(run, 1, [], [], ())
     assert not found.is_applied and found.step_time_ms == 1000
 

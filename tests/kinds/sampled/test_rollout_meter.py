@@ -24,9 +24,9 @@ def finished(sums_of_teachers, shares, gap):
 
 
 def test_what_no_token_measures_is_absent(ranks):
-    nothing = [0.0] * 9
-    one = [6.0, 0, 8.0, 0, 3, 0, 2, 0, 20.0]  # ln p - ln q of four quarters, their tokens, -ln q
-    two = [4.0, 0, 0.0, 5.0, 4, 0, 0, 5, 27.0]
+    nothing = [0.0] * 10
+    one = [6.0, 0, 8.0, 0, 3, 0, 2, 0, 20.0, 5]  # ln p - ln q of four quarters, their tokens, -ln q, all
+    two = [4.0, 0, 0.0, 5.0, 4, 0, 0, 5, 27.0, 9]
     (found,) = ranks.run(finished, 1, [one, two], [0.25, 0.75], (0.5, 5))
     assert found == {
         "rollout/kl_quarter_1": 0.25 * 2 + 0.75 * 1,
