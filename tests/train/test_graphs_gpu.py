@@ -68,6 +68,8 @@ FORCED = (  # a run does not make these graphs by itself
     GraphRow("Mamba-2, one block a layer", student="mamba", teachers=("mamba",), forced=Forced()),
     GraphRow("gated delta nets, PP2", 2, pp=2, tuned=True, **DELTA),
     GraphRow("gated delta nets, TP2 + SP", 2, tp=2, tuned=True, **DELTA),
+    GraphRow("gated delta nets, PP2 VPP2", 2, pp=2, vp=2, tuned=True, **DELTA),
+    GraphRow("gated delta nets, DP2 overlapped", 2, flags=OVERLAP, tuned=True, **DELTA),
     GraphRow("experts, EP2", 2, ep=2, flags=BALANCE, **ROUTED),
     GraphRow("experts, EP2 overlapped", 2, ep=2, flags=OVERLAP, **ROUTED),
     GraphRow("experts, PP2", 2, pp=2, flags=BALANCE, **ROUTED),

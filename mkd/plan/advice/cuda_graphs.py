@@ -146,8 +146,11 @@ def _of_teacher(teacher: Teacher) -> str | None:
 def _of_shape(shape: ModelShape, cuts_sequences: bool) -> str | None:
     if shape.vision is not None:
         return "rows with images differ in shape"
-    if cuts_sequences and any(layer.mixer is not None for layer in shape.layers):
+    has_mixers = any(layer.mixer is not None for layer in shape.layers)
+    if has_mixers and cuts_sequences:
         return "mixers with context parallelism have not been tried in graphs"
+    if has_mixers and shape.moe is not None:
+        return "mixers beside experts have not been tried in graphs"
     if not all(layer.has_mlp and (layer.has_attention or layer.mixer is not None) for layer in shape.layers):
         return "layers of one block have not been tried in graphs"
     if any(layer.heads is not None and layer.heads.is_wide for layer in shape.layers):

@@ -62,6 +62,14 @@ PAIRS = {  # shape or model_type of the student, those of the teachers, flags; w
 }
 
 
+def test_mixers_beside_experts_run_without():
+    sizes = dict(model_type="qwen3_5_moe_text", num_experts=8, num_experts_per_tok=2)
+    sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    shape = ModelShape.from_hf_config(config_of("tiny-delta") | sizes)
+    found = planned_graphs(forecast_of(config(*BASE), 4, shape, [shape_of("qwen3-8b")]))
+    assert found.reasons == ("mixers beside experts have not been tried in graphs", None)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_runs_as_graphs_beside_each_feature(name):
     student, teachers, flags, without = PAIRS[name]
