@@ -9,7 +9,7 @@ import pytest
 from mkd.errors import EXIT_DONE
 from tests.kinds.sampled.small_server import small_server
 from tests.train import context_rollout_run, context_run, record_run, reward_run, rollout_run
-from tests.train.command import flags, make_files, read_metrics
+from tests.train.command import flags, make_files, read_metrics, write_records
 from tests.train.processes import STRAGGLER_S, run_processes
 from tests.xtoken.small_tokenizers import train_byte_level
 
@@ -50,6 +50,32 @@ def test_a_run_and_its_resumption_with_another_split(files, tmp_path):
     records = [json.loads(line) for line in (files / "split" / "metrics.jsonl").read_text().splitlines()]
     waits = [one["iteration"] for one in records if "teacher_wait_ms" in one]
     assert waits == [1, 2]  # the rest ran without processes of the teacher
+
+
+@pytest.mark.slow
+def test_teachers_by_tag_with_data_workers_stopped_and_resumed(files, tmp_path):
+    """One teacher has a process of its own, one has not, and some steps hold one tag alone."""
+    texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) for i in range(60)]
+    records = ({"text": text, "domain": "rare" if i % 15 == 0 else "often"} for i, text in enumerate(texts))
+    write_records(files / "tagged.jsonl", *records)
+
+    def written(name, **more):
+        teachers = [{"hf": str(files / "teacher"), "name": one, "tags": [one]} for one in ("rare", "often")]
+        teachers[0] |= {"name": "one", **more}
+        settings = {"teachers": teachers, "kd": {"teacher_combination": "route", "tag_key": "domain"}}
+        (files / name).write_text(json.dumps(settings))
+        more = (*EVALUATED, "--train-iters", "6", "--num-workers", "1", "--config", files / name)
+        own = {"save": files / "tags", "load": files / "tags"} if name == "apart.yaml" else {}
+        folder = "tags" if own else "tags beside"
+        return flags(files, folder, *more, teacher_hf=None, data_path="tagged.jsonl", **own)
+
+    beside, apart = written("beside.yaml"), written("apart.yaml", processes=1)
+    (alone,) = run(tmp_path, beside, 1)
+    assert alone.code == EXIT_DONE, alone.output
+    for more in (("--exit-interval", "4"), ()):
+        ended = run(tmp_path, [*apart, *more], 2)
+        assert [one.code for one in ended] == [EXIT_DONE] * 2, [one.output for one in ended]
+    assert losses(files / "tags") == losses(files / "tags beside")
 
 
 @pytest.fixture(scope="module")
