@@ -54,6 +54,13 @@ DELTA = LLAMA | dict(
     linear_num_value_heads=4,
     tie_word_embeddings=False,
 )
+DELTA_ROUTED = DELTA | dict(
+    model_type="qwen3_5_moe_text",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    shared_expert_intermediate_size=128,
+)
 MAMBA = dict(
     model_type="nemotron_h",
     hidden_size=256,
@@ -119,6 +126,7 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "latent": LATENT,
     "delta": DELTA,
+    "delta routed": DELTA_ROUTED,
     "mamba": MAMBA,
     "routed": ROUTED,
     "shared": SHARED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def argv(files: Path, run: str, *more: object, fraction: float = 1.0, teacher: s
     return [str(word) for word in (*words, *more)]
 
 
+def on_device(engine, batches: Sequence) -> list:
+    """Return the batches on the device of an engine, as a run moves them."""
+    return [batch.to(engine.context.device) for batch in batches]
+
+
 def one_step(arguments: list[str], out_dir: Path) -> dict:
     """Sample, run one step's forward and backward, export its gradients; return what it was made of."""
     from mkd.config.load import load_config
@@ -67,7 +73,7 @@ def one_step(arguments: list[str], out_dir: Path) -> dict:
     world_size = torch.distributed.get_world_size()
     run = build_run(plan_run(load_config(arguments).config, world_size), detect())
     stream, engine = run.data.train, run.engine
-    batches = stream.next_step()
+    batches = on_device(engine, stream.next_step())
     run.meter.start()
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches, run.meter)

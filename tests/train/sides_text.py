@@ -92,9 +92,10 @@ def steps_of(run, out_dir: Path) -> dict:
     from mkd.evaluation.evaluate import evaluate
     from mkd.train.step import train_step, training_objective
     from tests.train.invariance import export_student, gradients_as_parameters
+    from tests.train.rollout_run import on_device
 
     stream, engine, states = run.data.train, run.engine, []
-    batches = stream.next_step()
+    batches = on_device(engine, stream.next_step())
     following = stream.following_step()
 
     def observe(given):
@@ -114,7 +115,7 @@ def steps_of(run, out_dir: Path) -> dict:
         "first": objective.sums(sums).token_sums(),
         "evaluation": evaluate(engine, [batches]).token_sums(),
     }
-    result = train_step(engine, following or batches)
+    result = train_step(engine, on_device(engine, following) or batches)
     found["second"] = {**result.sums.token_sums(), "grad_norm": result.grad_norm}
     left = [(len(one._asked), len(one._todo)) for one in engine.schedule.remote]
     figures.pop("rollout/time_ms", None)

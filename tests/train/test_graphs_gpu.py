@@ -19,6 +19,7 @@ BLOCKWISE = ("--student-precision", "fp8")
 FP8 = (*BLOCKWISE, "--student-fp8-recipe", "tensorwise")
 MIXERS = ("--recompute-granularity", "selective", "--recompute-modules", "mixer")
 DELTA = dict(student="delta", teachers=("delta",), forced=Forced())
+DELTA_ROUTED = dict(student="delta routed", teachers=("delta routed",), tuned=True)
 ROWS = (
     GraphRow("one GPU"),
     GraphRow("full recomputation", flags=FULL),
@@ -70,6 +71,12 @@ FORCED = (  # a run does not make these graphs by itself
     GraphRow("gated delta nets, TP2 + SP", 2, tp=2, tuned=True, **DELTA),
     GraphRow("gated delta nets, PP2 VPP2", 2, pp=2, vp=2, tuned=True, **DELTA),
     GraphRow("gated delta nets, DP2 overlapped", 2, flags=OVERLAP, tuned=True, **DELTA),
+    GraphRow("gated delta nets, CP2", 2, cp=2, tuned=True, **DELTA),
+    GraphRow("delta nets beside experts", forced=Forced(), **DELTA_ROUTED),
+    GraphRow("delta nets beside experts, cut", forced=CUT, **DELTA_ROUTED),
+    GraphRow("delta nets beside experts, EP2", 2, ep=2, flags=OVERLAP, forced=Forced(), **DELTA_ROUTED),
+    GraphRow("delta nets beside experts, PP2", 2, pp=2, forced=Forced(), **DELTA_ROUTED),
+    GraphRow("delta nets beside experts, TP2 + SP", 2, tp=2, forced=Forced(), **DELTA_ROUTED),
     GraphRow("experts, EP2", 2, ep=2, flags=BALANCE, **ROUTED),
     GraphRow("experts, EP2 overlapped", 2, ep=2, flags=OVERLAP, **ROUTED),
     GraphRow("experts, PP2", 2, pp=2, flags=BALANCE, **ROUTED),

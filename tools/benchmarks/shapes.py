@@ -85,6 +85,17 @@ def _qwen3_5(hidden: int, layers: int, heads: tuple[int, int], values: int, ffn:
     )
 
 
+def _qwen3_5_moe(hidden: int, layers: int, heads: tuple[int, int], values: int) -> dict:
+    """Return a text model like `_qwen3_5` with 256 experts of 512 channels, 8 for a token, and a shared one."""
+    return _qwen3_5(hidden, layers, heads, values, 512, tied=False) | dict(
+        model_type="qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+
+
 def _nemotron_h(pattern: str, hidden: int, heads: tuple[int, int], mamba: tuple[int, int], ffn: int) -> dict:
     """Return a model of one block a layer.
 
@@ -179,6 +190,7 @@ SHAPES = {
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 128, (128, 8, 1536)),
     "qwen3.5-2b": _qwen3_5(2048, 24, (8, 2), 16, 6144, tied=True),
     "qwen3.5-9b": _qwen3_5(4096, 32, (16, 4), 32, 12288, tied=False),
+    "qwen3.5-35b-a3b": _qwen3_5_moe(2048, 40, (16, 2), 32),
     "nemotron-h-8b": _nemotron_h(
         "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, (32, 8), (128, 64), 21504
     ),

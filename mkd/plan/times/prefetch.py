@@ -81,8 +81,8 @@ class Policy:
     boundary: Boundary
     in_gaps: int  # teacher forwards of a step that gaps have room for; others take turns with the student's
     patience: float  # proportion of a teacher forward that must fit before the student's next task
-    # A rank that fills the pipeline waits until its forward is received, as in a run. Without it some plans
-    # are faster, and some cannot run.
+    # A rank that fills the pipeline waits until its forward is received, and a teacher forward until the state
+    # before is, as in a run. Without it some plans are faster, and some cannot run.
     sends_wait: bool
 
 
@@ -160,6 +160,7 @@ class _RankState:
         "receiving_ms",
         "sending",
         "teacher_inputs",
+        "teacher_outputs",
         "teachers",
         "work",
     )
@@ -179,6 +180,7 @@ class _RankState:
         self.receiving_ms = [0.0]  # when this rank began to receive each forward
         # Tasks of other ranks that its own wait for; None: nothing.
         self.teacher_inputs: list[float] | None = None
+        self.teacher_outputs: list[float] | None = None  # teacher forwards of the rank behind
         self.forward_inputs: list[float] | None = None
         self.backward_inputs = self.forwards  # of the last rank
 
@@ -193,7 +195,7 @@ class _Step:
         self.ranks = [_RankState(rank, work, *sizes) for rank in range(len(work))]
         for before, after in pairwise(self.ranks):
             after.teacher_inputs, after.forward_inputs = before.teachers, before.forwards
-            before.backward_inputs = after.backwards
+            before.backward_inputs, before.teacher_outputs = after.backwards, after.teachers
         self.losses_ms = self.ranks[-1].forwards
         self.events = [(0.0, rank) for rank in range(len(work))]
 
@@ -217,6 +219,8 @@ class _Step:
                 heappush(events, (end, receiver))
             if rank and ranks[rank - 1].sending is not None:
                 heappush(events, (end, rank - 1))
+            if rank and kind == "T":  # it has received a state
+                heappush(events, (now, rank - 1))
             if kind == "F" and rank == last:
                 loss = len(self.losses_ms) - 1
                 for other, waiting in enumerate(ranks):
@@ -281,6 +285,10 @@ class _Step:
     def _teacher_ms(self, state: _RankState, number: int) -> float:
         """Return when a rank's next teacher forward can begin, `NEVER` if that is unknown."""
         ready_ms, needed, loss = 0.0, number - self.policy.boundary.stagger, state.done + number - self.ahead
+        if state.teacher_outputs is not None and number and self.policy.sends_wait:
+            received = min(number + self.policy.boundary.stagger, self.num_microbatches)
+            if len(state.teacher_outputs) < received:
+                return NEVER
         if state.teacher_inputs is not None and needed >= 0:
             if needed >= len(state.teacher_inputs):
                 return NEVER

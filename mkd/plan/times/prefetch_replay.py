@@ -4,9 +4,10 @@ Each rank runs its tasks in order. Messages of the student are those of Megatron
 together where a task ends, does the teacher forwards of the gap, and then waits for them. A send ends only
 when its receiver has posted the receive, as with NCCL for large messages.
 
-Messages of the teacher have separate communicators. A communicator handles the messages of a rank one after
-another. With a single one, a send that waits for its receiver would hold up the next receive. Two of them
-take turns from link to link, so that a rank receives over one and sends over the other.
+A rank sends a teacher's state only when the next rank has received the one before. A run does not ask for
+that, but a GPU may: its few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by all streams, and a send
+that waits for the one before it holds up everything that the rank has queued behind. Plans that get through
+only with a queue for each stream wait for ever on four GPUs.
 
 A replay has three steps: the first fills the teacher's pipeline, the last runs nothing ahead. Between steps
 all ranks wait for each other, and no message is under way.
@@ -14,7 +15,6 @@ all ranks wait for each other, and no message is under way.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from mkd.plan.times.prefetch import PrefetchPlan, RankWork, candidates, student_
 
 STEPS = 3
 COMMUNICATORS = 2
+"""Of the teacher's messages. They take turns from link to link, so that a rank receives over one and sends over
+the other. With a single one, a send that waits for its receiver would hold up the next receive."""
 REPLAYED = 8
 """Plans of a search that get through a replay: the fastest of them is kept."""
 
@@ -36,7 +38,7 @@ Message = tuple[str, int, int]
 Action = tuple[Any, ...]
 """A step of a rank's program: a name below, and what belongs to it."""
 
-POST = "post"  # message, communicator (None: the student's): announces one side, without waiting
+POST = "post"  # message: announces one side, without waiting
 WAIT = "wait"  # message: until it has arrived
 WORK = "work"  # T, F or B: computes
 MEET = "meet"  # waits for all ranks, at the end of a step
@@ -95,9 +97,9 @@ def plan_prefetch(
     return chosen, timed[chosen]
 
 
-def replay(plan: PrefetchPlan, work: Sequence[RankWork], communicators: int = COMMUNICATORS) -> float:
+def replay(plan: PrefetchPlan, work: Sequence[RankWork]) -> float:
     """Return the milliseconds of a step between others. Raises UsageError if ranks wait for each other."""
-    programs = [_Rank(plan, rank, communicators).program() for rank in range(len(plan.orders))]
+    programs = [_Rank(plan, rank).program() for rank in range(len(plan.orders))]
     ends_ms = _Replay(programs, work).run()
     return ends_ms[1] - ends_ms[0]
 
@@ -105,8 +107,8 @@ def replay(plan: PrefetchPlan, work: Sequence[RankWork], communicators: int = CO
 class _Rank:
     """Writes down what one rank does in all steps of a replay."""
 
-    def __init__(self, plan: PrefetchPlan, rank: int, communicators: int):
-        self.rank, self.communicators = rank, communicators
+    def __init__(self, plan: PrefetchPlan, rank: int):
+        self.rank = rank
         self.is_first, self.is_last = rank == 0, rank == len(plan.orders) - 1
         self.gaps = RankGaps.from_plan(plan, rank)
         self.num_microbatches, self.total = plan.num_microbatches, STEPS * plan.num_microbatches
@@ -163,7 +165,7 @@ class _Rank:
         """Post messages of the student, run `gap` forwards of the teacher, then wait for the messages."""
         self.actions += posts
         self._teach(gap)
-        self.actions += [(WAIT, message) for _, message, _ in posts]
+        self.actions += [(WAIT, message) for _, message in posts]
 
     def _teach(self, number: int) -> None:
         """Run forwards of the teacher, as many as there are micro-batches left."""
@@ -171,34 +173,31 @@ class _Rank:
             self._receive_states(self.teachers + 1)
             self.actions.append((WORK, "T"))
             if not self.is_last:
-                message = self._state(self.rank, self.teachers)
-                self.actions.append((POST, message, self._communicator(self.rank)))
+                self._wait_for_sends()
+                self.actions.append((POST, self._state(self.rank, self.teachers)))
             self.teachers += 1
 
     def _receive_states(self, until: int) -> None:
         """Receive inputs of the teacher until there have been so many."""
         while not self.is_first and self.received < min(until, self.total):
             message = self._state(self.rank - 1, self.received)
-            self.actions += [(POST, message, self._communicator(self.rank - 1)), (WAIT, message)]
+            self.actions += [(POST, message), (WAIT, message)]
             self.received += 1
-
-    def _communicator(self, link: int) -> int:
-        return link % self.communicators
 
     def _state(self, link: int, number: int) -> Message:
         return "state", link, number
 
     def _forward_in(self, number: int) -> list[Action]:
-        return [] if self.is_first else [(POST, ("forward", self.rank - 1, number), None)]
+        return [] if self.is_first else [(POST, ("forward", self.rank - 1, number))]
 
     def _forward_out(self, number: int) -> list[Action]:
-        return [] if self.is_last else [(POST, ("forward", self.rank, number), None)]
+        return [] if self.is_last else [(POST, ("forward", self.rank, number))]
 
     def _backward_in(self, number: int) -> list[Action]:
-        return [] if self.is_last else [(POST, ("backward", self.rank, number), None)]
+        return [] if self.is_last else [(POST, ("backward", self.rank, number))]
 
     def _backward_out(self, number: int) -> list[Action]:
-        return [] if self.is_first else [(POST, ("backward", self.rank - 1, number), None)]
+        return [] if self.is_first else [(POST, ("backward", self.rank - 1, number))]
 
 
 class _Replay:
@@ -209,10 +208,8 @@ class _Replay:
         self.following = [iter(program) for program in programs]
         self.actions = [next(program, None) for program in self.following]  # None: all is done
         self.clock_ms = [0.0] * len(programs)
-        self.posted_ms: dict[Message, float] = {}  # by the later side so far
+        self.posted_ms: dict[Message, float] = {}  # by the first side
         self.arrived_ms: dict[Message, float] = {}
-        self.queues: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # by rank and communicator
-        self.free_ms: dict[tuple[int, int], float] = defaultdict(float)
         self.ends_ms: list[float] = []
 
     def run(self) -> list[float]:
@@ -237,7 +234,7 @@ class _Replay:
             if kind == WORK:
                 clock_ms += times_ms[action[1]]
             elif kind == POST:
-                self._post(rank, action, clock_ms)
+                self._post(action[1], clock_ms)
             elif kind == MEET or action[1] not in arrived_ms:
                 break
             else:
@@ -246,30 +243,11 @@ class _Replay:
         self.actions[rank], self.clock_ms[rank] = action, clock_ms
         return has_moved
 
-    def _post(self, rank: int, post: Action, at_ms: float) -> None:
-        _, message, communicator = post
-        is_first = message not in self.posted_ms
-        posted_ms = self.posted_ms[message] = at_ms if is_first else max(at_ms, self.posted_ms[message])
-        if communicator is not None:
-            self.queues[rank, communicator].append(message)
-            self._move(message, communicator)
-        elif not is_first:
-            self.arrived_ms[message] = posted_ms
-
-    def _move(self, message: Message, communicator: int) -> None:
-        """Let messages arrive that are the first at both ends of their link, beginning with `message`."""
-        _, link, _ = message
-        ends = [(link, communicator), (link + 1, communicator)]
-        if any(not self.queues[end] or self.queues[end][0] != message for end in ends):
-            return
-        arrived_ms = max(self.posted_ms[message], *(self.free_ms[end] for end in ends))
-        self.arrived_ms[message] = arrived_ms
-        for end in ends:
-            self.queues[end].popleft()
-            self.free_ms[end] = arrived_ms
-        for end in ends:
-            if self.queues[end]:
-                self._move(self.queues[end][0], communicator)
+    def _post(self, message: Message, at_ms: float) -> None:
+        if message not in self.posted_ms:
+            self.posted_ms[message] = at_ms
+        else:  # by the other side
+            self.arrived_ms[message] = max(at_ms, self.posted_ms[message])
 
 
 def _refused(why: str) -> UsageError:
