@@ -21,6 +21,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # libraries that take seconds are imported after the argument
     from mkd.data.batch import Pack
     from mkd.data.dataset import BlendedDataset
     from mkd.data.records.kinds import Record
+    from mkd.data.records.rows import Row
     from mkd.tokenizers.tokenizer import Tokenizer
     from mkd.xtoken import AlignedText
 
@@ -149,9 +152,12 @@ def aligned_records(
     from mkd.data.records.rows import read_rows
     from mkd.data.records.wanted import WantedRecords
 
-    rows = ((file, *row) for file in named_files(args.input, "--input").at_hand() for row in read_rows(file))
+    files = named_files(args.input, "--input").at_hand()
+    rows = ((file, *row) for file in files for row in read_rows(file))
     template = context_template(args)
     wanted = WantedRecords(context=template.keys if template else ())
+    if template is not None:
+        require_keys(args, template, (row for file in files for _, row in read_rows(file)))
     for file, number, row in islice(rows, args.limit):
         try:
             if args.prompts:
@@ -182,6 +188,47 @@ def context_template(args: argparse.Namespace) -> ContextTemplate | None:
             do = "write {prompt}, {KEY} of a record, and {{ and }} for braces"
             raise UsageError(what, why, do, code="value-not-valid") from error
     return ContextTemplate("shown", args.context, args.context_system, may_miss=True)
+
+
+def require_keys(args: argparse.Namespace, template: ContextTemplate, rows: Iterator[Row]) -> None:
+    """Raise DataError for a field of the context that no record has, because a run would end there too.
+
+    It looks at the first records. Records that are not valid are left out here, and those that bring the
+    teacher's prompt themselves need no fields.
+    """
+    from mkd.config.prompt_template import MADE, PROMPT
+    from mkd.data.first_records import LOOKED_AT
+    from mkd.data.prompts import parse_prompt
+    from mkd.data.records.parsing import parse_row, raw_fields
+    from mkd.data.records.wanted import WantedRecords
+
+    # What a step of sampling makes for prompts is in no record.
+    made = dict.fromkeys(MADE, ".") if args.prompts else {}
+    wanted = WantedRecords(context=template.keys)
+    at_most, known, lacks = max(LOOKED_AT, args.limit), dict[str, None](), False
+    first = list(islice(rows, at_most))
+    for row in first:
+        with suppress(DataError):
+            known |= {key: None for key, value in raw_fields(row).items() if value is not None}
+            if args.prompts:
+                prompt, fields = parse_prompt(row, wanted.context)
+                lacks |= template.in_place_of(prompt, {**fields, **made}) is None
+            else:
+                lacks |= template.prompt_of(parse_row(row, wanted)) is None
+    missing = [one for one in template.fields if one not in {PROMPT, *made, *known}]
+    if not (lacks and missing):
+        return
+    names = " or ".join(missing)
+    which = "no record" if len(first) < at_most else f"none of the first {at_most} records"
+    nearest = [near for one in missing for near in get_close_matches(one, known, 1, cutoff=0.75)]
+    raise DataError(
+        f"{which} of {args.input} has {names}",
+        f"the context has {', '.join(f'{{{one}}}' for one in missing)}, so the teacher has nothing to read",
+        f"write {{{nearest[0]}}} in the context, or add {names} to the records"
+        if nearest
+        else f"name one of their keys in the context ({', '.join(known)}), or add {names} to the records",
+        code="record-value-not-valid",
+    )
 
 
 def align_record(

@@ -280,6 +280,37 @@ def test_prompts_as_a_teacher_with_a_context_reads_them(arguments, tmp_path, cap
     assert "--prompts without --context" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [[], ["--prompts"]])
+def test_a_field_of_a_context_that_no_record_has(arguments, tmp_path, capsys, more):
+    """It is an error, as in a run; a record that brings its own prompt needs no field."""
+    argv = [*arguments[1:-2], "--limit", "1", *more]
+    record = {"prompt": "fox", "hint": "jumps"} | ({} if more else {"completion": " The fox"})
+    later = {**record, "solution": "here"}
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps(record)}\n")
+    for text, do in (
+        ("{prompt} {hints}", "write {hint} in the context, or add hints to the records"),
+        ("{prompt} {solution}", f"name one of their keys in the context ({', '.join(record)}), or add"),
+    ):
+        assert main([*argv, "--context", text]) == EXIT_DATA
+        said = capsys.readouterr()
+        (key,) = set(text.replace("{", " ").replace("}", " ").split()) - {"prompt"}
+        assert said.out == "" and f"no record of {file} has {key}" in said.err and do in said.err
+        assert f"the context has {{{key}}}, so the teacher has nothing to read" in said.err
+        assert said.err.count("error[") == 1
+    file.write_text(json.dumps({"messages": CHAT}))
+    assert main([*argv, "--context", "{prompt}", "--context-system", "{solution}"]) == EXIT_DATA
+    assert f"no record of {file} has solution" in capsys.readouterr().err
+    others = [*[json.dumps(record)] * 99, "not a record", json.dumps(later)]
+    file.write_text("\n".join(others))  # the first with the key is number 101
+    assert main([*argv, "--context", "{prompt} {solution}"]) == EXIT_DATA
+    assert f"none of the first 100 records of {file} has solution" in capsys.readouterr().err
+    file.write_text("\n".join(others[1:]))
+    assert main([*argv, "--context", "{prompt} {solution}"]) == EXIT_DONE
+    file.write_text(json.dumps({**record, "teacher_prompt": "Which fox?"}))
+    assert main([*argv, "--context", "{prompt} {solution}"]) == EXIT_DONE
+
+
 def test_conversations_are_read_with_the_flags_of_training(tmp_path, capsys):
     template = "{{ strftime_now('%Y-%m-%d') + ' ' + (mood or '') + '\n' }}" + CHATML
     for name in ("student", "teacher"):
