@@ -86,7 +86,7 @@ def _qwen3_5(hidden: int, layers: int, heads: tuple[int, int], values: int, ffn:
 
 
 def _qwen3_5_moe(hidden: int, layers: int, heads: tuple[int, int], values: int) -> dict:
-    """Return a text model like `_qwen3_5` with 256 experts of 512 channels, 8 for a token, and a shared one."""
+    """Return a text model like `_qwen3_5` with 256 experts of 512 channels, 8 a token, and a shared one."""
     return _qwen3_5(hidden, layers, heads, values, 512, tied=False) | dict(
         model_type="qwen3_5_moe_text",
         num_experts=256,

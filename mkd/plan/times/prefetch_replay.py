@@ -5,9 +5,9 @@ together where a task ends, does the teacher forwards of the gap, and then waits
 when its receiver has posted the receive, as with NCCL for large messages.
 
 A rank sends a teacher's state only when the next rank has received the one before. A run does not ask for
-that, but a GPU may: its few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by all streams, and a send
-that waits for the one before it holds up everything that the rank has queued behind. Plans that get through
-only with a queue for each stream wait for ever on four GPUs.
+that, but a GPU may: its few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by all streams, and a
+send that waits for the one before it holds up everything that the rank has queued behind. Plans that get
+through only with a queue for each stream wait for ever on four GPUs.
 
 A replay has three steps: the first fills the teacher's pipeline, the last runs nothing ahead. Between steps
 all ranks wait for each other, and no message is under way.
@@ -26,8 +26,9 @@ from mkd.plan.times.prefetch import PrefetchPlan, RankWork, candidates, student_
 
 STEPS = 3
 COMMUNICATORS = 2
-"""Of the teacher's messages. They take turns from link to link, so that a rank receives over one and sends over
-the other. With a single one, a send that waits for its receiver would hold up the next receive."""
+"""Communicators of the teacher's messages. They take turns from link to link, so that a rank receives over
+one and sends over the other. With a single one, a send that waits for its receiver would hold up the next
+receive."""
 REPLAYED = 8
 """Plans of a search that get through a replay: the fastest of them is kept."""
 
