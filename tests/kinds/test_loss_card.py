@@ -9,6 +9,7 @@ import pytest
 
 from mkd.config.models import XTOKEN_LOSSES
 from mkd.config.schema import XTokenConfig
+from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.loss_card import loss_card, rescaled
 from tests.plan.shapes import STUDENT, TEACHER, config, several
 
@@ -45,6 +46,28 @@ def test_a_teacher_in_fp8_is_another_teacher():
     assert "FP8" not in card("--teacher-fp8-recipe", "tensorwise")["KD"]
     blockwise = card("--teacher-precision", "fp8", "--teacher-fp8-recipe", "blockwise")["KD"]
     assert blockwise.endswith("; p_t of layers in FP8 (E4M3, blockwise scales)")
+
+
+@pytest.mark.parametrize("xtoken", [None, XTokenConfig()])
+def test_settings_of_a_context_that_change_the_loss(xtoken):
+    """Those that are set are named, alone and together."""
+
+    def found(**settings) -> str:
+        given = several({"context": ContextConfig(**settings), "xtoken": xtoken})
+        return rows(loss_card(given, STUDENT, [TEACHER]))["KD"]
+
+    plain = found()
+    assert plain.endswith(", after a prompt of the teacher's own (context)")
+    texts = {
+        "skip_first": (2, ", without the first 2 tokens of each completion (skip_first)"),
+        "missing": ("skip", ", without records that lack its context (missing)"),
+        "success": (0.5, ", siblings have a reward of at least 0.5 (success)"),
+    }
+    for name, (value, text) in texts.items():
+        assert found(**{name: value}) == plain + text
+    every = found(**{name: value for name, (value, _) in texts.items()})
+    assert every == plain + "".join(text for _, text in texts.values())
+    assert found(user="{prompt} {x}", system="{y}", seq_length=64) == plain
 
 
 def test_parts_that_do_not_exist_are_left_out():

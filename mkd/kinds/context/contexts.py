@@ -13,6 +13,7 @@ from mkd.config.tag_rules import taught_tags
 from mkd.data.records.refused_keys import CONTEXTS
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.errors import MkdError, UsageError
+from mkd.human import counted
 from mkd.kinds.context.context_settings import ContextConfig
 from mkd.kinds.context.made_fields import fields_of, made_fields
 from mkd.kinds.kind import Kind, TeacherCard
@@ -55,7 +56,7 @@ class Contexts(Kind):
 
     def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
         return TeacherCard(
-            details=", after a prompt of the teacher's own (context)",
+            details=context_details(teacher.context),
             normaliser="KD of a teacher with a context by the tokens of last turns and completions",
             without_counterpart="both models must read the same prompt",
         )
@@ -67,6 +68,24 @@ class Contexts(Kind):
 
         config, name = facts.config, facts.teacher_names[index]
         return ContextSetup(config.teachers[index], index, name, source, tags=taught_tags(config, name))
+
+
+def context_details(context: ContextConfig | None) -> str:
+    """Return what the loss card says of a teacher's prompt; empty if it reads the student's.
+
+    Settings are named if they are not the defaults: each changes which tokens have a loss from this teacher,
+    or what it reads.
+    """
+    if context is None:
+        return ""
+    default = ContextConfig()
+    texts = {
+        "skip_first": f"without the first {counted(context.skip_first, 'token')} of each completion",
+        "missing": "without records that lack its context",
+        "success": f"siblings have a reward of at least {context.success:g}",
+    }
+    found = [f"{texts[name]} ({name})" for name in texts if getattr(context, name) != getattr(default, name)]
+    return ", ".join([", after a prompt of the teacher's own (context)", *found])
 
 
 def _keys(context: ContextConfig) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mkd.config.schema import TeacherConfig, XTokenConfig
 from mkd.config.tag_rules import taught_tags
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.kinds.context.contexts import context_details
 from mkd.kinds.kind import Kind, TeacherCard
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
@@ -78,9 +79,8 @@ class CrossTokenizers(Kind):
     def teacher_card(self, teacher: TeacherConfig) -> TeacherCard:
         assert teacher.xtoken is not None, "the teacher is of this kind"
         loss = teacher.xtoken.loss
-        own = ", after a prompt of the teacher's own (context)" if teacher.context is not None else ""
         return TeacherCard(
-            details=own,
+            details=context_details(teacher.context),
             divergence=(
                 "sum |sorted p_t - sorted p_s|"
                 if loss == "uld"
