@@ -95,6 +95,27 @@ def teacher_sizes(teacher: TeacherConfig) -> Sizes:
     return replace(sizes, data=teacher.processes // sizes.replica)
 
 
+def is_layout_whole(teacher: TeacherConfig) -> bool:
+    """Return True if the processes of a teacher are whole replicas, which its experts and peers divide.
+
+    If not, its kind reports it once, and its side has no layout to plan.
+    """
+    sizes = teacher_sizes(teacher)
+    return not (teacher.processes % sizes.replica or sizes.row % sizes.expert or uneven_peers(teacher))
+
+
+def uneven_peers(teacher: TeacherConfig) -> int:
+    """Return how many processes would exchange a teacher's layers, if a replica's stage is not a multiple.
+
+    Otherwise 0.
+    """
+    if teacher.residency != "peers":
+        return 0
+    sizes = teacher_sizes(teacher)
+    peers = sizes.weight_shards * (teacher.peers or 1)
+    return peers if sizes.row % peers else 0
+
+
 def requests_ahead(teacher: TeacherConfig, student_replicas: int) -> int:
     """Return how many micro-batches a replica of the student asks for ahead of its loss.
 

@@ -29,7 +29,7 @@ from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.sides import apart_teachers, side_of_teacher, teacher_sizes
+from mkd.plan.sides import apart_teachers, is_layout_whole, side_of_teacher
 from mkd.release.hub_push import HubRepository
 
 
@@ -42,7 +42,7 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     facts = replace(facts.with_running(teachers), student=student, heads=head_shapes(problems, facts))
     problems += find_problems(facts)
     for index, teacher in apart_teachers(config).items():
-        if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it
+        if is_layout_whole(teacher):  # else its kind reports it
             alone = ModelAlone(side_of_teacher(config, index), teacher.processes, teacher=index, kinds=KINDS)
             shape = model_shape([], config, index)
             of_side = find_model_problems(replace(alone, shape=shape))

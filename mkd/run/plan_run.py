@@ -19,7 +19,7 @@ from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.checks.vision_limits import require_deepstack_layers
 from mkd.plan.facts import RunFacts
-from mkd.plan.sides import apart_teachers, side_of_teacher, teacher_sizes
+from mkd.plan.sides import apart_teachers, is_layout_whole, side_of_teacher
 from mkd.platform import gpu_gib, processes_of_machine
 from mkd.resolve.model_source import ModelSource, locate_model
 from mkd.resolve.preflight import data_problems, open_tokenizers
@@ -88,7 +88,7 @@ def teacher_side_problems(config: Config, student_processes: int) -> list[MkdErr
     first = student_processes
     for index, teacher in apart_teachers(config).items():
         problems: list[MkdError] = []
-        if teacher.processes % teacher_sizes(teacher).replica == 0:  # else its kind reports it
+        if is_layout_whole(teacher):  # else its kind reports it
             plan_model(problems, side_of_teacher(config, index), teacher.processes, index, first)
         first += teacher.processes
         found += [one.located(flag_of(index, "processes")) for one in problems]

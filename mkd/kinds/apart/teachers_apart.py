@@ -17,7 +17,7 @@ from mkd.log.metrics import STEP_MEAN, TIME_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
-from mkd.plan.sides import LAYOUT, apart_teachers, require_even_row, teacher_sizes
+from mkd.plan.sides import LAYOUT, apart_teachers, require_even_row, teacher_sizes, uneven_peers
 
 MOST_LINKS = 8
 """Replicas on the other side that a replica may talk to: each takes a communicator and its memory."""
@@ -122,7 +122,8 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
     """Yield what a run with a teacher on processes of its own cannot be."""
     config, teacher = facts.config, facts.config.teachers[index]
     sizes, given = teacher_sizes(teacher), f"{flag_of(index, 'processes')} {teacher.processes}"
-    peers = sizes.weight_shards * (teacher.peers or 1)
+    has_experts_whole = sizes.row % sizes.expert == 0
+    peers = uneven_peers(teacher) if has_experts_whole else 0
     shapes = (facts.student, *facts.teachers, *facts.heads)
     earlier = [number for number, one in enumerate(config.teachers[:index]) if one.topk or one.hidden]
     wrong = {
@@ -130,13 +131,17 @@ def _excluded(facts: RunFacts, index: int) -> Iterator[UsageError]:
             teacher.weights != FROZEN or teacher.residency == "student"
         ),
         "a model reads images": any(one is not None and one.vision is not None for one in shapes),
-        f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": bool(
-            sizes.row % sizes.expert
+        f"{sizes.expert} processes share its experts, but a replica's stage has {sizes.row}": (
+            not has_experts_whole
         ),
-        f"{peers} processes exchange its layers, but a replica's stage has {sizes.row}: replicas would have "
-        "to run the same number of rows": bool(sizes.row % peers),
         "it is behind a teacher whose hidden states are stored": bool(earlier),
     }
     for why in (text for text, is_so in wrong.items() if is_so):
         do = f"{DO_WITHOUT}: the teacher then shares the student's processes"
         yield UsageError(f"{given} is not possible here", why, do, code="exclude-each-other")
+    if peers:
+        place = f"{flag_of(index, 'residency')} peers"
+        what = f"{place} with {given}: {peers} processes exchange the layers, but a replica's stage has "
+        why = "replicas would have to run the same number of rows"
+        do = f"remove {place}, or give a replica's stage a multiple of {peers} processes (tensor x context)"
+        yield UsageError(f"{what}{sizes.row}", why, do, code="exclude-each-other")

@@ -45,8 +45,17 @@ def check_prefetch(facts: RunFacts) -> Iterator[UsageError]:
 
 
 def _obstacles(config: Config) -> Iterator[UsageError]:
-    """Yield everything that keeps teachers from running ahead."""
+    """Yield everything that keeps teachers from running ahead; one reason, if no teacher is there."""
     parallel, given = config.parallel, _given(config)
+    if not config.needs_models or all(one.stand_in for one in config.teachers):
+        what = f"{given}, but no teacher runs"
+        if any(one.is_apart for one in config.teachers):
+            what = f"{given}, but no teacher shares the student's processes"
+        why = (
+            "a stored teacher needs no teacher forward, and one on processes of its own runs ahead by itself"
+        )
+        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")
+        return
     if parallel.pipeline_model_parallel_size == 1:
         what = f"{given}, but --pipeline-model-parallel-size is 1"
         why = "teacher forwards ahead fill the time that a pipeline waits, and there is none"
@@ -58,12 +67,6 @@ def _obstacles(config: Config) -> Iterator[UsageError]:
         why = "teacher forwards ahead are planned for the gaps of the schedule without interleaving"
         do = f"{DO_WITHOUT}, or the virtual stages, which then gain little"
         yield UsageError(what, why, do, code="teacher-prefetch-not-possible")
-    if not config.needs_models or all(one.stand_in for one in config.teachers):
-        what = f"{given}, but no teacher runs"
-        why = (
-            "a stored teacher needs no teacher forward, and one on processes of its own runs ahead by itself"
-        )
-        yield UsageError(what, why, DO_WITHOUT, code="teacher-prefetch-not-possible")
     if config.rollout.is_on:
         what = f"rollouts cannot have teacher-prefetch {parallel.teacher_prefetch}"
         why = "the next completions, and the number of their micro-batches, depend on the update of this step"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mkd.config.load import load_config
@@ -15,6 +17,7 @@ from mkd.plan.sides import (
     student_processes,
     teacher_sizes,
 )
+from mkd.run.early_checks import early_problems
 from tests.plan.checks.test_problems import shape
 from tests.plan.shapes import config
 from tests.reported import reports
@@ -50,12 +53,62 @@ def test_settings_of_a_side_need_processes():
         ),
         (
             ("--teacher-processes", 2, "--teacher-residency", "peers", "--teacher-peers", 2),
-            "exclude-each-other: exchange its layers",
+            "exclude-each-other: exchange the layers",
         ),
     ],
 )
 def test_refused_settings(argv, code):
     assert code in codes(*argv)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return the flags of a run whose files exist, as far as the checks before torch read them."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "d.jsonl").write_text('{"text": "a"}\n')
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 307}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 8, **sizes}))
+    flags = ["--student-hf", folder, "--data-path", folder / "d.jsonl", "--train-iters", 10]
+    return [*map(str, flags), "--seq-length", "64"]
+
+
+def early(*argv, world_size: int = 1) -> list[str]:
+    """Return the problems of all sides."""
+    return reports(early_problems(load_config([*map(str, argv)]).config, world_size))
+
+
+PEERS = ("--teacher-residency", "peers", "--teacher-peers")
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (
+            ("--teacher-processes", 1, "--teacher-prefetch", 4),
+            "teacher-prefetch-not-possible: but no teacher shares the student's processes",
+        ),
+        (("--teacher-processes", 1, *PEERS, 2), "exclude-each-other: 2 processes exchange the layers"),
+        (
+            ("--teacher-processes", 4, "--teacher-context-parallel-size", 2, *PEERS, 3),
+            "exclude-each-other: 3 processes exchange the layers",
+        ),
+        (
+            ("--teacher-processes", 2, "--teacher-tensor-model-parallel-size", 2, *PEERS, 2),
+            "exclude-each-other: 4 processes exchange the layers",
+        ),
+        (("--teacher-processes", 1, *PEERS[:2]), "add-flag: but no --teacher-peers"),
+        (
+            ("--teacher-processes", 2, "--teacher-expert-model-parallel-size", 2),
+            "exclude-each-other: 2 processes share its experts",
+        ),
+        (
+            ("--teacher-processes", 2, "--teacher-expert-model-parallel-size", 3, *PEERS, 2),
+            "exclude-each-other: 3 processes share its experts",
+        ),
+    ],
+)
+def test_one_mistake_is_one_error_on_all_sides(files, flags, code):
+    assert early(*files, "--teacher-hf", files[1], *flags) == [code]
 
 
 def test_a_teacher_with_processes_and_a_place():
