@@ -145,21 +145,24 @@ def side_of_teacher(config: Config, index: int) -> Config:
 def require_even_row(config: Config, index: int, length: int) -> None:
     """Raise UsageError if processes of a stage cannot share the rows of a teacher evenly.
 
-    A pack of that teacher has `length` tokens.
+    A pack of that teacher has `length` tokens, and whole documents.
     """
     teacher, tokens = config.teachers[index], config.training.micro_batch_size * length
-    rows = {"student": Sizes.of(config.parallel).row}
-    if teacher.has_own_row:  # of other rows the checks of its side report it
-        rows["teacher"] = teacher_sizes(teacher).row
+    rows = {"student": Sizes.of(config.parallel).row, "teacher": teacher_sizes(teacher).row}
+    documents = document_multiple(config)
+    multiple = math.lcm(*rows.values(), documents)
+    own = f"teachers[{index}].{'context' if teacher.xtoken is None else 'xtoken'}.seq_length"
+    given = own if teacher.has_own_row else "--seq-length"
+    do = f"use {given} {math.ceil(length / multiple) * multiple}"
     for side, row in rows.items():
         if tokens % row:
-            own = f"teachers[{index}].{'context' if teacher.xtoken is None else 'xtoken'}.seq_length"
-            given = own if teacher.has_own_row else "--seq-length"
             what = f"{tokens} tokens of a row of teachers[{index}] are not a multiple of {row}"
             why = f"{row} processes of the {side}'s stages share it (tensor x context size)"
-            multiple = math.lcm(*rows.values(), document_multiple(config))
-            do = f"use {given} {math.ceil(length / multiple) * multiple}"
             raise UsageError(what, why, do, code="length-not-divisible")
+    if length % documents:
+        what = f"{given} {length} is not a multiple of {documents}"
+        why = "context parallelism gives every process of a side two equal parts of each document"
+        raise UsageError(what, why, do, code="length-not-divisible")
 
 
 def document_multiple(config: Config) -> int:

@@ -29,7 +29,7 @@ from mkd.plan.checks.model_alone import ModelAlone, find_model_problems
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
-from mkd.plan.sides import apart_teachers, is_layout_whole, side_of_teacher
+from mkd.plan.sides import Side, is_layout_whole, processes_apart, side_of_teacher, sides_of
 from mkd.release.hub_push import HubRepository
 
 
@@ -41,12 +41,10 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     student, *teachers = _models(problems, config, facts.roles, numbers)
     facts = replace(facts.with_running(teachers), student=student, heads=head_shapes(problems, facts))
     problems += find_problems(facts)
-    for index, teacher in apart_teachers(config).items():
-        if is_layout_whole(teacher):  # else its kind reports it
-            alone = ModelAlone(side_of_teacher(config, index), teacher.processes, teacher=index, kinds=KINDS)
-            shape = model_shape([], config, index)
-            of_side = find_model_problems(replace(alone, shape=shape))
-            problems += [one.located(flag_of(index, "processes")) for one in of_side]
+    for side in sides_of(config, world_size + processes_apart(config))[1:]:
+        assert side.teacher is not None, "the student's side is the first"
+        if is_layout_whole(config.teachers[side.teacher]):  # else its kind reports it
+            problems += _side_problems(config, side, side.teacher)
     paths = data_paths([], config.data)  # the later checks report what is not a list of paths
     prompts = config.rollout.prompt_data_path if config.rollout.is_on else ()
     problems += missing_files({**paths, **dict.fromkeys(prompts, "--prompt-data-path")})
@@ -56,6 +54,13 @@ def early_problems(config: Config, world_size: int) -> list[MkdError]:
     read = [Path(name).expanduser() for name in names if name]
     problems += export_problems(config.checkpoint, read)
     return [*problems, *push_problems(config, [name for name in names if name])]
+
+
+def _side_problems(config: Config, side: Side, teacher: int) -> list[MkdError]:
+    """Return the problems of a teacher on processes of its own, in its layout."""
+    alone, shape = side_of_teacher(config, teacher), model_shape([], config, teacher)
+    found = find_model_problems(ModelAlone(alone, side.size, shape, teacher, KINDS, side.first))
+    return [one.located(flag_of(teacher, "processes")) for one in found]
 
 
 def push_problems(config: Config, reads: Sequence[str]) -> list[MkdError]:

@@ -15,6 +15,7 @@ from mkd.kinds.kind import Kind
 from mkd.kinds.placed.choice import flag_of
 from mkd.log.metrics import STEP_MEAN, TIME_MEAN, Metric
 from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.checks.parallel import sequence_problems
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
 from mkd.plan.sides import LAYOUT, apart_teachers, require_even_row, teacher_sizes, uneven_peers
@@ -110,10 +111,13 @@ def _links(facts: RunFacts, index: int, teacher: TeacherConfig) -> Iterator[Usag
 
 
 def _uneven(config: Config, index: int) -> list[MkdError]:
-    """Return the problem of rows that processes cannot share, if their length is known before the data."""
+    """Return the problem of rows that processes cannot share, if their length is known before the data.
+
+    `check_sequences` reports those that the student's processes cannot split.
+    """
     teacher, problems = config.teachers[index], list[MkdError]()
     length = teacher.own_seq_length if teacher.has_own_row else config.training.seq_length
-    if length is not None and teacher.processes % teacher_sizes(teacher).replica == 0:
+    if length is not None and not any(sequence_problems(config, "", "", length)):
         collect_error(problems, lambda: require_even_row(config, index, length))
     return problems
 

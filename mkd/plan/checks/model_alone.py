@@ -73,6 +73,11 @@ class ModelAlone:
         return RunFacts(config, self.world_size, student, teachers, kinds=self.kinds, first=self.first)
 
     @property
+    def is_side(self) -> bool:
+        """True if it has processes of its own in a launch, of which the student's are the first."""
+        return self.first > 0
+
+    @property
     def settings(self) -> StudentConfig | TeacherConfig:
         """Settings of the model."""
         return self.config.student if self.teacher is None else self.config.teachers[self.teacher]
@@ -119,7 +124,8 @@ def find_model_problems(model: ModelAlone) -> list[MkdError]:
         missing = UsageError(f"no {role} is given", "it is the model that runs", do, code="model-missing")
         problems.append(missing)
     problems += [*check_parallel(facts), *check_expert_settings(facts)]
-    if wrong.isdisjoint((*PACKS, *SHARDS)):
+    # The checks of the launch look at lengths of packs, which fit the layouts of all sides.
+    if not model.is_side and wrong.isdisjoint((*PACKS, *SHARDS)):
         problems += check_sequences(facts)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
         collect_error(problems, lambda: facts.sizes)

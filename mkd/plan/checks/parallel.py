@@ -14,6 +14,7 @@ from mkd.plan.facts import RunFacts
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.planned_models import given_layouts, layout_flags
 from mkd.plan.parallel_sizes import Sizes
+from mkd.plan.sides import apart_teachers, document_multiple, teacher_sizes
 
 
 def check_parallel(facts: RunFacts) -> Iterator[UsageError]:
@@ -56,18 +57,23 @@ def check_sequences(facts: RunFacts) -> Iterator[UsageError]:
     """Check that context and sequence parallelism can split the packs of the student and of teachers."""
     for option, seq_length in settings(facts.config):
         if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
-            yield from _check_sequence(facts.config, option.label, option.place, seq_length)
+            yield from sequence_problems(facts.config, option.label, option.place, seq_length)
     for index, teacher in enumerate(facts.config.teachers):
         if teacher.context is not None and teacher.context.seq_length is not None:
             path = f"teachers[{index}].context.seq_length"
-            yield from _check_sequence(facts.config, path, path, teacher.context.seq_length)
+            yield from sequence_problems(facts.config, path, path, teacher.context.seq_length)
 
 
-def _check_sequence(config: Config, label: str, place: str, seq_length: int) -> Iterator[UsageError]:
+def sequence_problems(config: Config, label: str, place: str, seq_length: int) -> Iterator[UsageError]:
+    """Yield what keeps the student's processes from splitting packs of a length, the setting `place`.
+
+    The length to use fits the sides of teachers on processes of their own too.
+    """
     parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
     sizes = Sizes.of(parallel)
     multiple, shards = sizes.document_multiple, sizes.row if parallel.sequence_parallel else 1
-    fitting = math.lcm(multiple, shards)
+    rows = [teacher_sizes(one).row for one in apart_teachers(config).values()]
+    fitting = math.lcm(multiple, shards, document_multiple(config), *rows)
     fitting *= math.ceil(seq_length / fitting)
     tokens = seq_length * micro_batch_size
     if tokens >= 2**31:

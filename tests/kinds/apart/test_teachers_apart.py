@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -158,6 +159,44 @@ def test_rows_of_a_context_that_the_teachers_processes_cannot_share(tmp_path):
         path.write_text(f"teachers: [{models}, context: {{seq_length: {length}}}}}]\n")
         found = reports(problems_of(config(*BASE[:-2], "--config", path), 1, shape()))
         assert [one.partition(":")[0] for one in found] == expected
+
+
+@pytest.mark.parametrize("own", ["xtoken", "context", None])
+@pytest.mark.parametrize(
+    "student, teacher, bad, good",  # lengths that do not divide; the one that the error proposes
+    [
+        ({}, {"tensor": 2}, (1025,), 1026),
+        ({}, {"context": 2}, (1025, 1026), 1028),
+        ({"tensor": 2}, {}, (1025,), 1026),
+        ({"tensor": 2, "sequence": True}, {}, (1025,), 1026),
+        ({"tensor": 2, "sequence": True}, {"tensor": 2}, (1025,), 1026),
+        ({"context": 2}, {}, (1025, 1026), 1028),
+        ({"context": 2}, {"context": 2, "tensor": 2}, (1025, 1026, 1027), 1028),
+        ({"context": 3}, {"tensor": 4}, (1025, 1026, 1028), 1032),
+        ({"tensor": 3}, {"context": 2}, (1025, 1026, 1028), 1032),
+    ],
+)
+def test_a_length_that_no_layout_divides_is_one_error(files, tmp_path, own, student, teacher, bad, good):
+    """It proposes a length that fits the layouts of all sides, with which the run has no problem."""
+    sizes = {f"{name}_{'model_' * (name == 'tensor')}parallel_size": n for name, n in teacher.items()}
+    one = {"hf": files[1], "processes": math.prod(teacher.values()), **sizes}
+    names = {"tensor": "--tensor-model-parallel-size", "context": "--context-parallel-size"}
+    layout = [word for name, n in student.items() if name in names for word in (names[name], n)]
+    layout += ["--sequence-parallel"] * ("sequence" in student)
+    flags, path = [*files[:-2], *layout, "--config", tmp_path / "run.yaml"], tmp_path / "run.yaml"
+    world_size = student.get("tensor", 1) * student.get("context", 1)
+
+    def found(length: int) -> list[str]:
+        given = one if own is None else {**one, own: {"seq_length": length}}
+        path.write_text(json.dumps({"teachers": [given]}))
+        # The tensor size 3 divides no model here: that is another mistake.
+        every = early(*flags, "--seq-length", length if own is None else 1032, world_size=world_size)
+        return [problem for problem in every if problem == "length-not-divisible"]
+
+    for length in bad:
+        (problem,) = found(length)
+        assert f"seq_length {good}" in problem.text.replace("-", "_"), problem.text
+    assert found(good) == []
 
 
 def test_peers_of_a_replica():
