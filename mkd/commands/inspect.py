@@ -199,7 +199,8 @@ def require_keys(args: argparse.Namespace, template: ContextTemplate, rows: Iter
     from mkd.config.prompt_template import MADE, PROMPT
     from mkd.data.first_records import LOOKED_AT
     from mkd.data.prompts import parse_prompt
-    from mkd.data.records.parsing import parse_row, raw_fields
+    from mkd.data.records.parsing import parse_row
+    from mkd.data.records.rows import raw_fields
     from mkd.data.records.wanted import WantedRecords
 
     # What a step of sampling makes for prompts is in no record.

@@ -1,7 +1,7 @@
 """Pass the teachers' hidden states from rank to rank of a pipeline, beside the student's messages.
 
-Two communicators take turns from link to link, so that a rank receives over one and sends over the other.
-With a single one, a send that waits for its receiver would hold up the next receive.
+Two communicators take turns, state by state. Over a single one, a send that waits for its receiver would hold
+up the next receive. `mkd/plan/times/prefetch_replay.py` says in which orders of work that never happens.
 
 Elements of a message: T_i * h_i for each teacher, divided over cp, and over tp with sequence parallelism.
 """
@@ -16,46 +16,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.parallel.context import ParallelContext
-from mkd.plan.times.prefetch_replay import COMMUNICATORS
+from mkd.plan.times.prefetch import COMMUNICATORS
 
 
-@dataclass(frozen=True)
-class _Link:
-    """The way to a neighbour in the pipeline."""
-
-    peer: int  # rank of the pipeline
-    group: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
+@dataclass
 class StateLinks:
     """The links of this process: from the rank before, and to the next one."""
 
     shapes: tuple[tuple[int, ...], ...]  # of each teacher's state, [t_i / cp (/ tp), 1, h_i]
     dtype: torch.dtype
     device: torch.device
-    before: _Link | None  # None: this is the first rank
-    behind: _Link | None  # None: this is the last rank
+    groups: tuple[dist.ProcessGroup, ...]  # by turns, over all ranks of the pipeline
+    before: int | None  # rank of the pipeline; None: this is the first
+    behind: int | None  # None: this is the last
+    _received: int = 0
+    _sent: int = 0
     _sending: list[tuple[list[dist.Work], Sequence[Tensor]]] = field(default_factory=list)
 
     @classmethod
     def build(
         cls, context: ParallelContext, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> StateLinks:
-        """Make the communicators, and use each once. Collective.
+        """Make the communicators, and use each once in every direction. Collective.
 
         Used first in a step, a communicator would make its rank wait for the other one at another place.
         """
-        groups = [context.pipeline_group(number) for number in range(COMMUNICATORS)]
+        groups = tuple(context.pipeline_group(number) for number in range(COMMUNICATORS))
         rank, last = context.pp_rank, context.pp_size - 1
-        before = _Link(rank - 1, groups[(rank - 1) % COMMUNICATORS]) if rank else None
-        behind = _Link(rank + 1, groups[rank % COMMUNICATORS]) if rank < last else None
-        links = cls(tuple(shapes), dtype, context.device, before, behind)
-        if before:
-            links.receive()
-        if behind:
-            links.send([torch.zeros(shape, dtype=dtype, device=context.device) for shape in shapes])
-        links.wait_for_sends()
+        before, behind = rank - 1 if rank else None, rank + 1 if rank < last else None
+        links = cls(tuple(shapes), dtype, context.device, groups, before, behind)
+        for _ in groups:
+            if before is not None:
+                links.receive()
+            if behind is not None:
+                links.send([torch.zeros(shape, dtype=dtype, device=context.device) for shape in shapes])
+            links.wait_for_sends()
         return links
 
     def receive(self, shapes: Sequence[tuple[int, ...]] | None = None) -> tuple[Tensor, ...]:
@@ -66,17 +61,19 @@ class StateLinks:
         assert self.before is not None, "the first rank receives no states"
         shapes = self.shapes if shapes is None else shapes
         states = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        link = self.before
-        for request in [dist.irecv(state, group=link.group, group_src=link.peer) for state in states]:
+        group = self.groups[self._received % len(self.groups)]
+        self._received += 1
+        for request in [dist.irecv(state, group=group, group_src=self.before) for state in states]:
             request.wait()
         return tuple(states)
 
     def send(self, states: Sequence[Tensor]) -> None:
         """Send states to the next rank, without waiting."""
         assert self.behind is not None, "the last rank sends no states"
-        link = self.behind
+        group = self.groups[self._sent % len(self.groups)]
+        self._sent += 1
         self._sending[:] = [one for one in self._sending if not all(work.is_completed() for work in one[0])]
-        requests = [dist.isend(state, group=link.group, group_dst=link.peer) for state in states]
+        requests = [dist.isend(state, group=group, group_dst=self.behind) for state in states]
         self._sending.append((requests, states))
 
     def wait_for_sends(self, most: int = 0) -> None:

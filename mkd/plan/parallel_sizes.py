@@ -51,11 +51,6 @@ class Sizes:
         return self.row * self.data
 
     @property
-    def cuts_sequences(self) -> bool:
-        """True if processes share every sequence."""
-        return self.context > 1
-
-    @property
     def copies(self) -> int:
         """Processes of a stage that hold the same weights, experts aside."""
         return self.context * self.data

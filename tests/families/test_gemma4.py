@@ -152,10 +152,8 @@ def test_context_parallelism_divides_the_heads_of_every_layer(groups, head_dim, 
 
 
 def test_wide_heads_run_without_graphs():
-    assert "wide heads" in str(_of_shape(ModelShape.from_hf_config(SIZES), cuts_sequences=False))
-    assert (
-        _of_shape(ModelShape.from_hf_config(SIZES | {"global_head_dim": 256}), cuts_sequences=False) is None
-    )
+    assert "wide heads" in str(_of_shape(ModelShape.from_hf_config(SIZES)))
+    assert _of_shape(ModelShape.from_hf_config(SIZES | {"global_head_dim": 256})) is None
 
 
 def test_a_released_folder_is_not_cut():

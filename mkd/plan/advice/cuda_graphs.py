@@ -126,7 +126,7 @@ def _reasons(facts: RunFacts) -> Iterator[str | None]:
         why = "the student is a teacher too, whose packs are longer"
         yield from [why] * (1 + len(facts.planned_teachers))
         return
-    reason = _of_shape(facts.pair.student, facts.sizes.cuts_sequences)
+    reason = _of_shape(facts.pair.student)
     if facts.config.lora.is_on:
         reason = "layers with adapters have not been tried in graphs"
     if facts.config.rounding.round_activations:
@@ -140,15 +140,13 @@ def _of_teacher(teacher: Teacher) -> str | None:
         return "weights that are averaged have not been tried in graphs"
     if teacher.place.streams:
         return "layers that move run one by one"
-    return _of_shape(teacher.shape, teacher.sizes.cuts_sequences)
+    return _of_shape(teacher.shape)
 
 
-def _of_shape(shape: ModelShape, cuts_sequences: bool) -> str | None:
+def _of_shape(shape: ModelShape) -> str | None:
     if shape.vision is not None:
         return "rows with images differ in shape"
     has_mixers = any(layer.mixer is not None for layer in shape.layers)
-    if has_mixers and cuts_sequences:
-        return "mixers with context parallelism have not been tried in graphs"
     if has_mixers and shape.moe is not None:
         return "mixers beside experts have not been tried in graphs"
     if not all(layer.has_mlp and (layer.has_attention or layer.mixer is not None) for layer in shape.layers):

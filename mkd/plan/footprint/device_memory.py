@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.plan.parallel_sizes import Sizes
-from mkd.plan.times.prefetch_replay import COMMUNICATORS
+from mkd.plan.times.prefetch import COMMUNICATORS
 
 CONTEXT_GIB = 0.6  # CUDA's context
 KERNELS_GIB = 0.25  # of NCCL, torch and Transformer Engine
@@ -55,7 +55,7 @@ def device_gib(sizes: Sizes, groups: Groups) -> float:
     messages = sum(size > 1 for size in _with_messages(sizes, groups))
     pairs = 0
     if sizes.pipeline > 1:
-        pairs = 1 + groups.links_stages * min(COMMUNICATORS, sizes.pipeline - 1)
+        pairs = 1 + groups.links_stages * COMMUNICATORS
     gib = base + WORLD_GIB + spread * SPREAD_GIB + (len(made) - spread) * ALONE_GIB
     return gib + messages * MESSAGE_GIB + pairs * PAIRS_GIB
 

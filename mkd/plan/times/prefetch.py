@@ -25,6 +25,8 @@ from mkd.plan.times.bubble import rank_order
 
 NEVER = float("inf")
 DONE = "."  # behind the student's tasks of a rank
+COMMUNICATORS = 2
+"""Communicators of the states that go from rank to rank. They take turns, state by state."""
 GOOD_ENOUGH = 1.005
 """Proportion of the ideal time at which the search ends."""
 
@@ -285,9 +287,9 @@ class _Step:
     def _teacher_ms(self, state: _RankState, number: int) -> float:
         """Return when a rank's next teacher forward can begin, `NEVER` if that is unknown."""
         ready_ms, needed, loss = 0.0, number - self.policy.boundary.stagger, state.done + number - self.ahead
-        if state.teacher_outputs is not None and number and self.policy.sends_wait:
-            received = min(number + self.policy.boundary.stagger, self.num_microbatches)
-            if len(state.teacher_outputs) < received:
+        if state.teacher_outputs is not None and number >= COMMUNICATORS and self.policy.sends_wait:
+            received = number - COMMUNICATORS + 1 + self.policy.boundary.stagger
+            if len(state.teacher_outputs) < min(received, self.num_microbatches):
                 return NEVER
         if state.teacher_inputs is not None and needed >= 0:
             if needed >= len(state.teacher_inputs):

@@ -4,10 +4,11 @@ Each rank runs its tasks in order. Messages of the student are those of Megatron
 together where a task ends, does the teacher forwards of the gap, and then waits for them. A send ends only
 when its receiver has posted the receive, as with NCCL for large messages.
 
-A rank sends a teacher's state only when the next rank has received the one before. A run does not ask for
-that, but a GPU may: its few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by all streams, and a
-send that waits for the one before it holds up everything that the rank has queued behind. Plans that get
-through only with a queue for each stream wait for ever on four GPUs.
+States of the teacher go over communicators of their own, which take turns state by state. One handles the
+messages of a rank one after another, so that a state waits until the one before on its communicator has
+arrived. On a GPU much else may wait with it: streams share a few hardware queues
+(CUDA_DEVICE_MAX_CONNECTIONS), in which a transfer that cannot start holds up all that was queued after it. A
+replay has a single queue, so that a plan gets through with any number of them.
 
 A replay has three steps: the first fills the teacher's pipeline, the last runs nothing ahead. Between steps
 all ranks wait for each other, and no message is under way.
@@ -22,13 +23,9 @@ from functools import lru_cache
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.plan.times.prefetch import PrefetchPlan, RankWork, candidates, student_order
+from mkd.plan.times.prefetch import COMMUNICATORS, PrefetchPlan, RankWork, candidates, student_order
 
 STEPS = 3
-COMMUNICATORS = 2
-"""Communicators of the teacher's messages. They take turns from link to link, so that a rank receives over
-one and sends over the other. With a single one, a send that waits for its receiver would hold up the next
-receive."""
 REPLAYED = 8
 """Plans of a search that get through a replay: the fastest of them is kept."""
 
@@ -122,7 +119,7 @@ class _Rank:
         """Return all actions, in order."""
         self._teach(self.gaps.done)
         self._receive_states(self.gaps.done + self.gaps.inputs_kept)
-        self._wait_for_sends()
+        self._await_sends(self.teachers)
         for step in range(STEPS):
             self._step(step * self.num_microbatches)
         return self.actions
@@ -153,12 +150,12 @@ class _Rank:
             self._exchange(self._backward_out(backward))
         self._teach(self.gaps.after)
         self._receive_states(self.teachers + self.gaps.inputs_kept)
-        self._wait_for_sends()
+        self._await_sends(self.teachers)
         self.actions.append((MEET,))
 
-    def _wait_for_sends(self) -> None:
-        """Wait until all states that have been sent are received."""
-        unsent = range(0 if self.is_last else self.teachers)[self.sent :]
+    def _await_sends(self, before: int) -> None:
+        """Wait until the states with numbers below `before` that were sent are received."""
+        unsent = range(self.sent, 0 if self.is_last else min(before, self.teachers))
         self.actions += [(WAIT, self._state(self.rank, number)) for number in unsent]
         self.sent += len(unsent)
 
@@ -174,16 +171,20 @@ class _Rank:
             self._receive_states(self.teachers + 1)
             self.actions.append((WORK, "T"))
             if not self.is_last:
-                self._wait_for_sends()
-                self.actions.append((POST, self._state(self.rank, self.teachers)))
+                self._post_state(self.rank, self.teachers)
             self.teachers += 1
 
     def _receive_states(self, until: int) -> None:
         """Receive inputs of the teacher until there have been so many."""
         while not self.is_first and self.received < min(until, self.total):
-            message = self._state(self.rank - 1, self.received)
-            self.actions += [(POST, message), (WAIT, message)]
+            self._post_state(self.rank - 1, self.received)
+            self.actions.append((WAIT, self._state(self.rank - 1, self.received)))
             self.received += 1
+
+    def _post_state(self, link: int, number: int) -> None:
+        """Post one end of a state's message when the rank has sent the state before on its communicator."""
+        self._await_sends(number - COMMUNICATORS + 1)
+        self.actions.append((POST, self._state(link, number)))
 
     def _state(self, link: int, number: int) -> Message:
         return "state", link, number

@@ -56,8 +56,8 @@ PAIRS = {  # shape or model_type of the student, those of the teachers, flags; w
     "experts, no teacher": ("qwen3-30b-a3b:4", (), ("--kd-ratio", 0), ()),
     "experts, interleaved": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), INTERLEAVED, ()),
     "gated delta nets": ("qwen3.5-2b", ("qwen3.5-9b",), (), ()),
-    "gated delta nets, cut sequences": ("qwen3.5-2b", ("qwen3-8b",), CUT, (0,)),
-    "a teacher of gated delta nets, cut sequences": ("qwen3-1.7b", ("qwen3.5-9b",), CUT, (1,)),
+    "gated delta nets, cut sequences": ("qwen3.5-2b", ("qwen3-8b",), CUT, ()),
+    "a teacher of gated delta nets, cut sequences": ("qwen3-1.7b", ("qwen3.5-9b",), CUT, ()),
     "the teacher's experts spread": ("qwen3-30b-a3b:4", ("qwen3-30b-a3b:4",), SPREAD, ()),
 }
 
