@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
-import os, signal
+import os, signal, sys
 from datetime import timedelta
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from mkd.operations.launch.rendezvous import Rendezvous
 from mkd.parallel.context import join_process_group
 from mkd.platform import detect
 
-rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-Rendezvous(rank, 2).ready(60)
+rank, is_first = int(os.environ["RANK"]), not Path(sys.argv[1]).exists()
+meeting = Rendezvous(rank, 2)
+choice = meeting.gather("--teacher-processes", os.getpid(), 60)
+meeting.ready(60)
 join_process_group(detect(), timedelta(seconds=60))
 total = torch.ones(1)
 dist.all_reduce(total)
-if rank and attempt == "0":
+present = [None, None]
+dist.all_gather_object(present, os.getpid())
+if rank and is_first:
+    Path(sys.argv[1]).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
-print(f"rank {rank}, attempt {attempt}: {total.item()}", flush=True)
+print(f"{total.item()}, {'those present' if choice == present else 'others'} have chosen", flush=True)
 """
 
 
@@ -55,22 +65,82 @@ def test_every_attempt_has_keys_of_its_own(monkeypatch):
     assert [store.get("address") for store in stores] == [b"0", b"1", b"2", b"1"]
 
 
-def test_machines_that_count_their_failures_apart_share_their_keys(monkeypatch):
-    """Each torchrun counts the failures of its own machine."""
+def test_stores_that_may_have_keys_of_an_earlier_attempt(monkeypatch):
+    """On several machines each torchrun counts its own failures; without it, rank 0 hosts a new store."""
     from mkd.parallel.start_store import needs_own_keys
 
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for world_size, needed in (("8", True), ("16", False)):
+    for world_size, restarts, agent_store, needed in (
+        ("8", "0", "True", False),
+        ("8", "1", "True", True),
+        ("16", "0", "True", True),
+        ("16", "1", "False", False),
+        ("16", "1", None, False),
+    ):
         monkeypatch.setenv("WORLD_SIZE", world_size)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        if agent_store:
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_store)
         assert needs_own_keys() == needed
 
 
+@pytest.fixture
+def clients():
+    """Return a function that makes clients of one store, as each process has its own."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+def attempt_of(clients, size: int, order: list[int], timeout_s: float = 30.0) -> list[int]:
+    """Return the number that each rank of an attempt gets. They come in this order, a little apart."""
+    from mkd.parallel.start_store import agree_on_attempt
+
+    def of_rank(rank: int) -> int:
+        time.sleep(0.01 * order.index(rank))
+        return agree_on_attempt(clients(), rank, size, timedelta(seconds=timeout_s))
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(of_rank, range(size)))
+
+
+def test_the_processes_of_every_attempt_agree_on_a_number_of_their_own(clients):
+    """In every order, and with tickets of processes that died with or without an answer."""
+    found = []
+    for repetition in range(20):
+        order = random.Random(repetition).sample(range(4), 4)
+        dead = clients()
+        for _ in range(repetition % 3):  # they took a ticket, and died before they read the answer
+            dist.PrefixStore("mkd/attempts", dead).add("tickets", 1)
+        (number,) = set(attempt_of(clients, 4, order))
+        found.append(number)
+    assert len(set(found)) == 20
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(clients):
+    with pytest.raises(dist.DistError):
+        attempt_of(clients, 2, [0, 1][:1], timeout_s=0.5)
+    assert len(set(attempt_of(clients, 2, [1, 0]))) == 1  # the next attempt is complete
+
+
 @pytest.mark.slow
-def test_a_restart_by_torchrun_meets_itself(tmp_path):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_restart_by_torchrun_meets_itself(tmp_path, machines):
+    """No process of the second attempt has a value of the first one, which is in the same store."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, "--monitor-interval", "0.1", str(tmp_path / "script.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}, attempt 1: 2.0" for rank in (0, 1)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free.getsockname()[1]}"]
+    launch = ["-m", "torch.distributed.run", "--nnodes", str(machines), *meet, "--rdzv-id", "restart"]
+    launch += ["--max-restarts", "2", "--nproc-per-node", str(2 // machines), "--monitor-interval", "0.1"]
+    command = [sys.executable, *launch, str(tmp_path / "script.py"), str(tmp_path / "was killed")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(machines)]
+    try:
+        ended = [one.communicate(timeout=300) for one in started]
+    finally:
+        for one in started:
+            one.terminate()
+    assert [one.returncode for one in started] == [0] * machines, [said[-3000:] for _, said in ended]
+    lines = "".join(said for said, _ in ended).splitlines()
+    assert lines == ["2.0, those present have chosen"] * 2
