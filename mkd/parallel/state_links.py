@@ -8,8 +8,9 @@ Elements of a message: T_i * h_i for each teacher, divided over cp, and over tp 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,20 +62,26 @@ class StateLinks:
         assert self.before is not None, "the first rank receives no states"
         shapes = self.shapes if shapes is None else shapes
         states = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        group = self.groups[self._received % len(self.groups)]
-        self._received += 1
-        for request in [dist.irecv(state, group=group, group_src=self.before) for state in states]:
+        for request in self._posted(dist.irecv, states, self.before, self._received):
             request.wait()
+        self._received += 1
         return tuple(states)
 
     def send(self, states: Sequence[Tensor]) -> None:
         """Send states to the next rank, without waiting."""
         assert self.behind is not None, "the last rank sends no states"
-        group = self.groups[self._sent % len(self.groups)]
-        self._sent += 1
         self._sending[:] = [one for one in self._sending if not all(work.is_completed() for work in one[0])]
-        requests = [dist.isend(state, group=group, group_dst=self.behind) for state in states]
-        self._sending.append((requests, states))
+        self._sending.append((self._posted(dist.isend, states, self.behind, self._sent), states))
+        self._sent += 1
+
+    def _posted(
+        self, operation: Callable[..., Any], states: Sequence[Tensor], peer: int, number: int
+    ) -> list[dist.Work]:
+        """Post the message of that number, in one launch: the states of several teachers are one message."""
+        group = self.groups[number % len(self.groups)]
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, state, group=group, group_peer=peer) for state in states]
+        )
 
     def wait_for_sends(self, most: int = 0) -> None:
         """Let the device wait until the next rank has received all states but the latest `most`.

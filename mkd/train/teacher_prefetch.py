@@ -5,6 +5,10 @@ student's 1F1B. A gap is between posting a receive and waiting for it. On the fi
 received, it is before a forward. The rest runs after the last backward. A teacher forward takes the states
 of the rank before, and the last rank keeps them for the loss.
 
+The first step of a process runs as without a plan. Kernels, their tuning and the student's communicator are
+used for the first time there, which may let the host wait for all that the device has queued. With a state
+among it, whose receiver waits for this rank, it would wait for ever.
+
 At the end of a step the teachers have begun with the next one. Nothing of that is saved: a run that resumes
 makes these states again. Evaluations do not touch them: there the stages run the teachers, as without a plan.
 """
@@ -47,12 +51,18 @@ class TeacherPrefetch:
         self._inputs: deque[tuple[Tensor, ...]] = deque()  # received, for the first of the queue
         self._finals: deque[tuple[SampleIds, tuple[Tensor, ...]]] = deque()  # on the last rank
         self._ahead: list[SampleIds] | None = None  # of the next step, done; None: nothing is ahead
+        self._has_run_step = False
         self._gaps: Iterator[int] = iter(())
 
     @property
     def num_ahead(self) -> int:
         """Number of teacher forwards of the next step that are done, between steps."""
         return len(self._ahead or ())
+
+    def is_due(self) -> bool:
+        """Return True if the training step that begins has teacher forwards ahead: all but the first."""
+        is_due, self._has_run_step = self._has_run_step, True
+        return is_due
 
     @contextmanager
     def step(
@@ -62,7 +72,7 @@ class TeacherPrefetch:
     ) -> Iterator[None]:
         """Run teacher forwards while the student trains on `microbatches`. The caller calls `finish` inside.
 
-        The first step, and one after a step without `following`, begins with filling the teachers' pipeline.
+        A step with nothing ahead begins with filling the teachers' pipeline.
         """
         self._begin(microbatches, following)
         self.communicator.while_waiting = self.fill_gap

@@ -19,6 +19,7 @@ BLOCKWISE = ("--student-precision", "fp8")
 FP8 = (*BLOCKWISE, "--student-fp8-recipe", "tensorwise")
 MIXERS = ("--recompute-granularity", "selective", "--recompute-modules", "mixer")
 DELTA = dict(student="delta", teachers=("delta",), forced=Forced())
+TWO_TEACHERS = dict(teachers=("wider", "llama"))
 DELTA_ROUTED = dict(student="delta routed", teachers=("delta routed",), tuned=True)
 ROWS = (
     GraphRow("one GPU"),
@@ -27,7 +28,7 @@ ROWS = (
     GraphRow("distributed optimizer, overlapped", flags=OVERLAP),
     GraphRow("windows, two rotary embeddings", student="gemma3", teachers=("gemma3",)),
     GraphRow("latent attention", student="latent", teachers=("latent",)),
-    GraphRow("two teachers", teachers=("wider", "llama")),
+    GraphRow("two teachers", **TWO_TEACHERS),
     GraphRow("FP8 teacher", flags=("--teacher-precision", "fp8")),
     GraphRow("FP8 student", flags=FP8),
     GraphRow("FP8 student, blockwise", flags=BLOCKWISE),
@@ -40,6 +41,7 @@ ROWS = (
     GraphRow("PP2", 2, pp=2),
     GraphRow("PP2 VPP2", 2, pp=2, vp=2),
     GraphRow("PP2, teachers ahead", 2, pp=2, flags=("--teacher-prefetch", "2")),
+    GraphRow("PP2, two teachers ahead", 2, pp=2, flags=("--teacher-prefetch", "4"), **TWO_TEACHERS),
     GraphRow("CP2", 2, cp=2),
     GraphRow("FP8 student, DP2 overlapped", 2, flags=(*FP8, *OVERLAP)),
     GraphRow("FP8 student, TP2 + SP", 2, tp=2, flags=FP8),

@@ -48,7 +48,8 @@ class GraphedDecoder:
     warning.
 
     The kernels of experts and of mixers are compiled when they are first used. So a model with these that is
-    trained needs a backward before, too, which with pipeline parallelism comes after several packs.
+    trained needs a backward before, too. So does any model with pipeline parallelism, where the first
+    backward comes after several packs.
     """
 
     decoder: TransformerBlock
@@ -69,7 +70,8 @@ class GraphedDecoder:
         self._is_trained = any(one.requires_grad for one in self.decoder.parameters())
         experts = [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, ExpertLayer)]
         mixers = any(isinstance(module, Mixer) for module in self.decoder.modules())
-        self._compiles_backward = self._is_trained and (bool(experts) or mixers)
+        waits_for_backward = bool(experts) or mixers or not self.memory.may_wait
+        self._compiles_backward = self._is_trained and waits_for_backward
         waits = bool(experts) and (self.cuts_at_experts or any(one.host_waits for one in experts))
         self.sections: Sections = [whole(self.decoder)]
         if waits and (why := why_uncut(self.decoder)) is not None:
