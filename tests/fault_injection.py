@@ -6,8 +6,8 @@ An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POIN
 a save (see mkd.operations.phases and mkd.checkpoint.saving), and `in_gather`: in a step, when peers gather
 the second layer of a teacher. Kinds: `kill` (SIGKILL), `stop` (SIGSTOP), `enospc` and `eio` (the OSError of a
 full or a broken disk), `error` (a RuntimeError), `oom` (torch's OutOfMemoryError), `memory` (a MemoryError),
-`exit` (without a report), `hang`, `nan` (make a gradient NaN) and `skip` (leave out the exchange of the
-stopper).
+`exit` (without a report), `hang`, `pause` (once, for PAUSE_S), `nan` (make a gradient NaN) and `skip` (leave
+out the exchange of the stopper).
 
 `fault` injects into this process. Real processes have the fault if they are started with `environment`, whose
 PYTHONPATH leads to tests/fault_site/sitecustomize.py.
@@ -22,16 +22,29 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from mkd.operations.phases import DATA, END, FORWARD_BACKWARD, OPTIMIZER, ROLLOUT, WAITING, Follower, Phases
+from mkd.operations.phases import (
+    DATA,
+    END,
+    FORWARD_BACKWARD,
+    OPTIMIZER,
+    READING,
+    ROLLOUT,
+    WAITING,
+    Follower,
+    Phases,
+)
 
 VARIABLE = "MKD_FAULT"
 SITE = Path(__file__).resolve().parent / "fault_site"
+PAUSE_S = 75.0
 POINTS = {
+    READING: "in_reading",  # of the data, at the start
     DATA: "in_data",
     ROLLOUT: "in_rollout",
     FORWARD_BACKWARD: "in_step",  # on a teacher's own process, a row: their numbers are steps
@@ -75,6 +88,11 @@ class Injector(Follower):
             os._exit(1)
         elif self.kind == "hang":
             threading.Event().wait()
+        elif self.kind == "pause":
+            time.sleep(PAUSE_S)
+            self.kind = "paused"
+        elif self.kind == "paused":
+            return  # reading announces every piece
         elif self.kind == "oom":
             raise out_of_memory(self.text)
         elif self.kind == "memory":

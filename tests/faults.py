@@ -62,6 +62,7 @@ ROWS = {
     "37 start": ("... one cannot start, or has other settings", "all end with its exit code"),
     "37 signal": ("... a signal to one or all, in every phase", "one step saved, exit 75 of all"),
     "37 no end": ("... a student that never ends them", "all end in the time of a save after the signal"),
+    "37 reading": ("... a student that reads its data for longer than a step may take", "its teacher waits"),
     "37 busy": ("... a busy or paused machine", "no false alarm"),
 }
 """{row: (fault, what is expected)}, a short form of the acceptance page."""

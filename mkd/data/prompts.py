@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -86,6 +87,7 @@ def read_prompts(
     with_fields: bool = False,  # the other keys of a record are read, so that the fingerprint covers them
     wanted: WantedRecords | None = None,  # whose tag is read; None: prompts have no tags
     file_tags: Mapping[str, str] = MappingProxyType({}),  # path -> tag of its prompts without one
+    progress: Callable[[], None] = lambda: None,  # called for each record
 ) -> PromptSet:
     """Read and tokenise all prompts, each model in its own chat template.
 
@@ -94,15 +96,15 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     all_bad: list[BadRecord] = []
-    contexts = tuple(
-        dict.fromkeys(key for one in teachers.values() if one.context for key in one.context.keys)
-    )
+    own_keys = (one.context.keys for one in teachers.values() if one.context)
+    contexts = tuple(dict.fromkeys(chain.from_iterable(own_keys)))
     is_made = any(one.made for one in teachers.values())
     read_keys = (*contexts, *(() if wanted is None else wanted.keys))
     for path, file_tag in _files(paths, file_tags):
         parsed = []
         bad: list[BadRecord] = []
         for number, row in read_rows(path, whole=True):
+            progress()
             try:
                 prompt, fields = parse_prompt(row, contexts)
                 ids = encode_prompt(prompt, tokenizer)
@@ -134,8 +136,7 @@ def read_prompts(
         what = f"--prompt-data-path {' '.join(paths)} has no prompt"
         raise DataError(what, "there is nothing to complete", "check how it was made", code="data-file-empty")
     fingerprint = _fingerprint(prompts, tuple(teachers), wanted is not None, with_fields)
-    entries = [one.entry for one in all_bad]
-    return PromptSet(prompts, len(all_bad), fingerprint, entries)
+    return PromptSet(prompts, len(all_bad), fingerprint, [one.entry for one in all_bad])
 
 
 def _fingerprint(

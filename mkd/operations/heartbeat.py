@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mkd.operations.failures import Failure
-from mkd.operations.phases import INIT
+from mkd.operations.phases import INIT, READING
 from mkd.operations.signals import Signals
 
 BEAT_S = 0.5
@@ -129,7 +129,7 @@ class Heartbeat:
         return Failure(rank, time.time(), 1, what, "")
 
     def _limit_s(self, rank: int) -> float:
-        is_loading = self.said.get(rank, {}).get("phase", INIT) == INIT
+        is_loading = self.said.get(rank, {}).get("phase", INIT) in (INIT, READING)
         return self.limit_s * LOADING_S / SILENT_S if is_loading else self.limit_s
 
     def _run(self) -> None:

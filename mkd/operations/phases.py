@@ -14,6 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 INIT, DATA, FORWARD_BACKWARD, OPTIMIZER = "init", "data", "forward_backward", "optimizer"
+READING = "reading the data"  # part of the start, before the models are built
 ROLLOUT = "rollout"  # part of fetching the data of a step
 WAITING = "waiting for the student"  # on a teacher's own processes, outside of forwards
 EVAL, TASK_EVALUATION, SAVE, END = "eval", "task evaluation", "save", "end"

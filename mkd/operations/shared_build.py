@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mkd.checkpoint.folders import TrainingPosition, named_by_pointer, position_of, read_state
 from mkd.errors import CheckpointError, Preempted
-from mkd.operations.phases import INIT, Phases
+from mkd.operations.phases import READING, Phases
 from mkd.operations.run_folders import PREEMPTED, remove_markers, write_marker
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
@@ -38,7 +38,7 @@ class SharedBuild:
 
     def progress(self) -> None:
         """Announce that a piece is done. Raise Preempted if some rank was told to end."""
-        self.phases.enter(INIT, 0)
+        self.phases.enter(READING, 0)
         if self.signals.received or time.monotonic() - self._last_beat > BEAT_S:
             self._beat(is_done=False)
 
@@ -46,8 +46,8 @@ class SharedBuild:
         """Return the picklable `value` of rank 0 on every rank, when the build has ended. Collective."""
         is_done = self.context.rank == 0
         while not self._beat(is_done):
-            self.phases.enter(INIT, 0)
-        self.phases.enter(INIT, 0)
+            self.phases.enter(READING, 0)
+        self.phases.enter(READING, 0)
         return self.context.broadcast_object(value)
 
     def end_if_asked(self) -> None:

@@ -24,6 +24,7 @@ from mkd.operations.phases import (
     FORWARD_BACKWARD,
     INIT,
     OPTIMIZER,
+    READING,
     ROLLOUT,
     SAVE,
     TASK_EVALUATION,
@@ -197,7 +198,7 @@ class StopNotice(Follower):
 
     def entered(self, phase: str, iteration: int) -> None:
         """Describe a stop during `phase` of step `iteration`."""
-        if phase == INIT:
+        if phase in (INIT, READING):
             return
         then = ", then saving" if self.save else "; --no-save: nothing is saved"
         if phase == SAVE:

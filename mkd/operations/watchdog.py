@@ -23,6 +23,7 @@ from mkd.operations.phases import (
     FORWARD_BACKWARD,
     INIT,
     OPTIMIZER,
+    READING,
     SAVE,
     TASK_EVALUATION,
     WAITING,
@@ -51,6 +52,7 @@ class Watchdog(Follower):
     start_limit_s: float  # for each phase of the first step, and for saves
     step_limit_s: float  # for every other phase
     heartbeat: Heartbeat | None = None  # of a launch with sides
+    side_size: int = 0  # processes of this one's side, 0: of the run, which has one side
     phase: str = INIT
     iteration: int = 0
     _since: float = field(default_factory=time.monotonic)
@@ -108,7 +110,8 @@ class Watchdog(Follower):
         """Restart the clock for `phase` of step `iteration`."""
         if phase == END and self.heartbeat is None:  # other sides are still needed
             self.stop()
-        if self.phase == INIT and self.heartbeat is not None:  # its limits depend on it
+        if self.phase != phase and self.phase in (INIT, READING) and self.heartbeat is not None:
+            # Its limits depend on it.
             self.heartbeat.beat()
         is_row = self.phase == FORWARD_BACKWARD and phase == WAITING  # of a teacher, which has no optimizer
         if is_row or (self.phase == OPTIMIZER and phase != OPTIMIZER):
@@ -119,15 +122,17 @@ class Watchdog(Follower):
         """Return the limit of the current phase.
 
         A process without peers may take as long as it needs to prepare its data, because no rank waits for
-        it. The batches of held-out tasks are not announced; the process group's own timeout covers them.
-        A teacher's process may wait for the student as long as it needs, but after a signal no longer than a
-        save may take.
+        it: neither do those of teachers on processes of their own (`await_student`). The batches of held-out
+        tasks are not announced; the process group's own timeout covers them. A teacher's process may wait for
+        the student as long as it needs, but after a signal no longer than a save may take.
         """
         if self.phase in (TASK_EVALUATION, END) or (self.phase == INIT and self.reports.world_size == 1):
             return math.inf
+        if self.phase == READING and (self.side_size or self.reports.world_size) == 1:
+            return math.inf
         if self.phase == WAITING and not self._is_signalled:
             return math.inf
-        if self.phase in (INIT, SAVE, WAITING) or self._is_first_step:
+        if self.phase in (INIT, READING, SAVE, WAITING) or self._is_first_step:
             return max(self.start_limit_s, self.step_limit_s)
         return self.step_limit_s
 

@@ -124,6 +124,7 @@ def run(
         make_folders(folder, files=LOG_FILES)
     reports.folder = folder / "errors"
     watchdog = Watchdog.from_config(parallel, reports)
+    watchdog.side_size = side.size
     watchdog.start()
     if signals is not None:
         signals.when_forced += [watchdog.stop, reports.post_interrupt]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mkd.config.tag_rules import TagRules
@@ -19,7 +20,7 @@ from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES
 from mkd.kinds.texts import Texts
 from mkd.operations.cleanup import Cleanup
-from mkd.operations.phases import ROLLOUT, Phases
+from mkd.operations.phases import INIT, READING, ROLLOUT, Phases
 from mkd.operations.run_folders import log_folder
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
@@ -38,8 +39,9 @@ def read_texts(
     """Return the plan with what the text decides, the text, and held-out tasks. Collective."""
     assert plan.tokenizers is not None, "a run reads text"
     tokenizer = plan.tokenizers.student
+    phases.enter(READING, 0)  # it may take long, if no process waits for it
     # Prompts come first, because packs of cross-tokenizer teachers need room for their completions.
-    prompts = build_prompts(plan)
+    prompts = build_prompts(plan, phases)
     teachers = [one.meet(plan.config, plan.tokenizers, context) for one in plan.setups]
     if prompts is not None:
         length, multiple = plan.config.training.seq_length, context.document_multiple
@@ -51,6 +53,7 @@ def read_texts(
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
     lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers, context.document_multiple)
     tags = tag_names(plan, train_set if train_set is not None else valid_set, prompts)
+    phases.enter(INIT, 0)
     return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths, tags), tasks
 
 
@@ -83,10 +86,10 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
     return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)
 
 
-def build_prompts(plan: Plan) -> PromptSet | None:
+def build_prompts(plan: Plan, phases: Phases) -> PromptSet | None:
     """Read the prompts; None for a run without rollouts, empty for a source that has them itself.
 
-    Raises DataError for records that are none.
+    Each prompt counts as progress. Raises DataError for records that are none.
     """
     config = plan.config
     if not config.rollout.is_on:
@@ -102,10 +105,10 @@ def build_prompts(plan: Plan) -> PromptSet | None:
     }
     paths, has_rewards = config.rollout.prompt_data_path, config.grpo.is_on
     rules = TagRules.of(config)
-    tags: dict[str, Any] = {}
+    more: dict[str, Any] = {"progress": partial(phases.enter, READING, 0)}
     if rules is not None:
-        tags = {"wanted": WantedRecords(tag=config.kd.tag_key), "file_tags": rules.files}
-    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards, **tags)
+        more |= {"wanted": WantedRecords(tag=config.kd.tag_key), "file_tags": rules.files}
+    return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards, **more)
 
 
 def teacher_seq_lengths(

@@ -115,8 +115,11 @@ def test_each_file_may_have_bad_records_and_all_are_listed(tokenizer, tmp_path):
         write_records(tmp_path / "a.jsonl", {"prompt": "a"}, "not json"),
         write_records(tmp_path / "b.jsonl", long, {"prompt": "b"}),
     ]
-    found = read_prompts([str(path) for path in paths], tokenizer, 16, 300, max_bad_records=1)
+    calls: list[None] = []
+    settings = {"max_bad_records": 1, "progress": lambda: calls.append(None)}
+    found = read_prompts([str(path) for path in paths], tokenizer, 16, 300, **settings)
     assert (len(found), found.num_bad_records) == (2, 2)
+    assert len(calls) == 4  # each record is progress
     listed = tmp_path / "log" / "quarantine.jsonl"
     append(found.bad_records, listed)
     entries = [json.loads(line) for line in listed.read_text().splitlines()]

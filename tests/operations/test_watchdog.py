@@ -80,6 +80,25 @@ def test_the_clock_of_a_phase():
     assert limits == [600, 600, 600, 5, 600, 5, math.inf]
 
 
+@pytest.mark.parametrize(
+    ("size", "side_size", "limit"), [(1, 1, None), (3, 1, None), (3, 2, 600), (2, 0, 600)]
+)
+def test_the_clock_while_data_is_read(size, side_size, limit):
+    """A student's single process has none, also beside a teacher's processes; the rest of the start has."""
+    import math
+
+    from mkd.operations.failures import FailureReports
+    from mkd.operations.phases import INIT, READING
+    from mkd.operations.watchdog import Watchdog
+
+    watchdog = Watchdog(FailureReports(0, size), start_limit_s=600, step_limit_s=5, side_size=side_size)
+    limits = []
+    for phase in (READING, INIT):
+        watchdog.entered(phase, 0)
+        limits.append(watchdog.limit_s())
+    assert limits == [limit or math.inf, math.inf if size == 1 else 600]
+
+
 def test_the_clock_of_a_teachers_own_process():
     """It may wait for the student without end, but after a signal no longer than a save may take."""
     import math

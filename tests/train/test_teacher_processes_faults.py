@@ -162,6 +162,20 @@ def test_a_teacher_that_fails_before_it_meets_the_student(files, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("37 reading")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_student_that_reads_data_for_long(files, tmp_path, ranks):
+    """A single process may, and its teacher waits. Several wait for each other, with a limit."""
+    limit = ("--distributed-timeout-minutes", 1)
+    ended = run(files, tmp_path, f"long {ranks}", *limit, fault="pause@in_reading:0", ranks=ranks)
+    if ranks == 2:
+        assert [one.code for one in ended] == [EXIT_DONE] * 2, [one.output for one in ended]
+    else:
+        assert all(one.code == 1 for one in ended), [one.output for one in ended]
+        assert "no progress in reading the data for 60 s" in "".join(one.output for one in ended)
+
+
+@pytest.mark.slow
 @pytest.mark.fault("37 busy")
 def test_a_busy_machine_raises_no_alarm(files, tmp_path):
     """Forty processes that calculate take the cores for a minute."""
