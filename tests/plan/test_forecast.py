@@ -157,6 +157,16 @@ def test_teachers_ahead_fill_the_gaps_of_the_pipeline():
         assert work.backward_ms == stage.backward_ms and work.teacher_ms > 0
 
 
+def test_the_plan_says_why_teachers_do_not_run_ahead():
+    text = describe_forecast(
+        forecast(*PP4, "--pipeline-layout", "auto", "--num-virtual-stages-per-pipeline-rank", 2)
+    )
+    assert (
+        "do not run ahead (--teacher-prefetch 0, chosen by auto): teacher forwards ahead are planned" in text
+    )
+    assert "run ahead" not in describe_forecast(forecast(*PP4, "--teacher-prefetch", 0))
+
+
 @pytest.mark.parametrize("source", ["setting", "machine"])
 def test_auto_runs_ahead_where_the_memory_fits(source):
     """The bound is 0.95 of a GPU's memory. A number that is given stays, and needs what it needs."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mkd.human import counted, duration, floating_point, gpu_hours, milliseconds, number, size
 from mkd.plan.advice.cuda_graphs import planned_graphs
-from mkd.plan.checks.prefetch_limits import is_auto, states_ahead
+from mkd.plan.checks.prefetch_limits import is_auto, obstacles, states_ahead
 from mkd.plan.forecast import MOST_PLANNED, Forecast
 from mkd.plan.models.lora_shape import LoRAShape
 from mkd.plan.models.mixer_kernels import fla_version, unfused_reason
@@ -144,6 +144,9 @@ def _ahead(forecast: Forecast) -> Iterator[str]:
         elif usable_gib is not None and forecast.need_gib(wanted) > usable_gib:
             why = f"{wanted} micro-batches ahead would need {forecast.need_gib(wanted):.1f} GiB"
             why += f", but only {usable_gib:.1f} GiB are usable"
+        yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
+    elif is_auto(forecast.config) and forecast.teachers and forecast.student_layout.pipeline_parallel > 1:
+        why = next(obstacles(forecast.config)).why
         yield f"teachers do not run ahead (--teacher-prefetch 0{chosen}): {why}"
 
 

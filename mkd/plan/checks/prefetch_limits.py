@@ -26,7 +26,7 @@ def states_ahead(config: Config) -> int:
     if not is_auto(config):
         return int(config.parallel.teacher_prefetch)
     ahead = 2 * config.parallel.pipeline_model_parallel_size
-    return 0 if any(_obstacles(config)) else ahead
+    return 0 if any(obstacles(config)) else ahead
 
 
 def check_prefetch(facts: RunFacts) -> Iterator[UsageError]:
@@ -41,10 +41,10 @@ def check_prefetch(facts: RunFacts) -> Iterator[UsageError]:
         what, do = f"{_given(config)} is no such number", "give 0 or more, or auto"
         yield UsageError(what, why, do, code="value-not-valid")
     elif ahead > 0 and config.needs_models:  # plain training reads no setting of teachers
-        yield from _obstacles(config)
+        yield from obstacles(config)
 
 
-def _obstacles(config: Config) -> Iterator[UsageError]:
+def obstacles(config: Config) -> Iterator[UsageError]:
     """Yield everything that keeps teachers from running ahead; one reason, if no teacher is there."""
     parallel, given = config.parallel, _given(config)
     if not config.needs_models or all(one.stand_in for one in config.teachers):
