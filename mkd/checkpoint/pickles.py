@@ -53,7 +53,7 @@ class _Refused(Exception):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python before 3.11.4 writes members of an Enum with it
+        if (module, name) == ("builtins", "getattr"):  # members of an Enum, from Python before 3.11.4
             return _member
         if name not in ALLOWED.get(module, frozenset()):
             raise _Refused(f"{module}.{name}")

@@ -11,6 +11,8 @@ import zipfile
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from mkd.checkpoint.manifest import MANIFEST_FILE, manifest_text, seal
 from mkd.checkpoint.pickles import read_metadata, refuse_code
@@ -73,6 +75,19 @@ def test_metadata_may_not_call(name, protocol, folder, tmp_path):
         assert refused.code == "untrusted-files" and str(folder / ".metadata") in refused.what
         assert f"{name}," in refused.what or "getattr," in refused.what
     assert not trace.exists()
+
+
+def test_members_of_an_enum_as_older_pythons_write_them(folder):
+    """Python 3.11.0 to 3.11.3 pickles them as calls of getattr. No other attribute may be asked for."""
+    metadata = read_metadata(folder)
+    metadata.planner_data = Crafted(getattr, WriteItemType, "TENSOR")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuse_code(folder)
+    assert read_metadata(folder).planner_data is WriteItemType.TENSOR
+    for of, name in ((WriteItemType, "__class__"), (Metadata, "__init__"), (WriteItemType.TENSOR, "value")):
+        metadata.planner_data = Crafted(getattr, of, name)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert "getattr," in refusal(folder).what
 
 
 @pytest.mark.parametrize("name", NAMES)
