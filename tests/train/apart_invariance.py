@@ -53,6 +53,7 @@ ROWS = {
     "TP2 + SP <- CP2": row(Layout("s", 2, tp=2, flags=SP), CP2),
     "TP1 <- TP2": row(ONE, TP2),
     "TP1 <- CP2": row(ONE, CP2),
+    "PP2 <- PP4": row(Layout("s", 2, pp=2), Layout("t", 4, pp=4)),
     "TP1 <- DP2": row(ONE, DP2),
     "TP2 <- PP2": row(Layout("s", 2, tp=2), PP2),
     "TP2 + SP <- TP2": row(Layout("s", 2, tp=2, flags=SP), TP2),
