@@ -83,8 +83,8 @@ class Policy:
     boundary: Boundary
     in_gaps: int  # teacher forwards of a step that gaps have room for; others take turns with the student's
     patience: float  # proportion of a teacher forward that must fit before the student's next task
-    # A rank that fills the pipeline waits until its forward is received, and a teacher forward until its state
-    # can be sent, as in a run. Without it some plans are faster, and some cannot run.
+    # A rank that fills the pipeline waits until its forward is received, and a teacher forward until its
+    # state can be sent, as in a run. Without it some plans are faster, and some cannot run.
     sends_wait: bool
 
 
