@@ -59,10 +59,10 @@ class TeacherPrefetch:
         """Number of teacher forwards of the next step that are done, between steps."""
         return len(self._ahead or ())
 
-    def is_due(self) -> bool:
-        """Return True if the training step that begins has teacher forwards ahead: all but the first."""
-        is_due, self._has_run_step = self._has_run_step, True
-        return is_due
+    def for_next_step(self) -> TeacherPrefetch | None:
+        """Return this prefetch, or None if the training step that begins is the first of the process."""
+        is_first, self._has_run_step = not self._has_run_step, True
+        return None if is_first else self
 
     @contextmanager
     def step(
