@@ -1,13 +1,11 @@
-"""The axes of the process grid and the process groups that follow from them.
+"""The axes of the process grid, and the groups of experts spread otherwise than Megatron's.
 
-Another axis is one entry in `AXES` and the spans of its groups in `SPANS`. Experts have a grid of their own
-over the same ranks: the tensor, context and data-parallel ranks of a pipeline stage divide the experts
-(`ep`), and hold copies of them (`edp`).
+Experts have a grid of their own over the same ranks: the tensor, context and data-parallel ranks of a
+pipeline stage divide the experts (`ep`), and hold copies of them (`edp`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,30 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mkd.plan.parallel_sizes import Sizes
-
 if TYPE_CHECKING:  # the losses import this module, and do without Megatron on one process
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Axis -> what it divides, in Megatron's order of ranks: along the first axis neighbours differ by 1.
-AXES = {"tp": "every matrix", "cp": "every sequence", "dp": "the batch", "pp": "the layers"}
+# Axis -> field of ProcessGroupCollection that has its group.
+AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "ep": "ep", "edp": "expt_dp"}
 
-# The same for experts; an expert is whole on its process.
-EXPERT_AXES = {"ep": "the experts", "edp": "copies of the experts", "pp": "the layers"}
-
-# Field of ProcessGroupCollection -> axes along which the ranks of the group differ.
-SPANS: Mapping[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "mp": ("tp", "pp"),
-    "tp_cp": ("tp", "cp"),
-    "dp_cp": ("cp", "dp"),
-    "intra_dp_cp": ("cp", "dp"),
-    "tp_dp_cp": ("tp", "cp", "dp"),
-    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
-}
+# Field for experts -> axes of their grid along which the ranks of the group differ.
 EXPERT_SPANS: Mapping[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "expt_tp": (),
@@ -47,9 +28,6 @@ EXPERT_SPANS: Mapping[str, tuple[str, ...]] = {
     "expt_dp": ("edp",),
     "intra_expt_dp": ("edp",),
 }
-# Field -> positions in a pipeline group of the stages that share the embedding.
-STAGES: Mapping[str, tuple[int, ...]] = {"embd": (0, -1), "pos_embd": (0,)}
-ABSENT = ("hcp", "inter_dist_opt")  # hierarchical context parallelism, several optimizer instances
 
 
 @dataclass(frozen=True)
@@ -82,17 +60,14 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def axes_of(groups: ProcessGroupCollection) -> dict[str, Axis]:
     """Return this process's place on every axis."""
-    fields = {name: name for name in AXES} | {"ep": "ep", "edp": "expt_dp"}
-    return {
-        name: Axis(group.rank(), group.size(), group)
-        for name, group in ((name, getattr(groups, field)) for name, field in fields.items())
-    }
+    fields = ((name, getattr(groups, field)) for name, field in AXES.items())
+    return {name: Axis(group.rank(), group.size(), group) for name, group in fields}
 
 
 def grid_groups(sizes: Mapping[str, int], span: Iterable[str]) -> list[list[int]]:
     """Return the ranks of each group that differ along the axes of `span` only.
 
-    `sizes` has all axes of `AXES` or `EXPERT_AXES`, in their order.
+    `sizes` has all axes of the grid; along the first one neighbours differ by 1.
     """
     strides, stride = {}, 1
     for name, size in sizes.items():
@@ -119,50 +94,20 @@ def peer_ranks(world_size: int, shards: int, peers: int) -> list[list[int]]:
     ]
 
 
-def build_groups(sizes: Sizes, timeout: timedelta) -> ProcessGroupCollection:
-    """Create the groups of a grid over all processes. Collective.
-
-    A process that is in no group of a field (an inner pipeline stage for `embd`) has None there, as in
-    Megatron.
-    """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    grid = dict(zip(AXES, (sizes.tensor, sizes.context, sizes.data, sizes.pipeline), strict=True))
-    assert math.prod(grid.values()) == dist.get_world_size(), "the axes span the world"
-    members = {field: grid_groups(grid, span) for field, span in SPANS.items()}
-    members |= _expert_members(sizes.pipeline, sizes.expert)
-    for field, stages in STAGES.items():
-        members[field] = [sorted({ranks[stage] for stage in stages}) for ranks in members["pp"]]
-    return ProcessGroupCollection(**dict.fromkeys(ABSENT), **_create(members, timeout))
-
-
 def build_expert_groups(
     groups: ProcessGroupCollection, expert_parallel: int, timeout: timedelta
 ) -> ProcessGroupCollection:
     """Return `groups` with other groups of experts, over all processes. Collective."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    members = _expert_members(groups.pp.size(), expert_parallel)
-    return ProcessGroupCollection(**vars(groups) | _create(members, timeout))
-
-
-def _expert_members(pipeline_parallel: int, expert_parallel: int) -> dict[str, list[list[int]]]:
-    """Return the ranks of all groups of experts, by field."""
+    pipeline_parallel = groups.pp.size()
     copies, rest = divmod(dist.get_world_size(), pipeline_parallel * expert_parallel)
     assert not rest, f"expert parallelism {expert_parallel} does not divide a pipeline stage's processes"
-    sizes = {"ep": expert_parallel, "edp": copies, "pp": pipeline_parallel}
-    return {field: grid_groups(sizes, span) for field, span in EXPERT_SPANS.items()}
-
-
-def _create(
-    members: Mapping[str, list[list[int]]], timeout: timedelta
-) -> dict[str, dist.ProcessGroup | None]:
-    """Create the groups with these ranks, by field. Collective."""
-    groups: dict[str, dist.ProcessGroup | None] = {}
-    built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}  # fields may share a group
-    for field, lists in members.items():
-        key = tuple(map(tuple, lists))
-        if key not in built:
-            built[key], _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, group_desc=field)
-        groups[field] = built[key]
-    return groups
+    grid = {"ep": expert_parallel, "edp": copies, "pp": pipeline_parallel}
+    created: dict[tuple[str, ...], dist.ProcessGroup] = {}  # fields may share a group
+    for field, span in EXPERT_SPANS.items():
+        if span not in created:
+            ranks = grid_groups(grid, span)
+            created[span], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=field)
+    experts = {field: created[span] for field, span in EXPERT_SPANS.items()}
+    return ProcessGroupCollection(**vars(groups) | experts)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
-from mkd.parallel.axes import Axis, NoOthers, axes_of, build_expert_groups, build_groups, peer_ranks
+from mkd.parallel.axes import Axis, NoOthers, axes_of, build_expert_groups, peer_ranks
 from mkd.parallel.start_store import needs_own_keys, start_store
 from mkd.parallel.zigzag import RowShard
 from mkd.plan.parallel_sizes import ONE_PROCESS, Sizes
@@ -34,7 +34,6 @@ class ParallelContext:
     axes: Mapping[str, Axis]  # by the names of `AXES`
     virtual_stages: int  # model parts of each pipeline rank; 1 without interleaving
     groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
-    is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
     timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
     divides_documents: int = 1  # number that other processes need document_multiple to be a multiple of
     # Groups besides the axes, by purpose and sizes.
@@ -204,34 +203,6 @@ class ParallelContext:
         context.seed(seed)
         return context
 
-    def with_layout(
-        self,
-        sizes: Sizes = ONE_PROCESS,  # `data` follows from the world
-        *,
-        virtual_stages: int = 1,
-        timeout_minutes: float = 10,
-    ) -> ParallelContext:
-        """Return a second context over the same processes in another layout. Collective.
-
-        It serves a frozen teacher: Megatron's `parallel_state` and the generators stay those of this context.
-        A model under the second context only runs forward, with weights that are loaded. Random
-        initialisation, DDP and the optimizer need this context.
-        """
-        data, rest = divmod(self.world_size, sizes.replica)
-        assert not rest, f"{self.world_size} processes, replicas of {sizes.replica}"
-        timeout = timedelta(minutes=timeout_minutes)
-        groups = build_groups(replace(sizes, data=data), timeout)
-        return ParallelContext(
-            self.platform,
-            self.rank,
-            self.world_size,
-            axes_of(groups),
-            virtual_stages,
-            groups,
-            is_second=True,
-            timeout=timeout,
-        )
-
     def with_expert_parallel(self, expert_parallel: int, timeout_minutes: float = 10) -> ParallelContext:
         """Return this context with the experts of a frozen teacher spread otherwise. Collective.
 
@@ -293,15 +264,10 @@ class ParallelContext:
             self.before_close.pop()()
         while self._more_groups:
             dist.destroy_process_group(self._more_groups.popitem()[1])
-        made = (
-            vars(self.groups).values() if self.is_second else parallel_state._global_process_group_list or ()
-        )
-        for group in {id(group): group for group in made if group}.values():
+        for group in filter(None, parallel_state._global_process_group_list or ()):
             dist.destroy_process_group(group)
-        if (
-            not self.is_second
-        ):  # Megatron forgets its groups, whose communicators would keep memory of the GPU
-            parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups, whose communicators would keep memory of the GPU.
+        parallel_state.destroy_model_parallel()
 
     def leave(self) -> None:
         """Tear down the groups and leave the process group, at the end of the job."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from mkd.parallel.axes import AXES, EXPERT_AXES, Axis
+from mkd.parallel.axes import AXES, Axis
 from mkd.parallel.context import ParallelContext
 from mkd.plan.parallel_sizes import Sizes
 from mkd.platform import detect
@@ -43,8 +43,8 @@ def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
     assert results[3][3] == [[1, 3], [3, 7], [1, 3, 5, 7]]
 
 
-def groups_of_two_contexts(has_gloo_too):
-    """Return how many groups there are within a context and a second one, and after them, twice.
+def numbers_of_groups(has_gloo_too):
+    """Return how many groups there are within a context, and after it, twice.
 
     `has_gloo_too`: also those that Megatron makes on GPUs alone, and destroys itself.
     """
@@ -56,9 +56,7 @@ def groups_of_two_contexts(has_gloo_too):
     parallel_state.initialize_model_parallel = as_asked
     for _ in range(2):
         context = ParallelContext.create(detect(), Sizes(tensor=2))
-        second = context.with_layout(Sizes(pipeline=2))
         counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
-        second.close()
         context.close()
         counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
     parallel_state.initialize_model_parallel = initialize
@@ -67,7 +65,7 @@ def groups_of_two_contexts(has_gloo_too):
 
 @pytest.mark.parametrize("has_gloo_too", [False, True], ids=["as on CPUs", "as on GPUs"])
 def test_a_closed_context_leaves_no_group(has_gloo_too, ranks):
-    for first, after, again, at_last in ranks.run(groups_of_two_contexts, 2, has_gloo_too):
+    for first, after, again, at_last in ranks.run(numbers_of_groups, 2, has_gloo_too):
         assert first == again > 2 and after == at_last == 1, "that of all processes"
 
 
@@ -86,7 +84,7 @@ def test_one_process(ranks):
     ],
 )
 def test_what_follows_from_the_axes(place, first_replica, multiple, shards):
-    axes = {name: Axis(*place.get(name, (0, 1)), None) for name in (*AXES, *EXPERT_AXES)}
+    axes = {name: Axis(*place.get(name, (0, 1)), None) for name in AXES}
     context = ParallelContext(detect(), 0, 1, axes, 1, None)
     assert context.is_first_replica == first_replica
     assert context.document_multiple == multiple
