@@ -204,6 +204,11 @@ def iteration_of(folder: Path) -> int:
     return 0 if match is None else int(match.group(1))
 
 
+def oldest_iteration(directory: Path) -> int:
+    """Return the iteration of the first checkpoint that a run could resume from; 0 without any."""
+    return min(map(iteration_of, saved_iterations(directory)), default=0)
+
+
 def first_iteration(directory: Path, step: int | None) -> int:
     """Return the iteration that `choose_checkpoint` resumes from if the files are whole; 0 for a new run."""
     if step is not None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mkd.checkpoint.distributed import TrainingState
-from mkd.checkpoint.folders import saved_iterations
-from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.checkpoint.folders import oldest_iteration
 from mkd.config.tag_rules import taught_tags
 from mkd.kinds.sampled.records.agent_record import RecordLimits
 from mkd.kinds.sampled.records.record_folder import RecordFolder
@@ -22,21 +16,18 @@ from mkd.kinds.sampled.records.taken_steps import TakenSteps, new_run_name
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
 from mkd.kinds.sampled.sources.text_source import SourceParts
 from mkd.operations.run_folders import log_folder
-from mkd.parallel.context import ParallelContext
-from mkd.resolve.run_plan import Plan
 
 REFUSED_FILE = "refused_records.jsonl"  # in the log folder, if a record was bad
 
 
 def build_record_source(parts: SourceParts) -> RecordSource:
     """Return the source. Collective."""
-    plan, engine, state = parts.plan, parts.engine, parts.state
-    assets = replace(plan, trained_ends=()).assets  # the writer stops where the student does
+    plan, engine = parts.plan, parts.engine
     source = RecordSource(
         context=engine.context,
         sampling=parts.sampling,
         parameters_gathered=engine.parameters_gathered,
-        export=partial(_export, plan, assets, state, engine.context),
+        export=parts.export,
         weights=log_folder(plan.config) / "rollout_weights",
         inbox=None,
     )
@@ -51,11 +42,8 @@ def _inbox(parts: SourceParts) -> RecordInbox:
     rollout, save = config.rollout, config.checkpoint.save
     steps = None
     if save:
-        known = json.dumps(parts.fingerprints, sort_keys=True, default=str)
-        digest = hashlib.sha256(known.encode()).hexdigest()
-        folder = Path(save)
-        oldest = partial(_oldest_checkpoint, folder)
-        steps = TakenSteps(folder / "rollouts", digest, rollout.max_staleness, oldest)
+        oldest = partial(oldest_iteration, Path(save))
+        steps = TakenSteps(Path(save) / "rollouts", parts.digest, rollout.max_staleness, oldest)
     limits = RecordLimits(
         run=steps.begin(parts.resumes, parts.last_iteration) if steps else new_run_name(),
         vocab_size=plan.known_ids,
@@ -81,16 +69,3 @@ def _inbox(parts: SourceParts) -> RecordInbox:
         refused_file=log_folder(config) / REFUSED_FILE,
         is_stopped=parts.is_stopped,
     )
-
-
-def _export(
-    plan: Plan, assets: HFAssets, state: TrainingState, context: ParallelContext, folder: Path
-) -> None:
-    models = [(part, part.first_layer) for part in state.models]
-    export_hf(models, plan.student.shape, folder, context=context, assets=assets)
-
-
-def _oldest_checkpoint(folder: Path) -> int:
-    """Return the iteration of the first checkpoint that a run could resume from, 0 without any."""
-    found = saved_iterations(folder)
-    return min((int(one.name.removeprefix("iter_").split(".")[0]) for one in found), default=0)

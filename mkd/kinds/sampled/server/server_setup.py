@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import uuid
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mkd.checkpoint.distributed import TrainingState
-from mkd.checkpoint.folders import saved_iterations
-from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_writer import export_hf
+from mkd.checkpoint.folders import oldest_iteration
 from mkd.errors import UsageError
 from mkd.kinds.sampled.server.rollout_record import RolloutRecord
 from mkd.kinds.sampled.server.server_client import Refused, ServerClient, ServerModel, find_model
@@ -36,14 +30,10 @@ def build_server_source(parts: SourceParts) -> ServerSource:
     rollout, checkpoint, context = plan.config.rollout, plan.config.checkpoint, engine.context
     client = ServerClient((rollout.rollout_server_url or "").rstrip("/"), rollout.rollout_server_timeout_s)
     model = _find_once(client, plan, context)
-    assets = replace(plan, trained_ends=()).assets  # the server stops at the same tokens as this process
     record = None
     if checkpoint.save:
-        digest = hashlib.sha256(
-            json.dumps(parts.fingerprints, sort_keys=True, default=str).encode()
-        ).hexdigest()
         save = Path(checkpoint.save)
-        record = RolloutRecord(save / "rollouts", digest, partial(_oldest_checkpoint, save))
+        record = RolloutRecord(save / "rollouts", parts.digest, partial(oldest_iteration, save))
         if context.rank == 0 and not parts.resumes:
             record.forget(math.inf)
     return ServerSource(
@@ -51,7 +41,7 @@ def build_server_source(parts: SourceParts) -> ServerSource:
         context=context,
         sampling=parts.sampling,
         parameters_gathered=engine.parameters_gathered,
-        export=partial(_export, plan, assets, state, context),
+        export=parts.export,
         client=client,
         model=model.name,
         folder=log_folder(plan.config) / "rollout_weights",
@@ -60,19 +50,6 @@ def build_server_source(parts: SourceParts) -> ServerSource:
         num_rows=plan.student.shape.vocab_size,
         record=record,
     )
-
-
-def _export(
-    plan: Plan, assets: HFAssets, state: TrainingState, context: ParallelContext, folder: Path
-) -> None:
-    parts = [(part, part.first_layer) for part in state.models]
-    export_hf(parts, plan.student.shape, folder, context=context, assets=assets)
-
-
-def _oldest_checkpoint(folder: Path) -> int:
-    """Return the iteration of the first checkpoint that a run could resume from, 0 without any."""
-    found = saved_iterations(folder)
-    return min((int(one.name.removeprefix("iter_").split(".")[0]) for one in found), default=0)
 
 
 def _find_once(client: ServerClient, plan: Plan, context: ParallelContext) -> ServerModel:

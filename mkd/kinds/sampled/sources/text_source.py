@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkd.config.schema import Config
@@ -29,6 +32,19 @@ class SourceParts:
     last_iteration: int = 0  # steps so far
     tag_names: tuple[str, ...] = ()  # of all tags of the run; (): tags do not matter
     is_stopped: Callable[[], bool] = lambda: False  # a signal asks the run to end
+
+    @property
+    def digest(self) -> str:
+        """Hash of the settings that decide the completions."""
+        return hashlib.sha256(json.dumps(self.fingerprints, sort_keys=True, default=str).encode()).hexdigest()
+
+    def export(self, folder: Path) -> None:
+        """Write the student to `folder`, for a sampler that stops where this process does. Collective."""
+        from mkd.checkpoint.hf.hf_writer import export_hf
+
+        models = [(part, part.first_layer) for part in self.state.models]
+        assets = replace(self.plan, trained_ends=()).assets
+        export_hf(models, self.plan.student.shape, folder, context=self.engine.context, assets=assets)
 
 
 class TextSource:
