@@ -60,11 +60,11 @@ def test_the_server_has_the_weights_of_every_step(unbroken, files):
 def test_layouts_train_on_the_same_completions(other, unbroken, files, ranks):
     with small_server(files / "student") as server:
         flags = ("--tensor-model-parallel-size", 2, f"--{other}-parallel-size", 2)
-        results = run_main(ranks, on_server(files, server, "layout", *flags), 4)
+        results = run_main(ranks, on_server(files, server, other, *flags), 4)
         assert [one.exit_code for one in results] == [0] * 4, results[0].stderr
-    for ours, theirs in zip(steps(files, "layout"), steps(files, "unbroken"), strict=True):
+    for ours, theirs in zip(steps(files, other), steps(files, "unbroken"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    assert all(line["rollout/logp_gap"] < 1e-5 for line in trained(files, "layout"))
+    assert all(line["rollout/logp_gap"] < 1e-5 for line in trained(files, other))
 
 
 def test_a_server_killed_in_a_step_ends_with_75_and_the_run_goes_on(unbroken, files, ranks):
