@@ -161,7 +161,7 @@ class ErrorList(UsageError):
     def __str__(self) -> str:
         if len(self.errors) == 1:
             return str(self.errors[0])
-        shown = shown_problems(self.errors)
+        shown = _shown_problems(self.errors)
         numbered = [f"[{i + 1}] {self.errors[i].report()}" for i in shown]
         hidden = Counter(error.code for i, error in enumerate(self.errors) if i not in shown)
         more = ", ".join(f"{count} x {code}" for code, count in hidden.items())
@@ -173,13 +173,13 @@ class ErrorList(UsageError):
         return self.errors[0].report() if len(self.errors) == 1 else f"error: {self}"
 
 
-def shown_problems(errors: Sequence[MkdError], most: int = MOST_SHOWN) -> list[int]:
-    """Return the places of at most `most` problems: the first of every code, then the others, in order."""
+def _shown_problems(errors: Sequence[MkdError]) -> list[int]:
+    """Return the places of at most MOST_SHOWN problems, in order: the first of every code, then others."""
     firsts: dict[str, int] = {}
     for i, error in enumerate(errors):
         firsts.setdefault(error.code, i)
     others = sorted(set(range(len(errors))) - set(firsts.values()))
-    return sorted([*firsts.values(), *others][:most])
+    return sorted([*firsts.values(), *others][:MOST_SHOWN])
 
 
 def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:

@@ -32,9 +32,9 @@ def styled(text: str, style: str, out: TextIO) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
-def view_for(columns: str, num_models: int, out: TextIO | None = None) -> View:
+def view_for(columns: str, num_models: int) -> View:
     """Return the view of --columns: two columns need a terminal that is wide enough."""
-    out = out or sys.stdout
+    out = sys.stdout
     wide = out.isatty() and shutil.get_terminal_size().columns >= LEAST_COLUMNS
     is_wanted = num_models > 1 and (columns == "on" or (columns == "auto" and wide))
     return Columns(out) if is_wanted else OneAfterTheOther(out)

@@ -193,16 +193,14 @@ def load_layer_by_layer(
     models: Sequence[MegatronModule],  # this rank's parts of one model
     context: ParallelContext,
     layer_memory: Callable[[nn.Module], AbstractContextManager[None]],  # in it a decoder layer has memory
-    *,
-    note: Callable[[str], None] = print,
 ) -> None:
     """Read the weights in `folder`, saved at any layout, with one decoder layer in memory at a time.
 
     Collective. Files and errors are those of `load_checkpoint`. On one process all layers are in host memory
     first, because Megatron cannot read a part of a tensor of which nobody reads the rest.
     """
-    verify(folder, context, note)
-    _keeps_tower(folder, TrainingState(models), context, False, note)
+    verify(folder, context, print)
+    _keeps_tower(folder, TrainingState(models), context, False, print)
     whole = [(model, "") for model in models]
     problems = [_read_weights(folder, whole, context, wants=lambda name: LAYERS not in name)]
     if context.world_size == 1:

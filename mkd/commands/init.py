@@ -88,7 +88,7 @@ def divide(argv: Sequence[str] | None, parser: FlagParser) -> tuple[list[str], l
     return own, rest
 
 
-def ask_for_rest(args: argparse.Namespace, read: Callable[[str], str] = input) -> None:
+def ask_for_rest(args: argparse.Namespace) -> None:
     """Ask on the terminal for what is missing, if anything is. Raises UsageError without a terminal."""
     if args.teacher and args.student and args.data:
         return
@@ -100,27 +100,25 @@ def ask_for_rest(args: argparse.Namespace, read: Callable[[str], str] = input) -
             "TEACHER STUDENT DATA [DATA ...] come first, then flags",
             code="add-flag",
         )
-    args.teacher = args.teacher or _ask(read, "teacher (folder or hub id)")
-    args.student = args.student or _ask(read, "student (folder, hub id, or a size such as 0.5B or layers:12)")
-    args.data = args.data or _ask(read, "text (files of records, with spaces between)").split()
+    args.teacher = args.teacher or _ask("teacher (folder or hub id)")
+    args.student = args.student or _ask("student (folder, hub id, or a size such as 0.5B or layers:12)")
+    args.data = args.data or _ask("text (files of records, with spaces between)").split()
     from mkd.recipe.first_request import default_folder, visible_gpus_and_memory
 
     number, memory = visible_gpus_and_memory()
     if args.gpus is None:
-        args.gpus = _ask(read, "GPUs, 0 for the CPU", str(number), partial(whole_number, least=0))
+        args.gpus = _ask("GPUs, 0 for the CPU", str(number), partial(whole_number, least=0))
     if args.gpus and args.gpu_memory_gib is None:
-        args.gpu_memory_gib = _ask(read, "GiB of memory of one GPU", str(memory or 79.1), float)
+        args.gpu_memory_gib = _ask("GiB of memory of one GPU", str(memory or 79.1), float)
     if args.out is None:
-        args.out = Path(_ask(read, "folder of the run", str(default_folder(args.teacher, args.student))))
+        args.out = Path(_ask("folder of the run", str(default_folder(args.teacher, args.student))))
 
 
-def _ask(
-    read: Callable[[str], str], question: str, default: str = "", parse: Callable[[str], Any] = str
-) -> Any:
+def _ask(question: str, default: str = "", parse: Callable[[str], Any] = str) -> Any:
     """Ask until there is an answer that `parse` takes. Raises UsageError if there are no more answers."""
     while True:
         try:
-            answer = read(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+            answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
         except EOFError as error:
             what, do = "the answers end before the last question", "answer all, or give TEACHER STUDENT DATA"
             raise UsageError(what, f"{question} has none", do, code="add-flag") from error

@@ -83,12 +83,11 @@ def refine(
     layer_ms: Sequence[Sequence[float]],  # time of each layer of each model
     bins: Sequence[Bin],  # stages
     pipeline_parallel: int,
-    tie: float = TIE,
 ) -> list[tuple[int, ...]]:
     """Move layers between stages until no move makes the slowest pipeline rank faster.
 
     A move takes a layer from one stage and gives one to another; the stages between them shift by a layer. It
-    is of one model, or of two models in opposite directions. Ranks within `1 + tie` of their mean are left.
+    is of one model, or of two models in opposite directions. Ranks within `1 + TIE` of their mean are left.
     """
     sums = [list(accumulate(layers, initial=0.0)) for layers in layer_ms]
 
@@ -104,7 +103,7 @@ def refine(
         return sorted((round(ms, 9) for ms in ranks), reverse=True)
 
     found, slowest_first = list(splits), rank_ms(splits)
-    enough_ms = sum(slowest_first) / pipeline_parallel * (1 + tie)
+    enough_ms = sum(slowest_first) / pipeline_parallel * (1 + TIE)
     while slowest_first[0] > enough_ms:
         better = ((rank_ms(moved), moved) for moved in _moves(found, bins))
         improved = next(((ms, moved) for ms, moved in better if ms < slowest_first), None)

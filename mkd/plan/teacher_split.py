@@ -159,20 +159,18 @@ def student_side(facts: RunFacts, config: Config) -> RunFacts:
 def planned_splits(
     facts: RunFacts,  # of processes that both models share; one teacher runs
     usable_gib: float,
-    processes: Iterable[int] | None = None,  # of the teacher, to compare
-    most_links: int = MOST_LINKS,
 ) -> Iterator[PlannedSplit]:
     """Yield the fastest layout that fits for each number of processes, with the student's as it is."""
     (shape,) = facts.teachers
     assert shape is not None, "the shapes of all models are known"
-    for number in processes or compared_processes(facts.world_size):
+    for number in compared_processes(facts.world_size):
         replicas, rest = divmod(facts.world_size - number, Sizes.of(facts.config.parallel).replica)
         if rest or not replicas:
             continue
         sides = [
             one
             for one in _teacher_sides(facts, number, shape)
-            if max(partners(replicas, one.sizes.data), partners(one.sizes.data, replicas)) <= most_links
+            if max(partners(replicas, one.sizes.data), partners(one.sizes.data, replicas)) <= MOST_LINKS
             and one.need_gib(replicas) <= usable_gib
         ]
         for side in sorted(sides, key=lambda one: (one.step_ms(1), one.need_gib(replicas))):

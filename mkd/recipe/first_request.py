@@ -187,7 +187,7 @@ def visible_gpus_and_memory() -> tuple[int, float | None]:
     return (number, round(min(mebibytes) / 1024, 1)) if mebibytes else (0, None)
 
 
-def default_folder(teacher: str, student: str, parent: Path = Path("runs")) -> Path:
+def default_folder(teacher: str, student: str) -> Path:
     """Return runs/STUDENT-from-TEACHER."""
     names = (re.sub(r"[^\w.-]+", "-", Path(one).name) for one in (student, teacher))
-    return parent / "-from-".join(names)
+    return Path("runs") / "-from-".join(names)
