@@ -14,10 +14,10 @@ from mkd.config.run_files import DataConfig
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 
 JSON_SUFFIXES = (".jsonl", ".json")
-ARROW_SUFFIXES = (".parquet", ".arrow")
+TABLE_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
 LINE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX)
-RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
+RAW_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, TEXT_SUFFIX)
 COMPRESSED = (".gz", ".zst")  # after a suffix of lines
 KNOWN_FILES = f"{', '.join(RAW_SUFFIXES)}, lines also with {' or '.join(COMPRESSED)}"
 HUB = "hub:"

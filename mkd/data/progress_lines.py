@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mkd.config.data_files import COMPRESSED
+from mkd.config.data_files import COMPRESSED, TABLE_SUFFIXES
 from mkd.data.files.opened import text_bytes
-from mkd.data.records.rows import ARROW_SUFFIXES, Row, num_table_rows
+from mkd.data.files.tables import open_table
+from mkd.data.records.rows import Row
+from mkd.errors import DataError
 
 LOG = logging.getLogger("mkd")
 SILENT_S = 3.0  # a shorter task logs nothing
@@ -26,8 +28,8 @@ class Position:
         """Yield the rows of the next file. The rows of a table count as equally long."""
         first = self.megabytes
         end = first + total_megabytes([path])
-        is_table, is_estimate = (Path(path).suffix in suffixes for suffixes in (ARROW_SUFFIXES, COMPRESSED))
-        of_row = (end - first) / max(num_table_rows(path), 1) if is_table else 0.0
+        is_table, is_estimate = (Path(path).suffix in suffixes for suffixes in (TABLE_SUFFIXES, COMPRESSED))
+        of_row = (end - first) / max(_num_rows(path), 1) if is_table else 0.0
         for number, row in rows:
             if is_table:
                 self.megabytes = first + number * of_row
@@ -39,6 +41,15 @@ class Position:
             yield number, row
         if is_estimate:
             self.megabytes = end
+
+
+def _num_rows(path: str) -> int:
+    """Return the rows of a table; 0 if it cannot be read, which its reader reports."""
+    try:
+        with open_table(Path(path)) as table:
+            return table.num_rows
+    except (DataError, OSError):
+        return 0
 
 
 def total_megabytes(paths: Sequence[str]) -> float:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mkd.config.data_files import ARROW_SUFFIXES, TEXT_SUFFIX, is_raw, parse_blend, records_suffix
+from mkd.config.data_files import TABLE_SUFFIXES, TEXT_SUFFIX, is_raw, parse_blend, records_suffix
 from mkd.data.files.named_files import named_files
 from mkd.data.files.opened import opened, text_bytes
+from mkd.data.files.tables import open_table
+from mkd.errors import DataError
 
 BYTES_OF_TOKEN = 4.0
 """UTF-8 bytes of a token of English text and of code, with vocabularies of 32,000 to 150,000."""
@@ -59,7 +61,7 @@ def _of_path(path: str) -> Iterator[Estimate]:
     read = files.at_hand()[:: max(1, len(files.names) // MOST_READ)][:MOST_READ]
     factor = files.growth(read) if len(read) < len(files.names) else 1.0
     for file in map(Path, read):
-        of_file = _table(file) if file.suffix in ARROW_SUFFIXES else _lines(file)
+        of_file = _table(file) if file.suffix in TABLE_SUFFIXES else _lines(file)
         yield factor * of_file[0], factor * of_file[1], of_file[2]
 
 
@@ -94,14 +96,11 @@ def _strings(value: Any) -> Iterator[int]:
 
 
 def _table(path: Path) -> Estimate:
-    """Return the estimate of a Parquet or Arrow file: without pyarrow, from its size alone."""
+    """Return the estimate of a table: if it cannot be read, from its size alone."""
     try:
-        from pyarrow.parquet import ParquetFile
-
-        described = ParquetFile(path).metadata
-        groups = (described.row_group(index) for index in range(described.num_row_groups))
-        num_bytes, rows = sum(group.total_byte_size for group in groups), described.num_rows
-    except Exception:  # no pyarrow, or another format: the run names what is wrong with it
+        with open_table(path) as table:
+            num_bytes, rows = table.num_bytes, table.num_rows
+    except (DataError, OSError):  # the run names what is wrong with it
         num_bytes, rows = path.stat().st_size, path.stat().st_size // 2000
     tokens = num_bytes / BYTES_OF_TOKEN
     return tokens, rows, [tokens / max(1, rows)]

@@ -47,7 +47,7 @@ LANDED = "a loss with data of its own"  # its blocks quote the files of a kind t
 LONG = {
     title
     for title in RECIPES
-    if title == LANDED or any(word in title for word in ("family", "metric", "place", "completions"))
+    if title == LANDED or any(word in title for word in ("family", "file", "metric", "place", "completions"))
 }
 
 
@@ -74,12 +74,13 @@ def apply(root: Path, kind: str, file: str, text: str) -> None:
 
 def test_the_page_has_a_recipe_for_every_plug():
     kinds = ("divergence", "preference pairs", "data of its own", "model family", "record kind", "metric")
-    kinds += ("kind of teacher", "source of completions", "place")
+    kinds += ("kind of file", "kind of teacher", "source of completions", "place")
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 
 def test_the_page_counts_the_product_files_of_every_recipe():
-    table = re.findall(r"^\| (an? [^|]+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    rows = r"^\| \[(an? [^]]+)\]\(\S+\) \| [^|]+ \| (\d+)[^|]* \|$"
+    table = re.findall(rows, PAGE.read_text(encoding="utf-8"), re.M)
     assert {title: int(number) for title, number in table} == {
         title: len(recipe.product_files) for title, recipe in RECIPES.items()
     }

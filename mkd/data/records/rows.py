@@ -7,16 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mkd.config.data_files import ARROW_SUFFIXES, JSON_SUFFIXES, KNOWN_FILES, TEXT_SUFFIX, records_suffix
+from mkd.config.data_files import JSON_SUFFIXES, KNOWN_FILES, TABLE_SUFFIXES, TEXT_SUFFIX, records_suffix
 from mkd.data.files.opened import opened
+from mkd.data.files.tables import open_table
 from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
-
-TABLE_ROWS_PER_READ = 256  # rows of a parquet or arrow file held in memory at a time
 
 Row = bytes | Mapping | DataError
 """A raw record, or the reason why a row has no values.
@@ -92,97 +90,25 @@ def _lines(path: Path, stripped: bytes | None = None) -> Iterator[tuple[int, byt
                 yield number, content
 
 
-def _table_rows(path: Path, whole: bool, numbers: Sequence[str]) -> Iterator[Row]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DataError(
-            f"{path} needs pyarrow, which is not installed",
-            do="pip install pyarrow",
-            code="data-package-missing",
-        ) from error
-    try:
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                names = file.schema_arrow.names
-                columns = None if whole else _known_columns(names, path, numbers)
-                for batch in file.iter_batches(TABLE_ROWS_PER_READ, columns=columns):
-                    yield from _batch_rows(batch)
-        else:
-            with pa.memory_map(str(path)) as source:
-                for batch in _arrow_batches(pa, source):
-                    if not whole:
-                        batch = batch.select(_known_columns(batch.schema.names, path, numbers))
-                    for start in range(0, batch.num_rows, TABLE_ROWS_PER_READ):
-                        yield from _batch_rows(batch.slice(start, TABLE_ROWS_PER_READ))
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{path} is not a valid {path.suffix[1:]} file",
-            str(error),
-            "check that it was written completely",
-            code="data-file-unreadable",
-        ) from error
-
-
 def unread_columns(path: str | Path, numbers: Sequence[str] = ()) -> Counter[str]:
     """Return the columns of a table that `read_rows` leaves out, with how many rows have a value there.
 
     `numbers` are read. Of nested columns of a parquet file, rows without a value are counted too. Other
     files have no columns.
     """
-    path, counts = Path(path), Counter[str]()
-    if path.suffix not in ARROW_SUFFIXES:
-        return counts
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if path.suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            left_out = set(names) - set(_known_columns(names, path, numbers))
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            counts.update({name: sum(_num_values(group, name) for group in groups) for name in left_out})
-    else:
-        with pa.memory_map(str(path)) as source:
-            for batch in _arrow_batches(pa, source):
-                known = _known_columns(batch.schema.names, path, numbers)
-                for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                    counts[name] += (name not in known) * (len(column) - column.null_count)
-    return +counts
+    path = Path(path)
+    if path.suffix not in TABLE_SUFFIXES:
+        return Counter()
+    with open_table(path) as table:
+        left_out = set(table.names) - set(_known_columns(table.names, path, numbers))
+        return +table.num_values(left_out)
 
 
-def num_table_rows(path: str | Path) -> int:
-    """Return the rows of a table; 0 if it cannot be read, which `read_rows` reports."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if Path(path).suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                return file.metadata.num_rows
-        with pa.memory_map(str(path)) as source:
-            return sum(batch.num_rows for batch in _arrow_batches(pa, source))
-    except (ImportError, OSError, ValueError):  # pyarrow's errors are among the last two
-        return 0
-
-
-def _num_values(group: Any, name: str) -> int:
-    """Return the rows of a parquet row group that have a value in a column."""
-    chunks = (group.column(i) for i in range(group.num_columns))
-    statistics = next((chunk.statistics for chunk in chunks if chunk.path_in_schema == name), None)
-    return group.num_rows - (statistics.null_count or 0 if statistics is not None else 0)
-
-
-def _arrow_batches(pa, source) -> Iterator:
-    """Yield the record batches of an IPC file, or of an IPC stream, which Hugging Face datasets writes."""
-    try:
-        reader = pa.ipc.open_file(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        yield from pa.ipc.open_stream(source)
-    else:
-        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+def _table_rows(path: Path, whole: bool, numbers: Sequence[str]) -> Iterator[Row]:
+    with open_table(path) as table:
+        columns = None if whole else _known_columns(table.names, path, numbers)
+        for batch in table.batches(columns):
+            yield from _batch_rows(batch)
 
 
 def _batch_rows(batch) -> Iterator[Row]:
