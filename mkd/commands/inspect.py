@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from mkd.commands.chat_flags import add_chat_flags, chat_of, require_records
 from mkd.config.flags import FlagParser, add_overwrite, require_new_file, whole_number
-from mkd.config.run_files import OVERLONG_CONVERSATIONS
+from mkd.config.run_files import OVERLONG_CONVERSATIONS, rule_for_conversations
 from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
@@ -283,10 +283,11 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does; print the first packs and a summary of all."""
-    from mkd.data.build import open_datasets
+    from mkd.data.build import DataBuilder
     from mkd.data.chat_roles import role_headers
     from mkd.data.images.conversation import image_reader
     from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
+    from mkd.data.packing.pack_settings import PackSettings
     from mkd.report.curves import new_figure, save_figure
     from mkd.tokenizers.load import open_tokenizer, require_marks
 
@@ -299,23 +300,24 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     require_marks(tokenizer, args.student, chat)
     headers = role_headers(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        dataset, _ = open_datasets(
-            data_path=[args.input],
-            tokenizer=tokenizer,
-            seq_length=args.seq_length,
-            vocab_size=tokenizer.vocab_size,
-            pack=args.pack,
-            overlong=args.overlong,
-            overlong_conversations=args.overlong_conversations,
-            split=args.split,
+        packing = PackSettings(
+            args.seq_length,
+            args.pack,
+            args.overlong,
+            overlong_conversations=rule_for_conversations(args.overlong, args.overlong_conversations),
+            max_patches=args.max_patches_per_pack,
+        )
+        limits = args.image_root, args.max_image_pixels, args.max_image_side
+        builder = DataBuilder(
+            tokenizer,
+            tokenizer.vocab_size,
+            packing,
+            args.data_cache_path or folder,
             append_eod=args.append_eod,
             max_bad_records=args.max_bad_records,
-            images=image_reader(
-                args.student, tokenizer, args.image_root, args.max_image_pixels, args.max_image_side
-            ),
-            max_patches_per_pack=args.max_patches_per_pack,
-            cache_dir=args.data_cache_path or folder,
+            images=image_reader(args.student, tokenizer, *limits),
         )
+        dataset, _ = builder.open([args.input], split=args.split)
         for index in wanted_packs(args, len(dataset)):
             print(view_pack(dataset[index], tokenizer, colour=colour, headers=headers) + "\n")
         if args.picture:

@@ -1,16 +1,15 @@
-"""The data sets of a run, from its data flags: one process prepares the corpora, then all open them."""
+"""The data sets of a run, from the paths of its data flags."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from mkd.config.data_files import Blend, is_raw, parse_blend
-from mkd.config.run_files import rule_for_conversations
 from mkd.config.split import parse_split
 from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
@@ -44,84 +43,6 @@ BYTES_OF_IMAGES = 100  # a record with images takes as long to tokenise as one o
 SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are checked pack by pack, as they are read
 
 
-def open_datasets(
-    *,
-    data_path: Sequence[str],
-    valid_data_path: Sequence[str] | None = None,
-    split: str | None = None,
-    tokenizer: Tokenizer,
-    seq_length: int,  # tokens of a pack
-    vocab_size: int,  # token ids that every model of the run knows
-    pack: str = "bfd",
-    overlong: str = "split",
-    overlong_conversations: str | None = None,  # default: see `rule_for_conversations`
-    append_eod: bool = True,
-    cache_dir: str,  # folder for the tokens of raw files; all processes must see it
-    document_multiple: int = 1,  # documents are padded to a multiple of it
-    workers: int = 0,  # most processes that tokenise; 0: this one. Small files start none
-    max_bad_records: int = 0,  # bad records of a raw file that may be skipped
-    quarantine: str | None = None,  # file that lists the skipped records; default: no file
-    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
-    images: ConversationImages | None = None,  # reads the images of conversations; None: there may be none
-    max_patches_per_pack: int | None = None,  # of images; default: no limit
-    records: WantedRecords = ANY_RECORDS,  # what the loss reads of them
-    tags: TagRules | None = None,  # the teachers of each tag; None: tags do not matter
-    is_builder: bool = True,
-    share: Callable[[Any], Any] = lambda value: value,
-    progress: Callable[[], None] = lambda: None,
-) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """Return the (training, validation) data sets; validation is None if it has no document.
-
-    The process with `is_builder` tokenises raw files into `cache_dir`, unless they are there. Every process
-    calls `share(value)` once; it waits for the builder and returns the builder's value (picklable), or raises
-    its error. The builder calls `progress` often; it may raise.
-
-    With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora are
-    tokenised and aligned in the same way, and packs get their part. A record that one refuses is a bad one.
-    """
-    train, valid, parts = _parts(data_path, valid_data_path, split)
-    rule = rule_for_conversations(overlong, overlong_conversations)
-    packing = PackSettings(seq_length, pack, overlong, document_multiple, overlong_conversations=rule)
-    preparation = _Preparation(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        append_eod=append_eod,
-        cache_dir=cache_dir,
-        workers=workers,
-        teachers=teachers,
-        max_bad_records=max_bad_records,
-        quarantine=quarantine,
-        progress=progress,
-        images=images,
-        records=records,
-        packing=replace(packing, max_patches=max_patches_per_pack),
-        known=KnownFiles(cache_dir),
-        tags=tags,
-    )
-    prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
-    if not prepared[0]:
-        raise _no_training_documents(split)
-    train_data, valid_data = _open(prepared, [one[0].weights is not None for one in parts], preparation)
-    assert train_data is not None
-    return train_data, valid_data
-
-
-def _parts(
-    data_path: Sequence[str], valid_data_path: Sequence[str] | None, split: str | None
-) -> tuple[Blend, Blend | None, list[tuple[Blend, float, float]]]:
-    """Return both blends, and (blend, begin, end) of the training and the held-out documents as fractions."""
-    train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
-    if not valid_data_path:
-        return train, None, [(train, 0.0, train_end), (train, train_end, valid_end)]
-    valid = parse_blend(valid_data_path, "--valid-data-path")
-    return train, valid, [(train, 0.0, 1.0), (valid, 0.0, 1.0)]
-
-
-def _no_training_documents(split: str | None) -> DataError:
-    what, do = f"--split {split} leaves no document for training", "give training a larger part"
-    return DataError(what, do=f"{do}, or more documents", code="split-leaves-nothing")
-
-
 @dataclass(frozen=True)
 class _Member:
     """A corpus of a data set, as the builder leaves it to all processes."""
@@ -134,53 +55,56 @@ class _Member:
     tags: CorpusTags | None = None
 
 
-def _open(
-    prepared: Sequence[Sequence[_Member]],  # of each data set
-    is_weighted: Sequence[bool],
-    preparation: _Preparation,  # of any process
-) -> list[BlendedDataset | None]:
-    """Return the data sets, None for one without a corpus."""
-    members = [member for of_data_set in prepared for member in of_data_set]
-    datasets, vocab_size = [], preparation.vocab_size
-    pad_id = preparation.tokenizer.padding_id(vocab_size)
-    known = dict(vocab_size=vocab_size, pad_id=pad_id, images=preparation.images)
-    for member in members:
-        index = PackIndex.in_file(member.packs) if member.packs else None
-        settings = asdict(member.packing) | {"index": index, "tags": member.tags} | known
-        datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
-    # Training and held-out sets together: the packs of a teacher have one length in all of them.
-    _attach_teachers(datasets, members, preparation.teachers)
-    for dataset in datasets:
-        dataset.taught = tuple(_taught(text, dataset, preparation.tags) for text in preparation.teachers)
-    opened, found = iter(datasets), []
-    for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
-        weights = [member.weight for member in of_data_set] if weighted else None
-        own = [next(opened) for _ in of_data_set]
-        found.append(BlendedDataset(own, weights) if own else None)
-        require_contexts(own)
-    return found
-
-
 @dataclass(frozen=True)
-class _Preparation:
-    """The builder's work on every path, before the other processes may open it."""
+class DataBuilder:
+    """Makes data sets: one process tokenises, aligns and packs the corpora, then all processes open them."""
 
     tokenizer: Tokenizer
-    vocab_size: int
-    append_eod: bool
-    cache_dir: str
-    workers: int
-    teachers: Sequence[TeacherText | SharedTokens]
-    max_bad_records: int
-    quarantine: str | None
-    progress: Callable[[], None]
-    images: ConversationImages | None
-    records: WantedRecords
+    vocab_size: int  # token ids that every model of the run knows
     packing: PackSettings
-    known: KnownFiles
-    tags: TagRules | None = None
+    cache_dir: str  # folder for the tokens of raw files; all processes must see it
+    append_eod: bool = True
+    workers: int = 0  # most processes that tokenise; 0: this one. Small files start none
+    max_bad_records: int = 0  # bad records of a raw file that may be skipped
+    quarantine: str | None = None  # file that lists the skipped records; None: no file
+    teachers: Sequence[TeacherText | SharedTokens] = ()  # one for every teacher that runs
+    images: ConversationImages | None = None  # reads the images of conversations; None: there may be none
+    records: WantedRecords = ANY_RECORDS  # what the loss reads of them
+    tags: TagRules | None = None  # the teachers of each tag; None: tags do not matter
+    progress: Callable[[], None] = lambda: None  # called often by the process that builds; it may raise
 
-    def members(
+    @cached_property
+    def known(self) -> KnownFiles:
+        """Facts about files, kept from earlier runs."""
+        return KnownFiles(self.cache_dir)
+
+    def open(
+        self,
+        data_path: Sequence[str],
+        valid_data_path: Sequence[str] | None = None,
+        split: str | None = None,
+        is_builder: bool = True,
+        share: Callable[[Any], Any] = lambda value: value,
+    ) -> tuple[BlendedDataset, BlendedDataset | None]:
+        """Return the (training, validation) data sets; validation is None if it has no document.
+
+        The process with `is_builder` tokenises raw files into `cache_dir`, unless they are there. Every
+        process calls `share(value)` once; it waits for the builder and returns the builder's value
+        (picklable), or raises its error.
+
+        With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora
+        are tokenised and aligned in the same way, and packs get their part. A record that one refuses is a
+        bad one.
+        """
+        train, valid, parts = _parts(data_path, valid_data_path, split)
+        prepared = _prepare_once(partial(self._members, train, valid, parts), is_builder, share)
+        if not prepared[0]:
+            raise _no_training_documents(split)
+        train_data, valid_data = _open(prepared, [one[0].weights is not None for one in parts], self)
+        assert train_data is not None
+        return train_data, valid_data
+
+    def _members(
         self, train: Blend, valid: Blend | None, parts: Sequence[tuple[Blend, float, float]]
     ) -> list[list[_Member]]:
         """Return the corpora of each data set, tokenised and packed.
@@ -312,6 +236,49 @@ class _Preparation:
 
     def _workers(self, num_bytes: int) -> int:
         return useful_workers(num_bytes * (BYTES_OF_IMAGES if self.images else 1), self.workers)
+
+
+def _parts(
+    data_path: Sequence[str], valid_data_path: Sequence[str] | None, split: str | None
+) -> tuple[Blend, Blend | None, list[tuple[Blend, float, float]]]:
+    """Return both blends, and (blend, begin, end) of the training and the held-out documents as fractions."""
+    train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
+    if not valid_data_path:
+        return train, None, [(train, 0.0, train_end), (train, train_end, valid_end)]
+    valid = parse_blend(valid_data_path, "--valid-data-path")
+    return train, valid, [(train, 0.0, 1.0), (valid, 0.0, 1.0)]
+
+
+def _no_training_documents(split: str | None) -> DataError:
+    what, do = f"--split {split} leaves no document for training", "give training a larger part"
+    return DataError(what, do=f"{do}, or more documents", code="split-leaves-nothing")
+
+
+def _open(
+    prepared: Sequence[Sequence[_Member]],  # of each data set
+    is_weighted: Sequence[bool],
+    builder: DataBuilder,  # of any process
+) -> list[BlendedDataset | None]:
+    """Return the data sets, None for one without a corpus."""
+    members = [member for of_data_set in prepared for member in of_data_set]
+    datasets, vocab_size = [], builder.vocab_size
+    pad_id = builder.tokenizer.padding_id(vocab_size)
+    known = dict(vocab_size=vocab_size, pad_id=pad_id, images=builder.images)
+    for member in members:
+        index = PackIndex.in_file(member.packs) if member.packs else None
+        settings = asdict(member.packing) | {"index": index, "tags": member.tags} | known
+        datasets.append(PackedDataset(TokenStore(member.prefix), **settings))
+    # Training and held-out sets together: the packs of a teacher have one length in all of them.
+    _attach_teachers(datasets, members, builder.teachers)
+    for dataset in datasets:
+        dataset.taught = tuple(_taught(text, dataset, builder.tags) for text in builder.teachers)
+    opened, found = iter(datasets), []
+    for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
+        weights = [member.weight for member in of_data_set] if weighted else None
+        own = [next(opened) for _ in of_data_set]
+        found.append(BlendedDataset(own, weights) if own else None)
+        require_contexts(own)
+    return found
 
 
 def _documents_between(store: TokenStore, begin: float, end: float) -> tuple[int, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.config.run_files import rule_for_conversations
 from mkd.config.schema import Config
 from mkd.config.tag_rules import TagRules
 from mkd.data.aligned.teacher_side import TeacherText
-from mkd.data.build import open_datasets
+from mkd.data.build import DataBuilder
 from mkd.data.images.conversation import ConversationImages
+from mkd.data.packing.pack_settings import PackSettings
 from mkd.data.prompts import PromptSet
 from mkd.data.quarantine import append
 from mkd.data.teacher_input import SharedTokens
@@ -98,29 +100,34 @@ def open_data(
     data, context = config.data, build.context
     if not data.data_path and not (data.valid_data_path and config.training.evaluates):
         return None, None
-    found = open_datasets(
-        data_path=data.data_path or data.valid_data_path,
-        valid_data_path=data.valid_data_path if data.data_path else (),
-        split=data.split if data.data_path else None,
-        tokenizer=tokenizer,
-        seq_length=config.training.seq_length,
-        document_multiple=context.document_multiple,
-        vocab_size=vocab_size,
-        pack=data.pack,
-        overlong=data.overlong,
-        overlong_conversations=data.overlong_conversations,
+    packing = PackSettings(
+        config.training.seq_length,
+        data.pack,
+        data.overlong,
+        context.document_multiple,
+        overlong_conversations=rule_for_conversations(data.overlong, data.overlong_conversations),
+        max_patches=data.max_patches_per_pack,
+    )
+    builder = DataBuilder(
+        tokenizer,
+        vocab_size,
+        packing,
+        str(cache_folder(config)),
         append_eod=data.append_eod,
-        cache_dir=str(cache_folder(config)),
+        workers=min(MAX_WORKERS, usable_cores()),
         max_bad_records=data.max_bad_records,
         quarantine=str(quarantine_file(config)),
         teachers=teachers,
         images=images,
-        max_patches_per_pack=data.max_patches_per_pack,
         records=wanted_records(config),
         tags=TagRules.of(config, prompts.tags if prompts is not None else ()),
+        progress=build.progress,
+    )
+    found = builder.open(
+        data.data_path or data.valid_data_path,
+        data.valid_data_path if data.data_path else (),
+        data.split if data.data_path else None,
         is_builder=context.rank == 0,
         share=build.share,
-        progress=build.progress,
-        workers=min(MAX_WORKERS, usable_cores()),
     )
     return found if data.data_path else (None, found[0])

@@ -59,8 +59,8 @@ def teacher_by_transformers(files: Path, teacher: str = "teacher") -> dict:
     """Return the same from transformers in fp32, with each document of a pack alone."""
     from transformers import AutoModelForCausalLM
 
-    from mkd.data.build import open_datasets
     from mkd.tokenizers.load import load_tokenizer
+    from tests.data.datasets import open_datasets
 
     model = AutoModelForCausalLM.from_pretrained(files / teacher, dtype=torch.float32).eval()
     datasets = open_datasets(

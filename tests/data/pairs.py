@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from mkd.data.aligned.teacher_side import TeacherText
-from mkd.data.build import open_datasets
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
+from tests.data.datasets import open_datasets
 from tests.tokenizers.trained import train_hf_tokenizer
 from tests.xtoken.small_tokenizers import JAPANESE, SOURCE, byte_level
 

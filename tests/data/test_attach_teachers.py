@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mkd.data.batch import collate
-from mkd.data.build import open_datasets
 from mkd.data.teacher_input import SharedTokens
+from tests.data.datasets import open_datasets
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, teacher_text, texts
 from tests.reported import refused
 

@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from mkd.data.build import open_datasets
 from mkd.data.corpus.store_builder import build_store
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.data.datasets import open_datasets
 from tests.reported import refused, reports
 from tests.tokenizers.trained import train_hf_tokenizer
 

@@ -6,12 +6,12 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.config.tag_rules import TagRules
-from mkd.data.build import open_datasets
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
 from mkd.data.records.wanted import WantedRecords
 from mkd.data.tags import require_tag_key
 from mkd.resolve.preflight import data_problems
+from tests.data.datasets import open_datasets
 from tests.plan.checks.test_problems import BASE
 from tests.reported import refused, reports
 

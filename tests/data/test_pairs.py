@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mkd.data.batch import PAIR_NUMBER, collate
-from mkd.data.build import open_datasets
 from mkd.data.corpus.documents import encode_documents
 from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.records.parsing import parse_row
@@ -16,6 +15,7 @@ from mkd.data.records.rows import read_rows
 from mkd.data.records.wanted import WantedRecords
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.data.datasets import open_datasets
 from tests.reported import refused
 from tests.tokenizers.test_chat import DROPS_REASONING
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mkd.data.batch import RECORD, collate
-from mkd.data.build import open_datasets
 from mkd.data.corpus import encoding
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store, cache_key
@@ -18,6 +17,7 @@ from mkd.data.records.wanted import WantedRecords
 from mkd.errors import DataError, MkdError
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.data.datasets import open_datasets
 from tests.reported import refused
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 

@@ -91,12 +91,12 @@ def build(layout: Layout, files: Path, loss: str):
     """Return engine, training state, this rank's micro-batches, and tokens of each teacher's packs."""
     from mkd.config.load import load_config
     from mkd.data.batch import collate
-    from mkd.data.build import open_datasets
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
     from mkd.run.plan_run import plan_run
     from mkd.tokenizers.load import load_tokenizer
+    from tests.data.datasets import open_datasets
 
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]

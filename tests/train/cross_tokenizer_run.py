@@ -129,9 +129,9 @@ def prepare(size: Size, folder: Path) -> Path:
 def tokenise(folder: Path, teacher: Path) -> None:
     """Fill the cache of `folder` for the runs if it is empty: text in tokens of both models, aligned."""
     from mkd.data.aligned.teacher_side import TeacherText
-    from mkd.data.build import open_datasets
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken import build_projection
+    from tests.data.datasets import open_datasets
 
     student, own, cache = (
         open_tokenizer(folder / "tokenizer.model"),

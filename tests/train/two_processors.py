@@ -131,13 +131,13 @@ def run_two_processors(
 def build(layout: Layout, student: Path, teacher: Path):
     """Return engine, training state and this rank's micro-batches of the first step."""
     from mkd.config.load import load_config
-    from mkd.data.build import open_datasets
     from mkd.data.images.row_images import ImageLayout
     from mkd.data.loader import TrainStream
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.one_model import join
     from mkd.run.plan_run import plan_run
+    from tests.data.datasets import open_datasets
 
     argv = [*layout.argv(student, teacher), "--xtoken-loss", "partition_kl"]
     argv += ["--data-path", str(student / "chats.jsonl"), "--image-root", str(student / "pictures")]

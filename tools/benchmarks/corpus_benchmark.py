@@ -165,21 +165,16 @@ def _start(prefix: str, cache: str, seq_length: int, workers: int, sender) -> No
     from mkd.platform import prepare_for_files
 
     prepare_for_files()
-    from mkd.data.build import open_datasets
+    from mkd.data.build import DataBuilder
     from mkd.data.loader import TrainStream
+    from mkd.data.packing.pack_settings import PackSettings
     from mkd.operations.console import console
 
     base, mapped = memory_mib(os.getpid())
     begin = time.perf_counter()
     with console(0):
-        train, _ = open_datasets(
-            data_path=[prefix],
-            tokenizer=Ids(),
-            seq_length=seq_length,
-            vocab_size=VOCAB_SIZE,
-            cache_dir=cache,
-            workers=workers,
-        )
+        builder = DataBuilder(Ids(), VOCAB_SIZE, PackSettings(seq_length), cache, workers=workers)
+        train, _ = builder.open([prefix])
     TrainStream(train, micro_batch_size=1, global_batch_size=8, seed=1).next_step()
     seconds = time.perf_counter() - begin
     private, now_mapped = memory_mib(os.getpid())

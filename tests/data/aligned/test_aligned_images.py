@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mkd.data.aligned.teacher_side import TeacherText
-from mkd.data.build import open_datasets
 from mkd.data.images.conversation import image_reader
 from mkd.data.images.image_table import grids_of
 from mkd.data.images.row_images import ImageLayout
@@ -18,6 +17,7 @@ from mkd.errors import ErrorList
 from mkd.parallel.image_row import num_patches
 from mkd.parallel.zigzag import RowShard
 from mkd.tokenizers.hugging_face import load_hugging_face
+from tests.data.datasets import open_datasets
 from tests.data.images.test_conversation import ANSWER, asked
 from tests.data.images.tiny_processors import image_file, make_qwen, make_smolvlm, picture
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 
-from mkd.data.build import open_datasets
 from mkd.data.prompts import read_prompts
+from tests.data.datasets import open_datasets
 from tests.data.files.test_hub_sets import write_cached
 from tests.reported import reports
 

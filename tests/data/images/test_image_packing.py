@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from mkd.data.build import open_datasets
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import TokenStore
 from mkd.data.corpus.store_builder import build_store
@@ -16,6 +15,7 @@ from mkd.data.images.image_packing import ImageRoom
 from mkd.data.images.image_table import patches_of
 from mkd.data.packing.pack_index import PackIndex, pack_into_file
 from mkd.data.packing.pack_settings import PackSettings
+from tests.data.datasets import open_datasets
 from tests.data.images.test_conversation import asked, data_uri
 from tests.data.images.tiny_processors import image_file, picture
 from tests.reported import refused

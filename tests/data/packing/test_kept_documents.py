@@ -10,13 +10,13 @@ import pytest
 
 from mkd.config.run_files import rule_for_conversations
 from mkd.data import build
-from mkd.data.build import open_datasets
 from mkd.data.corpus.store import StoreFiles
 from mkd.data.dataset import BlendedDataset, PackedDataset, later_orders
 from mkd.data.packing import pack_index
 from mkd.data.packing.kept_documents import left_out_records
 from mkd.data.packing.pack_index import Windows, pack_in_memory
 from mkd.data.packing.pack_settings import PackSettings
+from tests.data.datasets import open_datasets
 from tests.data.pairs import STUDENT, TEACHER, open_pair, teacher_text
 from tests.reported import refused
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data.build import open_datasets
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import TokenStore
 from mkd.data.dataset import BlendedDataset, PackedDataset, later_orders
@@ -21,6 +20,7 @@ from mkd.data.packing.pack_index import PackIndex, Windows, pack_in_memory, pack
 from mkd.data.packing.pack_settings import PackSettings
 from mkd.errors import CheckpointError, DataError
 from mkd.run.fingerprints import require_same
+from tests.data.datasets import open_datasets
 from tests.data.pairs import STUDENT, open_pair, teacher_text, texts
 from tools.benchmarks.corpus_benchmark import packs_of_histogram, write_corpus
 

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from mkd.data.build import open_datasets
 from mkd.data.corpus.encoding import FileRows
 from mkd.data.corpus.store_builder import build_store
 from mkd.data.prompts import read_prompts
 from mkd.data.records.parsing import parse_row
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.data.datasets import open_datasets
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 
 NAMES_SPEAKERS = CHATML.replace("message['role'] + '\n'", "message['role'] + (message.name or '') + '\n'")
