@@ -25,7 +25,6 @@ class SideLinks:
 
     routes: Routes
     others: Sizes  # of the other side
-    is_teacher: bool  # this is the teacher's side
     states: Mapping[int, Bridge] = field(default_factory=dict)
     control: Mapping[int, Bridge] = field(default_factory=dict)  # on the leader
 
@@ -42,7 +41,7 @@ class SideLinks:
         routes, replica = Routes(student.data, teacher.data), context.dp_rank
         launch.await_student(name, is_teacher)
         if not context.holds_last_stage:
-            return cls(routes, others, is_teacher)
+            return cls(routes, others)
         states, control = {}, {}
         for other in routes.students_of(replica) if is_teacher else routes.teachers_of(replica):
             pair = f"{name} {replica} {other}" if is_teacher else f"{name} {other} {replica}"
@@ -54,7 +53,7 @@ class SideLinks:
             if context.row_rank == 0:
                 end, cpu = TEACHER if is_teacher else STUDENT, torch.device("cpu")
                 control[other] = Bridge(launch.store, f"{pair} control", end, 2, cpu)
-        return cls(routes, others, is_teacher, states, control)
+        return cls(routes, others, states, control)
 
     def close(self) -> None:
         """End all communicators. No message is under way."""
