@@ -44,10 +44,10 @@ faults: $(READY)  ## print what every fault of the fault table leads to (an hour
 	MKD_SLOW=1 $(TESTS) -n 0 -m fault -p tests.faults
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/mkd quickstart
 
 quickstart-on-policy: $(READY)  ## let the quickstart's student learn from its own text (ten minutes at most)
-	$(BIN)/python tools/quickstart_on_policy.py
+	$(BIN)/mkd quickstart --on-policy
 
 quickstart-vlm: $(READY)  ## the same for a model with images; needs npm, which fetches the pictures
 	$(BIN)/python tools/quickstart_vlm.py

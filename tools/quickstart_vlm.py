@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import returns_exit_code  # noqa: E402
 from mkd.log.records import read_records  # noqa: E402
+from mkd.quickstart.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from mkd.report.curves import draw, new_figure, save_figure  # noqa: E402
-from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.vlm import emoji_pictures, vlm_training  # noqa: E402
 from tools.vlm.emoji_pictures import QUESTIONS, STYLES, Named  # noqa: E402
 from tools.vlm.picture_answers import Examiner, ExamResult, PictureExam  # noqa: E402

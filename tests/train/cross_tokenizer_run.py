@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mkd.quickstart.fetch_smollm2 import fetch_smollm2
 from tests.train.command import write_records
 from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers
-from tools.fetch_smollm2 import fetch_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTATION = "python3.11-doc"  # Debian package: 11 MB of reStructuredText

