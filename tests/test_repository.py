@@ -213,6 +213,18 @@ def test_every_package_is_found_by_setup():
     assert not [name(folder) for folder in folders if not (folder / "__init__.py").is_file()]
 
 
+def test_every_package_lists_its_files():
+    """Check that the text of a package names each of its modules and folders, and none that has gone."""
+    listed = re.compile(r"^ *((?:\w+(?:\.py|/)(?:, |(?= )))+) ", re.M)
+    for package in sorted((ROOT / "mkd").rglob("__init__.py")):
+        text, folder = read(package), package.parent
+        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        files |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+        named = {one for line in listed.findall(text) for one in line.split(", ")}
+        named.discard("__init__.py")
+        assert named == files, f"{name(package)}: {sorted(named ^ files)}"
+
+
 def test_readme_commands_exist():
     readme, makefile = read(ROOT / "README.md"), read(ROOT / "Makefile")
     targets = set(re.findall(r"^([\w-]+):", makefile, re.M))

@@ -4,6 +4,8 @@ adapters.py           checkpoints of adapters, and the base that they need
 distributed.py        what a run saves and loads: `save_checkpoint`, `load_checkpoint`
 finite.py             weights that are NaN or infinite are refused while they are loaded
 optimizer_state.py    the optimizer's part, whichever Adam reads and writes it
+main_weights.py       main weights that are not the model's, as earlier versions stored them
+averages.py           averages of the student's weights, which teachers have
 rounded_runs.py       checkpoints of rounded students, which hold exact weights
 saved_tower.py        checkpoints without the tower that a model has, of an earlier mkd
 saving.py             the order of a save, in which the pointer always names a complete checkpoint

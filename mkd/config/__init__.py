@@ -11,9 +11,11 @@ In reading order:
     data_files.py        paths of the data flags: blends, and suffixes of files of records
     tag_rules.py         which teachers teach the records of which tag
     split.py             the format of the setting `split`
+    prompt_template.py   texts with fields that records fill
     options.py           the schema as a flat list of options; reading values from text
     megatron_flags.py    flags of Megatron-LM that mkd does not have
     student_base.py      a teacher that is the student as it starts
+    self_teacher.py      the shorthand for it
     other_names.py       names that other trainers give to settings of mkd
     flags.py             the command line
     yaml_file.py         the YAML file

@@ -11,6 +11,7 @@ tags.py                 tags of documents and packs, and the teachers that a mic
 packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
+teacher_input.py        the part of a batch that belongs to one teacher
 measured_text.py        the beginnings of documents, to measure models on outside a run
 loader.py               the micro-batches of one rank for training and for evaluation
 prompt_readers.py       prompts as each model reads them

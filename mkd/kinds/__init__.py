@@ -13,6 +13,7 @@ context/         teachers that read another prompt than the student
 averaged/        teachers whose weights average the student's
 texts.py         the record of the text of a run
 placed/          places and precisions of teachers' layers
+apart/           teachers on processes of their own
 fp8_students/    students that multiply in FP8 while they are trained
 fp8_limits.py    limits of products in FP8, for teachers and students
 rounded/         students whose weights are rounded to few bits

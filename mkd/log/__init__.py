@@ -2,10 +2,10 @@
 
 In reading order:
 
-    metrics        the registry of metrics, and their averages over a log interval
-    compact        the short lines that a person reads
-    progress       the long lines of Megatron-LM, and the choice between both
-    loggers        TensorBoard, W&B, MLflow and trackio: one file each
-    writers        metrics.jsonl, and the loggers beside it
-    records        reading metrics.jsonl back
+    metrics.py     the registry of metrics, and their averages over a log interval
+    compact.py     the short lines that a person reads
+    progress.py    the long lines of Megatron-LM, and the choice between both
+    loggers/       TensorBoard, W&B, MLflow and trackio: one file each
+    writers.py     metrics.jsonl, and the loggers beside it
+    records.py     reading metrics.jsonl back
 """

@@ -24,4 +24,5 @@ builder.py                       all model parts of a rank
 stored_head.py                   the head of a teacher whose hidden states are stored
 stage.py                         student and teachers on one pipeline stage; the teachers' time
 placed/                          frozen models whose layers are elsewhere, or in FP8
+coded/                           experts of frozen models whose weights stay codes of 8 or 4 bits
 """

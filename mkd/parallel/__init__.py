@@ -10,4 +10,9 @@ zigzag.py        which rows of a pack each context-parallel rank holds
 image_row.py     the images of a packed row, and how ranks share them
 tensor_records.py  a function applied to every tensor of a record
 exchange.py      rows of a tensor that the ranks of a group send each other
+host_row.py      a whole row of documents in host memory, for a model on other processes
+side_groups.py   communication between the sides of a run: the student, and teachers on processes of their own
+side_rows.py     which process holds which rows of a state, and what two layouts exchange
+side_messages.py messages of a student's replica to a teacher's
+side_links.py    the links between both
 """

@@ -18,5 +18,7 @@ Read in this order:
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves
     loop.py                   steps, evaluations, checkpoints
     one_model.py              one model alone: planned, built, evaluated
+    student_side.py           a launch with teachers on processes of their own: watched, met and ended
+    serve_teacher.py          the life of such a teacher's process
     end_text.py               where everything is at the end of a run, and the next commands
 """

@@ -4,6 +4,8 @@ step.py                          the step; read this first
 schedule.py                      Megatron's pipeline schedule runs all micro-batches through all stages
 stage_inputs.py                  the inputs of the stages, made from a micro-batch
 teacher_prefetch.py              teacher forwards ahead of the student, in the gaps of its pipeline
+remote_states.py                 teachers on processes of their own: the student's end
+state_server.py                  the teacher's end
 objective.py, teachers/          the loss of one micro-batch: the cross entropy and the teachers
 sums.py                          the sums that micro-batches report, and the means made of them
 expert_monitor.py                counts, balance losses and load of the student's experts

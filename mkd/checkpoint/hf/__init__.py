@@ -1,6 +1,7 @@
 """Hugging Face folders in and out, slice by slice.
 
 hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
+hf_codes.py                      codes and scales of quantised matrices, as files hold them
 hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
 hf_compressed.py                 codes and scales of compressed-tensors, dequantised by slice
 hf_stacked.py                    tensors of all experts of a layer, read expert by expert

@@ -2,11 +2,11 @@
 
 In reading order:
 
-    logger              what a logger is, and what all of them share
-    known_loggers       the registry; errors for those whose package is missing; their start
-    guarded             a logger that fails in a run costs one warning, never the run
-    tensorboard_logger  event files
-    wandb_logger        Weights & Biases
-    mlflow_logger       MLflow
-    trackio_logger      trackio
+    logger.py              what a logger is, and what all of them share
+    known_loggers.py       the registry; errors for those whose package is missing; their start
+    guarded.py             a logger that fails in a run costs one warning, never the run
+    tensorboard_logger.py  event files
+    wandb_logger.py        Weights & Biases
+    mlflow_logger.py       MLflow
+    trackio_logger.py      trackio
 """
