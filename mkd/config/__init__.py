@@ -3,7 +3,9 @@
 In reading order:
 
     field.py             a documented field, which becomes a flag and a YAML key
-    schema.py            all settings of a run, a dataclass per section
+    schema.py            all settings of a run: its sections, and the objective
+    layout_settings.py   how processes share models and batch
+    training_settings.py training and its optimizer
     models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
     divergence.py        the divergences: names, parameters, formulas
     rounding_formats.py  the formats that a student's weights may be rounded to
