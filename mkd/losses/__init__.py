@@ -1,6 +1,7 @@
 """Distillation losses on vocabulary shards, and `DistillationLoss` for other trainers.
 
 kd_objective.py          settings of a loss, its columns on a rank, and its result
+divergence_base.py       the interface of a divergence
 divergences.py           one class for each divergence between teacher and student
 dense_reference.py       the whole loss in one process, float64, by autograd: the definition for tests
 softmax.py               softmax over a split vocabulary: the local part and the merge

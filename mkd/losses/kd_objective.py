@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.errors import UsageError
-from mkd.losses.divergences import Divergence, KLMixture
+from mkd.losses.divergence_base import Divergence
+from mkd.losses.divergences import KLMixture
 from mkd.parallel.axes import place_in
 
 # s(T): "squared" keeps the size of the KD gradient independent of T (Hinton et al. 2015, section 2).

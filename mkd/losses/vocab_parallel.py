@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mkd.losses import torch_rows
 from mkd.losses.differentiable_once import differentiable_once
-from mkd.losses.divergences import Divergence
+from mkd.losses.divergence_base import Divergence
 from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import (

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mkd.config.models import XTOKEN_LOSSES
 from mkd.errors import UsageError
-from mkd.losses.divergences import Divergence, KLMixture
+from mkd.losses.divergence_base import Divergence
+from mkd.losses.divergences import KLMixture
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS, require_temperature
 
 

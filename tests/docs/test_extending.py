@@ -100,7 +100,7 @@ def test_the_recipe_of_a_kind_that_mkd_has_names_all_its_files_and_quotes_them()
 
 
 def test_the_changes_of_every_recipe_fit_the_tree(tmp_path):
-    """The checks of some recipes are slow tests; this one finds their stale lines, and full files, at once."""
+    """The checks of some recipes are slow tests; this one finds stale lines and full files at once."""
     for kind, file, text in (change for recipe in RECIPES.values() for change in recipe.changes):
         if kind == "diff" and not (tmp_path / file).exists():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mkd.config.divergence import DECLARATIONS, PARAMETERS
 from mkd.losses import KDObjective, build_divergence
-from mkd.losses.divergences import Divergence
+from mkd.losses.divergence_base import Divergence
 from mkd.xtoken.loss_settings import ChunkLossSettings
 
 MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7, skew_alpha=0.2)

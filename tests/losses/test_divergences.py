@@ -16,9 +16,9 @@ import torch
 from mkd.config.divergence import DECLARATIONS, DIVERGENCES, DivergenceSettings
 from mkd.errors import UsageError
 from mkd.losses import KDObjective, build_divergence, torch_rows, vocab_parallel
+from mkd.losses.divergence_base import Divergence
 from mkd.losses.divergences import (
     IMPLEMENTATIONS,
-    Divergence,
     JensenShannon,
     KLMixture,
     SkewedForwardKL,

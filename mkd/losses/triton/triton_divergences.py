@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mkd.losses.divergences import Divergence, JensenShannon, KLMixture, SkewedForwardKL, SkewedReverseKL
+from mkd.losses.divergence_base import Divergence
+from mkd.losses.divergences import JensenShannon, KLMixture, SkewedForwardKL, SkewedReverseKL
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
