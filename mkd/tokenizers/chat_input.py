@@ -11,9 +11,11 @@ from typing import Any
 from mkd.errors import DataError, UsageError
 
 ASSISTANT = "assistant"
+PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
+"""Messages that show what a chat template writes around texts."""
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, first one first
 RESERVED = frozenset(  # names that mkd or transformers give a meaning
-    ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize")
+    ("messages", "conversation", "conversations", "tools", "chat_template", "tokenize")
     + ("add_generation_prompt", "continue_final_message", "return_dict", "return_assistant_tokens_mask")
     + ("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "strftime_now")
     + ("sanitize_control_tokens",)

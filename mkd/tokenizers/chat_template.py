@@ -14,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2.meta import find_undeclared_variables
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import (
-    ASSISTANT,
-    ChatSettings,
-    Conversation,
-    check_template_kwargs,
-    reasoning_of,
-)
+from mkd.tokenizers.chat_input import PROBE, ChatSettings, Conversation, check_template_kwargs, reasoning_of
 from mkd.tokenizers.tokenizer_files import model_file
 
-PROBE = ({"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"})
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 DATE = "strftime_now"  # the function of transformers that gives templates the present date
 DATE_CALL = re.compile(DATE + r"""\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
@@ -74,6 +68,21 @@ class ChatTemplate:
         """True if a template of the tokenizer may write the date of the day on which it is rendered."""
         found = self._hf.chat_template
         return any(DATE in one for one in (found.values() if isinstance(found, dict) else [found]))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that a template of the tokenizer reads and does not set itself; none if it is not valid."""
+        found = self._hf.chat_template
+        try:
+            parsed = [
+                (environment, environment.parse(one))
+                for one in (found.values() if isinstance(found, dict) else [found])
+                for environment in [_compile_jinja_template(one).environment]
+            ]
+        except TemplateError:
+            return frozenset()
+        names = [find_undeclared_variables(tree) - environment.globals.keys() for environment, tree in parsed]
+        return frozenset().union(*names)
 
     @property
     def fingerprint(self) -> list[Any]:

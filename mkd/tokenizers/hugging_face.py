@@ -127,6 +127,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._chat.date if self.has_chat_template and self._template.writes_date else None
 
     @property
+    def chat_variables(self) -> frozenset[str]:
+        return self._template.variables if self.has_chat_template else frozenset()
+
+    @property
     def has_chat_marks(self) -> bool:
         both = (Conversation((), tools) for tools in (None, ()))
         return self.has_chat_template and any(map(self._template.has_marks, both))

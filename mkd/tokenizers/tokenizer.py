@@ -122,6 +122,11 @@ class Tokenizer(ABC):
         return None
 
     @property
+    def chat_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and does not set itself; none without a chat template."""
+        return frozenset()
+
+    @property
     def has_chat_marks(self) -> bool:
         """True if a chat template has {% generation %} marks: the default one, or the one for tools."""
         return False

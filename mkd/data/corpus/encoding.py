@@ -20,7 +20,7 @@ from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import image_records
 from mkd.data.progress_lines import Position
 from mkd.data.quarantine import BadRecord
-from mkd.data.records.ignored_keys import IgnoredKeys, ignored_keys
+from mkd.data.records.ignored_keys import IgnoredKeys, count_without_loss, ignored_keys
 from mkd.data.records.kinds import TEXT, Record
 from mkd.data.records.parsing import MAX_CHARACTERS, parse_row
 from mkd.data.records.rows import Row, read_rows
@@ -223,6 +223,9 @@ class _Encoder:
         ignored = ignored_keys([record for _, (record, _) in encoded], self.tokenizer)
         if isinstance(batch, FileBatch):
             ignored.records += batch.left_out
+        ignored.without_loss = count_without_loss(
+            (record, any(one.loss[1:].any() for one in of_record)) for _, (record, of_record) in encoded
+        )
         documents = [document for _, (_, of_record) in encoded for document in of_record]
         lines = [line for line, (_, of_record) in encoded for _ in of_record]
         numbers = [record.numbers for _, (record, of_record) in encoded for _ in of_record]

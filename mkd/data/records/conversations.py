@@ -8,12 +8,13 @@ from typing import Any
 
 from mkd.data.records.format_hints import PAIR_HINT
 from mkd.data.records.messages import Images, read_messages
-from mkd.data.records.tool_calls import cleaner, read_template_kwargs, read_tools
+from mkd.data.records.tool_calls import DOCUMENTS, are_documents, cleaner, read_template_kwargs, read_tools
 from mkd.data.records.values import check_string, json_name
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 
-CONVERSATION_KEYS = ("tools", "chat_template_kwargs")  # beside messages, a prompt with completion, or a pair
+CONVERSATION_KEYS = ("tools", "chat_template_kwargs", DOCUMENTS)
+"""Keys beside messages, beside a prompt with a completion, or beside a pair."""
 MESSAGE_KEYS = (*CONVERSATION_KEYS, "images", "system")  # beside messages
 PROMPTED_KEYS = (*CONVERSATION_KEYS, "images")  # beside a prompt and a completion of messages
 
@@ -66,6 +67,9 @@ class ConversationReader:
         clean = cleaner(self.is_table)
         tools = read_tools(self.fields.get("tools"), clean)
         variables = read_template_kwargs(self.fields.get("chat_template_kwargs"), clean)
+        documents = self.fields.get(DOCUMENTS)
+        if are_documents(documents):
+            variables = {DOCUMENTS: clean(documents), **variables}
         return replace(conversation, tools=tools, template_kwargs=variables)
 
 

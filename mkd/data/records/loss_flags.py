@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT
 
-LOSS_FLAGS = ("loss", "train", "trainable", "training", "weight", "loss_scale")
-"""Keys of a message: ms-swift's loss and loss_scale, axolotl's train and training, OpenAI's weight."""
+MASKED = "masked"  # torchtune's: true means no loss
+LOSS_FLAGS = (
+    *("loss", "train", "trainable", "training", "weight", "loss_scale"),
+    *("loss_mask", "step_loss_mask", "loss_weight", MASKED),
+)
+"""Keys of a message: ms-swift's loss and loss_scale, axolotl's train and training, OpenAI's weight, slime's
+step_loss_mask, torchtune's masked."""
 FINER_FLAGS = ("train_detail",)  # axolotl's, of parts of a text
+MASK_WORDS = frozenset(("loss", "mask", "masks", "masked", "train", "trained", "trainable", "training"))
+FLAG_WORDS = MASK_WORDS | {"learn", "learned", "ignore", "ignored", "exclude", "excluded", "skip", "skipped"}
+"""Words in names of keys that say whether something is learnt."""
 
 
 def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
@@ -25,14 +34,17 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
         raise _finer(f"{name} has {finer}")
     given = {key: message[key] for key in LOSS_FLAGS if message.get(key) is not None}
     for key, value in given.items():
-        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        if _are_flags(value):
+            raise _finer(f"{name}: {key} is a list")
+        if not _is_flag(value):
             raise DataError(
                 f"{name}: {key} is {value!r}",
                 "a message has loss (true or 1) or none (false or 0), with nothing between",
                 "round it, or remove the key",
                 code="record-loss-flag-not-valid",
             )
-    if len({bool(value) for value in given.values()}) > 1:
+    has_loss = {key: bool(value) != (key == MASKED) for key, value in given.items()}
+    if len(set(has_loss.values())) > 1:
         shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
         raise DataError(
             f"{name}: {shown} contradict each other",
@@ -40,7 +52,8 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
             "keep one of them",
             code="record-loss-flag-not-valid",
         )
-    flag = next((bool(value) for value in given.values()), None)
+    _refuse_unknown(message, name)
+    flag = next(iter(has_loss.values()), None)
     if flag and message.get("role") != ASSISTANT:
         (key, *_) = given
         raise DataError(
@@ -50,6 +63,49 @@ def loss_flag(message: Mapping[str, Any], name: str) -> bool | None:
             code="record-loss-flag-not-valid",
         )
     return flag if message.get("role") == ASSISTANT else None
+
+
+def words_of(key: str) -> frozenset[str]:
+    """Return the words of a key: those of isTrainable and is_trainable are the same."""
+    return frozenset(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower().replace("-", "_").split("_"))
+
+
+def refuse_masks_of_turns(fields: Mapping[str, Any], used: Collection[str], num_messages: int) -> None:
+    """Raise DataError if a key of a conversation's record that is not `used` says which answers are learnt.
+
+    It is true, or a list of 0 and 1. Longer lists than that of the messages are masks of tokens.
+    """
+    for key, value in fields.items() if fields.get("input_ids") is None else ():
+        words = words_of(key)
+        is_list = _are_flags(value) and len(value) <= num_messages and words & (MASK_WORDS | {"weights"})
+        if key not in used and (is_list or (value is True and words & {"loss", "mask", "masked"})):
+            raise DataError(
+                f"the record has {key} beside its messages",
+                "it seems to say which answers have loss, and would be ignored",
+                "give each message a flag: loss, true or false; for the last answer alone: --chat-loss last",
+                code="record-key-not-supported",
+            )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | int | float) and value in (0, 1)
+
+
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_flag, value))
+
+
+def _refuse_unknown(message: Mapping[str, Any], name: str) -> None:
+    """Raise DataError if a message of the assistant's has a flag under a name that is not known."""
+    for key, value in message.items() if message.get("role") == ASSISTANT else ():
+        is_named_so = words_of(key) & FLAG_WORDS or key.lower() in LOSS_FLAGS
+        if key not in LOSS_FLAGS and is_named_so and (_is_flag(value) or _are_flags(value)):
+            raise DataError(
+                f"{name}: {key} is {value!r}",
+                "it seems to say whether the message has loss, and would be ignored",
+                "call it loss (true: it is learnt, false: it is only read), or remove the key",
+                code="record-loss-flag-not-valid",
+            )
 
 
 def refuse_part_flags(part: Mapping[str, Any], name: str) -> None:

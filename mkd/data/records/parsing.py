@@ -20,13 +20,16 @@ from mkd.data.records.kinds import (
     Record,
     unknown_keys,
 )
+from mkd.data.records.loss_flags import refuse_masks_of_turns
 from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
+from mkd.data.records.tool_calls import DOCUMENTS, are_documents
 from mkd.data.records.values import check_string
 from mkd.data.records.wanted import ANY_RECORDS, WantedRecords
 from mkd.data.records.written_keys import GENERATED
 from mkd.errors import DataError
+from mkd.tokenizers.chat_input import Conversation
 
 MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
 
@@ -64,7 +67,10 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
         values = kind.convert(*given)
     if form != TEXT:
         check_size(form, values)
-    all_read = {*keys, GENERATED}
+    conversations = [value for value in values if isinstance(value, Conversation)]
+    if conversations:
+        refuse_masks_of_turns(fields, keys, max(len(one.messages) for one in conversations))
+    all_read = {*keys, GENERATED} - ({DOCUMENTS} if not are_documents(fields.get(DOCUMENTS)) else set())
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in all_read)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
     tag, numbers = wanted.read_tag(fields), wanted.read_numbers(fields)

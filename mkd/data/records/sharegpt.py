@@ -10,7 +10,7 @@ from mkd.data.records.values import check_string, json_name
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT
 
-SPEAKERS = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "bot": ASSISTANT, "chatgpt": ASSISTANT}
+SPEAKERS = {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "chatgpt", "ai"), ASSISTANT)
 """Other names of roles, as `from` or as `role`."""
 CALLERS = ("function_call", "tool_call")  # roles of an assistant's calls, which are its text, as JSON
 RESULTS = {"observation": "tool", "tool_response": "tool", "function_response": "tool"}  # only in `from`

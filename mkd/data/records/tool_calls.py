@@ -1,4 +1,4 @@
-"""Tools of a record, calls of tools in its messages, and variables of the chat template."""
+"""Tools and documents of a record, calls of tools in its messages, and variables of the chat template."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from mkd.data.records.values import check_string, from_json, json_name, without_nulls
 from mkd.errors import DataError
 
+DOCUMENTS = "documents"  # texts that an answer is drawn from, which templates of RAG models write
 Clean = Callable[[Any], Any]
 """Removes null keys from values of a table's rows; values of JSON stay as they are."""
 
@@ -28,6 +29,11 @@ def read_tools(value: Any, clean: Clean) -> list[dict[str, Any]] | None:
 def read_template_kwargs(value: Any, clean: Clean) -> dict[str, Any]:
     """Return the template's variables of a record, from an object or its JSON text. Raises DataError."""
     return {} if value is None or value == "" else clean(from_json(value, "chat_template_kwargs", dict))
+
+
+def are_documents(value: Any) -> bool:
+    """Return True for documents as transformers takes them: a list of objects."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def read_tool_calls(value: Any, name: str, clean: Clean) -> list[dict[str, Any]]:

@@ -104,17 +104,80 @@ def test_keys_of_prompts_are_for_the_reward_function(tmp_path, write_jsonl, toke
 
 
 @pytest.mark.parametrize("share, is_noted", [(51, True), (50, False)])
-@pytest.mark.parametrize("kind", ["text", "prompt"])
-def test_texts_that_were_rendered_are_noted(tmp_path, write_jsonl, tokenizer, kind, share, is_noted):
-    rendered = "<|im_start|>user\na fox?<|im_end|>\n"
-    texts = [rendered if number < share else "a fox" for number in range(100)] + [rendered] * 50
-    key = {"prompt": {"completion": "a"}, "text": {}}[kind]
-    path = write_jsonl("a.jsonl", *({kind: text, **key} for text in texts))
+@pytest.mark.parametrize(
+    ("rendered", "others"),
+    [
+        ({"text": "<|im_start|>user\na fox?<|im_end|>\n"}, {"text": "a fox"}),
+        ({"text": "You are a fox.\n<|im_start|>user\na fox?<|im_end|>"}, {"text": "a fox"}),
+        ({"prompt": "<|im_start|>user\na fox?"}, {"prompt": "a fox", "completion": "a"}),
+        ({"completion": "a<|im_start|>"}, {"prompt": "a fox", "completion": "a"}),
+        ({"chosen": "a<|im_start|>"}, {"prompt": "a fox", "chosen": "a", "rejected": "b"}),
+    ],
+    ids=["text", "later", "prompt", "completion", "pair"],
+)
+def test_texts_that_were_rendered_are_noted(
+    tmp_path, write_jsonl, tokenizer, rendered, others, share, is_noted
+):
+    rows = [others | (rendered if number < share else {}) for number in range(100)] + [others | rendered] * 50
+    path = write_jsonl("a.jsonl", *rows)
     said = notes(path, tmp_path, tokenizer)
     assert len(said) == is_noted
     if is_noted:
-        assert "51 of the first 100 texts begin with a control token, such as <|im_start|>" in said[0]
+        assert "51 of the first 100 texts spell a control token, such as <|im_start|>" in said[0]
         assert "`messages`" in said[0]
+
+
+def test_lines_of_text_that_were_rendered_are_noted(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("a fox<|endoftext|>\n<|im_start|>user a fox?<|im_end|>\n")
+    (said,) = notes(tmp_path / "a.txt", tmp_path, tokenizer)
+    assert "2 of the first 2 texts spell a control token" in said
+
+
+@pytest.mark.parametrize("key", ["messages", "pair"])
+def test_messages_that_hold_what_the_template_writes_are_noted(tmp_path, write_jsonl, key):
+    ask, answer = {"role": "user", "content": "fox?"}, {"role": "assistant", "content": "Yes.<|im_end|>"}
+    pair = {"prompt": [ask], "chosen": [answer], "rejected": [answer | {"content": "No."}]}
+    path = write_jsonl("a.jsonl", *[pair if key == "pair" else {"messages": [ask, answer]}] * 3)
+    said = notes(path, tmp_path, HuggingFaceTokenizer(train_hf_tokenizer(CHATML)))
+    if key == "pair":  # half of the conversations is not most of them
+        assert said == []
+    else:
+        assert "messages of 3 of the first 3 conversations spell <|im_end|>, which the" in said[0]
+
+
+def test_records_that_nothing_learns_from_are_counted(tmp_path, write_jsonl):
+    ask, answer = {"role": "user", "content": "fox?"}, {"role": "assistant", "content": "Yes."}
+    rows = [
+        *[{"messages": [ask, answer]}] * 3,
+        {"messages": [ask]},
+        {"messages": [ask, answer | {"role": "Assistant"}]},
+        {"messages": [ask, answer | {"weight": 0}]},
+        {"tokens": {"ids": [1, 2], "loss": [0, 0]}},
+    ]
+    tokenizer = HuggingFaceTokenizer(train_hf_tokenizer(CHATML))
+    said = notes(write_jsonl("a.jsonl", *rows), tmp_path, tokenizer)
+    assert [line.partition(": ")[2] for line in said] == [
+        "4 of 7 records have no token with loss, so nothing learns from them; "
+        "2 have no message of the role assistant (their roles: Assistant, user)"
+    ]
+
+
+def test_keys_that_the_template_has_as_variables_are_named(tmp_path, write_jsonl):
+    template = (
+        "{% for one in documents or [] %}{{ one.text }}{% endfor %}{% if brief %}brief{% endif %}" + CHATML
+    )
+    tokenizer = HuggingFaceTokenizer(train_hf_tokenizer(template))
+    chat = {"messages": [{"role": "user", "content": "a fox?"}, {"role": "assistant", "content": "Yes."}]}
+    record = chat | {"documents": [{"text": "A fox is quick."}], "brief": True, "range": 1}
+    said = notes(write_jsonl("a.jsonl", record), tmp_path, tokenizer)
+    hint = 'To set brief in the chat template, write "chat_template_kwargs": {"brief": ...}'
+    assert [line.partition(": ")[2] for line in said] == [f"ignored keys: brief (1), range (1). {hint}"]
+    ids, _ = tokenizer.apply_chat_template(parse_row(record).values[0])
+    assert tokenizer.decode(ids).startswith("A fox is quick.<|im_start|>")
+    plain = HuggingFaceTokenizer(train_hf_tokenizer(CHATML))
+    for given in (record, record | {"documents": ["a.txt"]}):  # the second is data of the user's
+        (said,) = notes(write_jsonl("b.jsonl", given), tmp_path, plain)
+        assert said.endswith("ignored keys: brief (1), documents (1), range (1)")
 
 
 def test_variables_that_the_template_does_not_read_are_named(tmp_path, write_jsonl):

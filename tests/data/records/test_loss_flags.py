@@ -42,6 +42,9 @@ def trained(record, tokenizer=TOKENIZER):
         ({"weight": 0}, {"weight": 1}),
         ({"weight": 0.0}, {"weight": 1.0}),
         ({"loss_scale": 0, "loss": False}, {"loss": None}),
+        ({"step_loss_mask": 0}, {"loss_mask": 1}),
+        ({"masked": True}, {"masked": False}),
+        ({"masked": True, "loss_weight": 0.0}, {"masked": False, "train": True}),
     ],
     ids=lambda flags: "".join(map(str, flags)),
 )
@@ -88,6 +91,15 @@ def test_only_flagged_turns_are_aligned_with_a_teacher():
         ([ASK, GOOD | {"loss": "no"}], "record-loss-flag-not-valid: with nothing between"),
         ([ASK, GOOD | {"loss": True, "weight": 0}], "record-loss-flag-not-valid: contradict each other"),
         ([ASK | {"train": True}, GOOD], "record-loss-flag-not-valid: asks for loss on a message of the"),
+        ([ASK, GOOD | {"masked": True, "loss": True}], "record-loss-flag-not-valid: contradict each other"),
+        *(
+            ([ASK, GOOD | {key: value}], "record-loss-flag-not-valid: seems to say whether the message has")
+            for key, value in (
+                *(("is_trainable", False), ("isTrainable", True), ("mask", 1), ("no-loss", True)),
+                *(("excluded", True), ("Weight", 0), ("token_mask", [0, 1])),
+            )
+        ),
+        ([ASK, GOOD | {"loss_mask": [0, 1, 1]}], "record-loss-flag-not-valid: as a whole or not at all"),
         (
             [ASK, GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 2}]}],
             "record-loss-flag-not-valid: as a whole or not at all",
@@ -101,6 +113,24 @@ def test_only_flagged_turns_are_aligned_with_a_teacher():
 def test_flags_that_are_refused(messages, code):
     with refused(code, DataError):
         parse_row({"messages": messages})
+
+
+def test_keys_that_only_sound_like_flags_are_no_flags():
+    answer = GOOD | {"train_loss": 0.25, "mask_name": "a", "score": 0, "trained_on": None, "skip": [3]}
+    record = {"messages": [ASK | {"ignore": True, "masked": True}, answer], "training": True, "mask": "User"}
+    assert trained(record) == "The quick one.<|im_end|>"
+    tokens = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    assert trained({"messages": [ASK, GOOD]} | tokens) == "The quick one.<|im_end|>"
+    assert trained({"messages": [ASK, GOOD], "loss_mask": [0, 1, 1]}) == "The quick one.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "key", [{"loss_mask": [0, 1]}, {"train_on_turn": [True]}, {"weights": [0.0, 1.0]}, {"mask_history": True}]
+)
+def test_masks_of_answers_beside_a_conversation_are_refused(key):
+    for record in ({"messages": [ASK, GOOD]}, {"prompt": [ASK], "completion": [GOOD]}):
+        with refused("record-key-not-supported: which answers have loss", DataError):
+            parse_row(record | key)
 
 
 def test_a_prompt_cannot_have_loss():
