@@ -13,7 +13,8 @@ Read in this order:
     setup.py                  from a plan to a run: who gets which part
     read_texts.py             data, prompts and tasks, and how each teacher reads them
     build_data.py             the data sets
-    build_engine.py           models with weights, schedule and optimizer
+    build_models.py           student and teachers with their weights
+    build_engine.py           schedule, losses and optimizer around them
     fingerprints.py           what identifies a run, compared when it resumes
     checkpoints.py            the checkpoint that a run resumes from, and those that it saves
     loop.py                   steps, evaluations, checkpoints

@@ -1,62 +1,34 @@
-"""Build the models with their weights, the teachers' losses, the schedule and the optimizer."""
+"""Build the engine of a run: all models under one schedule, the teachers' losses, and the optimizer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.distributed import (
-    TrainingState,
-    base_alone,
-    everything,
-    load_checkpoint,
-    load_layer_by_layer,
-)
-from mkd.checkpoint.hf.hf_adapters import start_adapters
+from mkd.checkpoint.distributed import TrainingState, everything
 from mkd.checkpoint.hf.hf_rounded import RoundedWeights
-from mkd.checkpoint.hf.hf_weights import load_hf_weights
-from mkd.config.models import EMA, LIVE
-from mkd.config.schema import Config, TeacherConfig
-from mkd.errors import MkdError, collect_error
+from mkd.config.schema import Config
 from mkd.kinds.known_kinds import data_term
-from mkd.kinds.placed.known_places import PLACES, PRECISIONS
 from mkd.kinds.routed.route_setup import run_tags
-from mkd.models.attention_check import agreed_own_attention
-from mkd.models.builder import (
-    build_base_parts,
-    build_copied_parts,
-    build_model_parts,
-    common_padded_vocab_size,
-    join_stages,
-    train_parts,
-)
+from mkd.models.builder import common_padded_vocab_size, join_stages
 from mkd.models.language_model import LanguageModel
-from mkd.models.lora import freeze_base, rounded_loading
-from mkd.models.placed.converted_weights import ConvertedWeights, LayerMemory
-from mkd.models.placed.residency import layer_parameters
 from mkd.models.stage import DistillationStage
-from mkd.models.stored_head import StoredHead
 from mkd.models.transformer_config import ModelOptions
-from mkd.parallel.agreement import agree
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
-from mkd.parallel.side_links import SideLinks, receive_head
+from mkd.parallel.side_links import SideLinks
 from mkd.parallel.state_links import StateLinks
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
-from mkd.plan.layout import PipelineLayout
-from mkd.plan.models.lora_shape import LoRAShape, is_factor
+from mkd.plan.models.lora_shape import is_factor
 from mkd.plan.sides import requests_ahead
-from mkd.resolve.model_source import ModelSource
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
+from mkd.run.build_models import build_heads, build_running_teachers, build_students, model_options
 from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.input_rounding import RoundedInputs
 from mkd.train.layer_graphs import graph_layers
@@ -83,34 +55,14 @@ def build_engine(
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
     options = model_options(config)
-    lora = LoRAShape.of(config)
     # One padded size for all models with the student's tokens: their shards of the vocabulary must match.
     vocab = common_padded_vocab_size(plan.facts.pair.same_tokens, context.tp_size)
-    layouts = plan.facts.layouts
-    students = build_students(plan, lora, options, context, vocab)
-    models, setups = [], list(plan.setups if setups is None else setups)
-    contexts = expert_contexts(plan, context)
-    numbers = plan.facts.read_teachers
-    running = zip(numbers, plan.teachers, layouts.teachers, contexts, strict=True)
-    for number, source, layout, own_context in running:
-        setup = setups[number]
-        rows = None if setup.has_own_tokens else vocab
-        if setup.settings.weights == LIVE:
-            parts = students
-        elif setup.settings.weights == EMA:
-            like = replace(options, lora=lora, releases_layers=lora is not None)
-            parts = build_copied_parts(students, plan.facts.layouts.student, like, context, vocab)
-        elif PLACES.of(setup.settings).shares_base:
-            apart = replace(options, norms_apart=True, releases_layers=True)
-            build = partial(build_model_parts, source.shape, layout, apart, own_context, rows)
-            parts = build_base_parts(students, build)
-        else:
-            parts = build_teacher_parts(source, setup.settings, layout, options, own_context, rows)
-        if parts[-1].post_process:
-            setups[number] = setup.beside(students[-1], parts[-1], vocab, context)
-        models.append(parts)
+    students = build_students(plan, options, context, vocab)
+    setups = list(plan.setups if setups is None else setups)
+    teachers = build_running_teachers(plan, setups, students, options, context, vocab)
     heads = build_heads(setups, students[-1], vocab, options.dtype, context, links)
-    joined = join_stages(students, models, heads, (*numbers, *plan.facts.head_numbers))
+    numbers = plan.facts.read_teachers
+    joined = join_stages(students, teachers, heads, (*numbers, *plan.facts.head_numbers))
     # Before DDP, whose last step of backward calls the teachers that run ahead.
     schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths, links)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
@@ -121,56 +73,13 @@ def build_engine(
     optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context), averages)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
-    teachers = build_teachers(config, setups)
     experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
     instead_of_ce = data_term(config, plan.scored_ids)
     inputs = rounded_inputs(config, students, optimizer.rounded, context)
     others = experts, instead_of_ce, inputs, run_tags(plan, tags)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, *others)
-    holds = everything if lora is None else is_factor
+    engine = Engine(config.kd, context, schedule, stages, optimizer, build_teachers(config, setups), *others)
+    holds = is_factor if config.lora.is_on else everything
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds, averages)
-
-
-def model_options(config: Config) -> ModelOptions:
-    """Return the options that all models of a run have."""
-    return ModelOptions(
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute_granularity=config.training.recompute_granularity,
-        recompute_method=config.training.recompute_method,
-        recompute_num_layers=config.training.recompute_num_layers,
-        recompute_modules=config.training.recompute_modules,
-        deterministic=config.training.deterministic_mode,
-        balance_coeff=config.training.moe_aux_loss_coeff,
-        z_coeff=config.training.moe_z_loss_coeff,
-    )
-
-
-def build_heads(
-    setups: list[TeacherSetup],
-    student: LanguageModel,
-    vocab: int,
-    dtype: torch.dtype,
-    context: ParallelContext,
-    links: Mapping[int, SideLinks] = NO_LINKS,
-) -> list[StoredHead]:
-    """Return the heads of teachers of which only those are here; none unless this is the last stage.
-
-    Teachers that run on other processes are fitted to the student in `setups`. Collective with them.
-    """
-    found = []
-    for one in tuple(setups) if context.holds_last_stage else ():
-        if one.index in links:
-            shape = one.head_shape
-            assert shape is not None, "a teacher that runs elsewhere has its head here"
-            link, real = links[one.index], (shape.vocab_size, shape.hidden_size)
-            theirs = shape.padded_vocab_size(link.others.tensor)
-            rows = shape.padded_vocab_size(context.tp_size) if one.has_own_tokens else vocab
-            found.append(StoredHead(shape, receive_head(link, context, real, dtype, rows, theirs)))
-            setups[one.index] = one.beside(student, found[-1], vocab, context)
-        elif one.head_shape is not None:
-            found.append(one.head(vocab, dtype, context))
-    return found
 
 
 def build_remote_states(
@@ -201,31 +110,6 @@ def build_remote_states(
     return tuple(found)
 
 
-def build_students(
-    plan: Plan, lora: LoRAShape | None, options: ModelOptions, context: ParallelContext, vocab: int
-) -> list[LanguageModel]:
-    """Return the student's parts with their weights; what is frozen requires no gradient. Collective."""
-    config = plan.config
-    is_rounded = lora is not None and lora.is_rounded  # layer by layer: the whole base may not fit
-    apart = config.rounding.round_activations
-    recipe = config.student.fp8_recipe if config.student.precision == "fp8" else None
-    options = replace(options, lora=lora, norms_apart=apart, releases_layers=is_rounded, fp8_recipe=recipe)
-    options = replace(options, own_attention=agreed_own_attention(plan.student.shape, context, options.dtype))
-    students = build_model_parts(plan.student.shape, plan.facts.layouts.student, options, context, vocab)
-    load_weights(students, plan.student, context, rounded_loading if is_rounded else None)
-    train_parts(students, config.student.train_parts)  # before DDP, which takes what requires a gradient
-    if lora is not None:
-        add_adapters(students, context, config.training.seed)
-    return students
-
-
-def add_adapters(students: Sequence[LanguageModel], context: ParallelContext, seed: int) -> None:
-    """Give the students' adapters their first values, and freeze everything else."""
-    for part in students:
-        start_adapters(part, part.shape, context, part.first_layer, seed)
-    freeze_base(students)
-
-
 def rounded_weights(
     plan: Plan, students: Sequence[LanguageModel], context: ParallelContext
 ) -> RoundedWeights | None:
@@ -246,19 +130,6 @@ def rounded_inputs(
         return None
     batches = config.rounding.calibration_batches
     return RoundedInputs.attach(students, weights.matrices, weights.rounding, context, batches)
-
-
-def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContext]:
-    """Return the context of each teacher: the run's, with the teacher's own expert parallelism. Collective.
-
-    Groups are made once for every size.
-    """
-    contexts = {context.ep.size: context}
-    teachers, minutes = plan.facts.planned_teachers, plan.config.parallel.distributed_timeout_minutes
-    sizes = [context.ep.size if one.shape.moe is None else one.sizes.expert for one in teachers]
-    for size in sorted(set(sizes) - contexts.keys()):  # all ranks must make groups in the same order
-        contexts[size] = context.with_expert_parallel(size, minutes)
-    return [contexts[size] for size in sizes]
 
 
 def build_teachers(config: Config, setups: Sequence[TeacherSetup]) -> tuple[Teacher, ...]:
@@ -332,66 +203,3 @@ def agreed_graphs(
     dist.all_reduce(mask, op=dist.ReduceOp.MIN)
     student, keeps, *teachers = map(bool, mask.tolist())
     return student, teachers, not keeps
-
-
-def build_teacher_parts(
-    source: ModelSource,
-    settings: TeacherConfig,
-    layout: PipelineLayout,
-    options: ModelOptions,
-    context: ParallelContext,
-    padded_vocab_size: int | None = None,
-) -> list[LanguageModel]:
-    """Build this rank's parts of a teacher, with their weights where its residency wants them. Collective.
-
-    Unless the weights stay on the device as they are, they are loaded layer by layer.
-    """
-    place, precision = PLACES.of(settings), PRECISIONS.of(settings)
-    options = replace(options, releases_layers=place.streams or precision.converts)
-    parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
-    # Before the stream, which moves the converted tensors and not the parameters that they replace.
-    converted = precision.weights(parts, source.hf is not None)
-    stream = place.stream(parts, context, converted.tensors if converted else layer_parameters)
-    memory = stream.loading if stream else None
-    # Last: `memory` converts a layer, or moves it away, as soon as its weights are read.
-    memory = partial(converted.loading, memory=memory) if converted else memory
-    load_weights(parts, source, context, memory, converted)
-    return parts
-
-
-def load_weights(
-    parts: list[LanguageModel],
-    source: ModelSource,
-    context: ParallelContext,
-    memory: LayerMemory | None = None,  # gives the decoder layers memory; None: they have it
-    converted: ConvertedWeights | None = None,  # may keep what files store
-) -> None:
-    """Fill this rank's parts of one model. Each rank reads only its slices. Collective.
-
-    If one rank finds a tensor that cannot be used, all raise its error.
-    """
-    if source.load is not None:
-        if memory is None:
-            load_checkpoint(source.load, TrainingState(parts, holds=base_alone), context)
-        else:
-            load_layer_by_layer(source.load, parts, context, memory)
-        return
-    problems: list[MkdError] = []
-    for part in parts:
-        load = partial(
-            load_hf_weights,
-            part,
-            source.shape,
-            source.hf,
-            context,
-            part.first_layer,
-            layer_memory=None if memory is None else partial(_loading, memory, part),
-            stored_codes=None if converted is None else converted.stored_codes,
-        )
-        collect_error(problems, load)
-    # After all parts: a rank that raised earlier would leave the others waiting here.
-    agree(problems[0] if problems else None)
-
-
-def _loading(memory: LayerMemory, part: LanguageModel, layer: int) -> AbstractContextManager[None]:
-    return memory(part.decoder.layers[layer])

@@ -30,7 +30,7 @@ from mkd.plan.sides import document_multiple
 from mkd.platform import Platform, processes_of_machine
 from mkd.resolve.chat_setup import chat_settings
 from mkd.resolve.model_source import ModelSource, locate_model
-from mkd.run.build_engine import build_teacher_parts, load_weights
+from mkd.run.build_models import build_teacher_parts, load_weights
 from mkd.tokenizers.load import load_tokenizer
 
 

@@ -94,7 +94,7 @@ def load_bad(folder: Path, checkpoint: Path | None, residency: str) -> str:
     from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
     from mkd.resolve.model_source import ModelSource
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     peers = 2 if residency == "peers" else None
     context = ParallelContext.create(detect(), Sizes(tensor=1 if peers else dist.get_world_size()))

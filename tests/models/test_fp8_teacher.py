@@ -30,7 +30,7 @@ def source_of(folder, checkpoint=None):
 def teacher(source, settings, context, dtype=torch.float32):
     from mkd.models.transformer_config import ModelOptions
     from mkd.plan.layout import PipelineLayout
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     layout = PipelineLayout.even(source.shape.num_layers, 1)
     options = ModelOptions(dtype=dtype, sequence_parallel=context.tp_size > 1)

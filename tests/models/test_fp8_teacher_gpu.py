@@ -41,7 +41,7 @@ def teacher(source, context, **settings):
     from mkd.config.models import TeacherConfig
     from mkd.models.transformer_config import ModelOptions
     from mkd.plan.layout import PipelineLayout
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     layout, options = PipelineLayout.even(source.shape.num_layers, 1), ModelOptions(dtype=torch.bfloat16)
     (part,) = build_teacher_parts(source, TeacherConfig(**settings), layout, options, context)

@@ -183,7 +183,7 @@ def load_by_layers(folder, checkpoint, peers):
     from mkd.plan.models.model_shape import ModelShape
     from mkd.platform import detect
     from mkd.resolve.model_source import ModelSource
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     context, shape = ParallelContext.create(detect()), ModelShape.from_hf_dir(folder)
     load = find_checkpoint(checkpoint) if checkpoint else None

@@ -28,7 +28,7 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.platform import detect
 from mkd.quickstart.demo_text import write_text
 from mkd.resolve.model_source import ModelSource
-from mkd.run.build_engine import build_teacher_parts
+from mkd.run.build_models import build_teacher_parts
 from tools.benchmarks.benchmark_report import table
 
 SIZES = dict(

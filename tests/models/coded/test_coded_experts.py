@@ -80,7 +80,7 @@ def final_states(folder, settings, tp=1, ep=1, others=()):
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.parallel_sizes import Sizes
     from mkd.platform import detect
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     context = ParallelContext.create(detect(), Sizes(tensor=tp, expert=ep))
     source = source_of(folder)
@@ -190,7 +190,7 @@ def kept_blocks(folder, other):
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
     from mkd.platform import detect
-    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.build_models import build_teacher_parts
 
     context, source = ParallelContext.create(detect()), source_of(folder)
     layout = PipelineLayout.even(source.shape.num_layers, 1)
