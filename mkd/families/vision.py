@@ -145,6 +145,7 @@ _ALL = (
         read_qwen,
         _QWEN_TEXT | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
         ties_by_text=True,
+        module_prefix="model.language_model.",  # files keep the names of before transformers 4.52
     ),
     *(
         VisionFamily(

@@ -59,6 +59,7 @@ class VisionFamily:
     interleaved_sections: bool = False  # the three positions alternate over a head's channels
     ties_by_default: bool = False  # head and embedding are tied if config.json does not say
     ties_by_text: bool = False  # `tie_word_embeddings` counts in the text model's configuration too
+    module_prefix: str | None = None  # of the text model's modules in transformers, if not `text_prefix`
 
     def tower_name(self, tensor: str) -> str | None:
         """Return the name in the tower of a tensor on disk; None if it belongs to no tower that mkd runs."""
@@ -73,6 +74,12 @@ class VisionFamily:
             if name.startswith(own):
                 return start + name.removeprefix(own)
         return self.text_prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    def module_name(self, name: str) -> str:
+        """Return the name in transformers' model of a text tensor under its own name."""
+        if self.module_prefix is None or not name.startswith("model."):
+            return self.disk_name(name)
+        return self.module_prefix + name.removeprefix("model.")
 
     def text_name(self, tensor: str) -> str:
         """Return the name in a model of text alone of a text tensor on disk."""

@@ -47,6 +47,12 @@ class DiskNames:
         """Return the name on disk of one of our names."""
         return name if self.family is None else self.family.disk_name(name.removeprefix(TOWER))
 
+    def in_transformers(self, name: str) -> str:
+        """Return the name that one of our names has in the model that transformers builds."""
+        if self.family is None or name.startswith(TOWER):
+            return self.on_disk(name)
+        return self.family.module_name(name)
+
 
 def model_type_of(directory: Path) -> str:
     """Return `model_type` of a folder's config.json; "" if it says none or cannot be read."""

@@ -10,6 +10,7 @@ and is written for each; B is cut into their rows. The bytes are the same for ev
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,11 @@ from mkd.plan.models.model_shape import ModelShape
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _NAMES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+LOG = logging.getLogger("mkd")
+
+# PEFT 0.21 takes gate_proj, up_proj and down_proj of these for their routed experts, which it looks for as
+# transformers 5 stores them, and then has no adapters on dense MLPs and shared experts.
+WITHOUT_MLPS = "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "qwen3_next"
 
 
 def export_peft(
@@ -48,18 +54,20 @@ def export_peft(
     sources = _Factors(model_parts, shape, context)
     tensors = {name: sources.full_shape(name) for name in _in_order(sources.owners, shape)}
     dtype = next(model_parts[0][0].parameters()).dtype
-    disk = DiskNames.of_shape(shape)
-    on_disk = lambda name: f"base_model.model.{disk.on_disk(name)}"  # noqa: E731
-    plan = ExportPlan(dtype, (Shard(ADAPTER_FILE, tensors),), on_disk, {})
+    name_of = DiskNames.of_shape(shape).in_transformers  # PEFT looks for modules, not for tensors of files
+    plan = ExportPlan(
+        dtype, (Shard(ADAPTER_FILE, tensors),), lambda name: f"base_model.model.{name_of(name)}", {}
+    )
     tower = context.broadcast_object([name for part, _ in model_parts for name in tower_of(part)])
-    others = {disk.on_disk(name) for name in (*hf_tensor_shapes(shape), *tower)}
+    others = {name_of(name) for name in (*hf_tensor_shapes(shape), *tower)}
     problem = None
     if context.is_first_replica:
         stream = (sources.collect(name, full, dtype) for name, full in tensors.items())
         if context.rank == 0:
-            adapted = {disk.on_disk(_weight_of(name)) for name in tensors}
+            adapted = {name_of(_weight_of(name)) for name in tensors}
             config = adapter_config(lora, base, adapted, others)
             problem = _write(plan, stream, out_dir, config)
+            _warn_of_peft(shape.hf_config.get("model_type"), adapted)
         else:
             drain(stream)
     raise_everywhere(context, problem)
@@ -135,6 +143,23 @@ def adapter_config(
         "use_rslora": False,
         "modules_to_save": None,
     }
+
+
+def _warn_of_peft(model_type: object, adapted: set[str]) -> None:
+    """Say which adapters PEFT does not put onto the model."""
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
+    problem = None
+    if model_type in WITHOUT_MLPS and "gate_proj" in ends:
+        problem = (
+            "PEFT 0.21 leaves out its adapters on dense MLPs and shared experts: it expects routed experts"
+        )
+        targets = "qkv proj"
+    elif model_type == "nemotron_h" and "out_proj" in ends:
+        problem = "PEFT refuses adapters on out_proj of a Mamba-2 mixer"
+        targets = "qkv fc1 fc2"
+    if problem:
+        do = f"use --export-hf, which has all adapters added, or train with --lora-targets {targets}"
+        LOG.warning("the adapters of this model do not load as a whole: %s; %s", problem, do)
 
 
 def _write(plan: ExportPlan, stream: Iterable[Tensor], out_dir: Path, config: dict) -> CheckpointError | None:
