@@ -38,7 +38,7 @@ these packages down to the last (pyproject.toml).
 Beside them:
 
     __main__.py, version.py      the command line, the version
-    doctor.py                    the machine and its Python, for `mkd doctor`
+    doctor.py, import_probe.py   the machine and its Python, for `mkd doctor`
     tested_versions.py           versions of packages that mkd is tested with
     lm_eval.py                   lm-evaluation-harness on mkd's own model
     torchrun_report.py           why a rank ended, for its launcher

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -26,6 +25,7 @@ from typing import Any
 from mkd.config.packaged import packaged
 from mkd.errors import MkdError
 from mkd.human import counted
+from mkd.import_probe import probe
 from mkd.log.loggers.known_loggers import LOGGERS
 from mkd.tested_versions import FP8_TRANSFORMER_ENGINE, TESTED, is_too_old_for_fp8, transformer_engine_range
 
@@ -33,7 +33,6 @@ GIB = 2**30
 SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of shared memory
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
-PROBE_TIMEOUT_S = 180
 LIBRARIES = "CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON"
 ENVIRONMENT = re.compile(rf"({LIBRARIES})_\w+|(LOCAL_)?RANK|WORLD_SIZE")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS")
@@ -63,35 +62,6 @@ class Finding:
         return f"{self.level:4}  {self.subject:20}  {self.text}" + (
             f"\n      {'':20}  do: {self.do}" if self.do else ""
         )
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The answer of a child process about a module: `found`, or the last line of its traceback."""
-
-    found: dict[str, Any]
-    error: str = ""
-    traceback: str = ""
-
-
-def probe(code: str) -> Probe:
-    """Run `code`, which sets a dict `found`, in a child process with this interpreter."""
-    code += "\nimport json\nprint('\\n' + json.dumps(found))"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Probe({}, f"{type(error).__name__}: {error}"[:200])
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [
-            f"the import ended its process with code {done.returncode}"
-        ]
-        return Probe({}, lines[-1][:300], done.stderr)
-    try:
-        return Probe(json.loads(done.stdout.splitlines()[-1]))
-    except (ValueError, IndexError):
-        return Probe({}, "the import printed unreadable output")
 
 
 def examine(folder: Path) -> list[Finding]:

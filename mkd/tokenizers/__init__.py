@@ -11,6 +11,7 @@ pieces.py           how vocabularies write bytes
 spans.py            the bytes of a text that each of its tokens spells
 chat_input.py       conversations as records give them, and the settings of a run that reads them
 chat_template.py    a chat template: conversations and calls to text, and the parts that it marks
+message_changes.py  messages with one of their texts replaced
 chat_turns.py       places of the assistant's turns, found by changing one text, and checked
 chat_shapes.py      the same for conversations like one that was searched before
 chat.py             conversations to ids and loss masks

@@ -7,19 +7,17 @@ of its own message do. All places are in characters of the rendered conversation
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from mkd.errors import DataError
-from mkd.tokenizers.chat_input import ASSISTANT, REASONING, Conversation, reasoning_of
-from mkd.tokenizers.chat_template import PROBE, ChatTemplate, Message, text_part
+from mkd.tokenizers.chat_input import ASSISTANT, PROBE, Conversation
+from mkd.tokenizers.chat_template import ChatTemplate, Message
+from mkd.tokenizers.message_changes import Change, changes, content_change, in_form
 
 SAME_ENDING = 16  # characters, by which the end of a conversation is known again
 Place = tuple[int, int]
-Change = Callable[[str], Message]  # word -> the message with one of its texts replaced by the word
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class TurnSearch:
         found = {}
         for number in self.numbers:
             texts = []
-            for key, length, change in _changes(self._messages[number]):
+            for key, length, change in changes(self._messages[number]):
                 is_known, place = self._place(number, change)
                 if key == "tool_calls" and is_known and place is None:
                     raise _drops_a_call(self._template, number)
@@ -130,7 +128,7 @@ class TurnSearch:
     def _answered(self, number: int, word: str) -> str | None:
         """Return the conversation with the answer `word`, without calls unless the template wants them."""
         message = self._messages[number]
-        answer = {"role": ASSISTANT, "content": _in_form(message.get("content"), word)}
+        answer = {"role": ASSISTANT, "content": in_form(message.get("content"), word)}
         for kept in ({}, {"tool_calls": message.get("tool_calls")}):
             rendered = self._changed(number, {**answer, **kept})
             if rendered is not None:
@@ -194,7 +192,7 @@ class TurnSearch:
         """Return the end of the token that closes the message before, for templates without prompt."""
         if number == 0:
             return None
-        _, place = self._place(number - 1, _content_change(self._messages[number - 1]))
+        _, place = self._place(number - 1, content_change(self._messages[number - 1]))
         return None if place is None else self._end_of_first(self._template.controls, place[1], limit)
 
     def _ending(self, number: int, last: int) -> tuple[int, int]:
@@ -205,7 +203,7 @@ class TurnSearch:
         """
         limit = len(self._text)
         if number + 1 < len(self._messages):
-            is_known, place = self._place(number + 1, _content_change(self._messages[number + 1]))
+            is_known, place = self._place(number + 1, content_change(self._messages[number + 1]))
             if not is_known or place is None:
                 return last, last
             limit = place[0]
@@ -236,7 +234,7 @@ class TurnSearch:
     def _foreign_places(self) -> Iterator[Place]:
         for number, message in enumerate(self._messages):
             if message["role"] != ASSISTANT:
-                _, place = self._place(number, _content_change(message))
+                _, place = self._place(number, content_change(message))
                 if place is not None and place[0] < place[1]:
                     yield place
 
@@ -352,49 +350,3 @@ def _drops_a_call(template: ChatTemplate, number: int) -> DataError:
         "use a chat template that writes every call, give each call a message, or write it into the content",
         code="chat-template-drops-tools",
     )
-
-
-def _changes(message: Message) -> Iterator[tuple[str, int, Change]]:
-    """Yield (key, characters, change) of each text of an assistant message."""
-    key, reasoning = reasoning_of(message)
-    calls = message.get("tool_calls") or []
-    if reasoning:
-        others = dict.fromkeys(REASONING)
-        yield key, len(reasoning), lambda word: {**message, **others, key: word}
-    content = message.get("content")
-    if content or not (reasoning or calls):
-        yield "content", len(content or ""), _content_change(message)
-    for place, call in enumerate(calls):
-        yield "tool_calls", 0, _call_change(message, calls, place, call)
-
-
-def _content_change(message: Message) -> Change:
-    return lambda word: {**message, "content": _in_form(message.get("content"), word)}
-
-
-def _call_change(message: Message, calls: Sequence[Any], place: int, call: Any) -> Change:
-    def change(word: str) -> Message:
-        function = call.get("function", call)
-        new = {**function, "arguments": _other_arguments(function.get("arguments"), word)}
-        changed = {**call, "function": new} if "function" in call else new
-        return {**message, "tool_calls": [*calls[:place], changed, *calls[place + 1 :]]}
-
-    return change
-
-
-def _other_arguments(arguments: Any, word: str) -> Any:
-    """Return arguments of a call with `word` as every value."""
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            return word
-        return json.dumps(_other_arguments(parsed, word)) if isinstance(parsed, dict) else word
-    if isinstance(arguments, dict) and arguments:
-        return dict.fromkeys(arguments, word)
-    return {word: word}
-
-
-def _in_form(content: Any, word: str) -> Any:
-    """Return `word` as a content of the same form: a text, or a list of parts."""
-    return text_part(word) if isinstance(content, list) else word

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mkd import doctor
+from mkd.import_probe import Probe
 from mkd.tested_versions import TESTED, TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +129,7 @@ def test_no_run_starts_without_megatron_or_with_an_old_torch(monkeypatch):
     (finding,) = doctor._megatron()
     assert finding.level == "FAIL" and "megatron-core" in finding.do
     found = dict(version="2.8.1", cuda=None, devices=[])
-    monkeypatch.setattr(doctor, "probe", lambda code: doctor.Probe(found))
+    monkeypatch.setattr(doctor, "probe", lambda code: Probe(found))
     for version, level in (("2.8.1", "FAIL"), ("2.9.0a0+1", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0", "note")):
         found["version"] = version
         assert next(doctor._torch()).level == level, version
@@ -156,7 +157,7 @@ def test_the_pins_that_a_command_names_are_there(folder, monkeypatch):
 )
 def test_transformer_engine_is_judged_by_megatron(monkeypatch, megatron, engine, level):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(doctor, "probe", lambda code: doctor.Probe({}))
+    monkeypatch.setattr(doctor, "probe", lambda code: Probe({}))
     versions = {"megatron-core": megatron, "transformer-engine": engine}
     monkeypatch.setattr(doctor, "version_of", versions.get)
     (finding,) = doctor._transformer_engine()
