@@ -5,7 +5,7 @@ context.py       `ParallelContext`: this process's place in the grid, passed dow
 start_store.py   the store at which processes meet, also after a restart by torchrun
 agreement.py     an error of one rank is raised by all
 pipeline.py      what pipeline stages send each other: activations with the teachers' hidden states
-state_links.py   the teachers' hidden states, if they are a pipeline of their own
+state_links.py   hidden states in the pipeline of a teacher that has processes of its own
 zigzag.py        which rows of a pack each context-parallel rank holds
 image_row.py     the images of a packed row, and how ranks share them
 tensor_records.py  a function applied to every tensor of a record

@@ -3,8 +3,8 @@
 Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
 method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor. A stage
 attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
-takes them off. While the teachers run ahead as a pipeline of their own, there are none
-(`mkd/train/teacher_prefetch.py`), and none without a teacher.
+takes them off. While the teachers run ahead (`mkd/train/teacher_prefetch.py`), states of later micro-batches
+go with the student's messages instead, as many as a plan says, also with those that carry a gradient alone.
 
 Every run uses this communicator, with teachers or without. The schedules free an output as soon as it is
 posted; Megatron's own communicator then sends memory that may already hold something else.
@@ -13,13 +13,16 @@ Elements sent per micro-batch and hop, each divided over cp, and over tp with se
 
     forward     T * h_student, and T_i * h_i for every teacher i (T_i differs from T with another tokenizer)
     backward    T * h_student; a frozen teacher has no gradient
+
+With teachers ahead, states go down with both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,25 @@ from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
 _TEACHER_HIDDENS = "mkd_teacher_hiddens"
+
+State = tuple[Tensor, ...]
+"""The teachers' hidden states of one micro-batch, [t_i / cp (/ tp), 1, h_i] each."""
+
+
+class Passengers(Protocol):
+    """What a rank does for the teachers beside each message of the student."""
+
+    def departing(self) -> Sequence[State]:
+        """Return the states that go with the next exchange with the rank behind."""
+
+    def arriving(self) -> int:
+        """Return how many come with the next exchange with the rank before."""
+
+    def arrived(self, states: Sequence[State]) -> None:
+        """Take the states that have come."""
+
+    def fill_gap(self) -> None:
+        """Work between posting a receive of the student and waiting for it."""
 
 
 def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor]) -> Tensor:
@@ -72,8 +94,8 @@ class PipelineCommunicator(p2p_communication.P2PCommunicator):
     ):
         super().__init__(pp_group, config)
         self.teacher_hidden_shapes = tuple(teacher_hidden_shapes)
-        self.while_waiting: Callable[[], None] | None = None
-        """Called between posting a receive and waiting for it. If set, there are no teacher_hiddens."""
+        self.passengers: Passengers | None = None
+        """If set, there are no teacher_hiddens of the student's own micro-batch."""
         self._sending: list[_Transfer] = []
 
     def _communicate(
@@ -89,17 +111,21 @@ class PipelineCommunicator(p2p_communication.P2PCommunicator):
         """Send and receive like Megatron's method. Return (activation, gradient, requests or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
-        carried = () if self.while_waiting else self.teacher_hidden_shapes
+        with_next = tensor_send_next is not None or recv_next
+        with_prev = tensor_send_prev is not None or recv_prev
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
-        teacher_hiddens_in = [
-            self._empty(shape, self.config.pipeline_dtype).requires_grad_(False)
-            for shape in carried
-            if recv_prev
-        ]
-        expected = 0 if tensor_send_next is None else len(carried)
-        assert len(teacher_hiddens_out) == expected, (
+        riding = self.passengers
+        if riding is None:
+            num_in, num_out = int(recv_prev), int(tensor_send_next is not None)
+        else:
+            departing = riding.departing() if with_next else ()
+            teacher_hiddens_out = (*teacher_hiddens_out, *(one for state in departing for one in state))
+            num_in, num_out = riding.arriving() if with_prev else 0, len(departing)
+        assert len(teacher_hiddens_out) == num_out * len(self.teacher_hidden_shapes), (
             "a forward activation left its stage without its teacher_hiddens"
         )
+        states_in = [self._empty_state() for _ in range(num_in)]
+        teacher_hiddens_in = [one for state in states_in for one in state]
         post = self._post_batched if self.config.batch_p2p_comm else self._post_single
         transfers = post(
             send_prev=_alias(tensor_send_prev),
@@ -109,16 +135,44 @@ class PipelineCommunicator(p2p_communication.P2PCommunicator):
             send_teacher_hiddens=teacher_hiddens_out,
             recv_next=gradient,
         )
-        if received is not None:
+        if riding is None and received is not None:
             attach_teacher_hidden(received, teacher_hiddens_in)
         if wait_on_reqs:
-            if self.while_waiting and (recv_prev or recv_next):
-                self.while_waiting()
+            if riding is not None and (recv_prev or recv_next):
+                riding.fill_gap()
             for transfer in transfers.values():
                 transfer.wait()
+            if riding is not None and with_prev:
+                riding.arrived(states_in)
             return received, gradient, None
         self._keep_until_sent(transfers)
         return received, gradient, transfers
+
+    def send_states(self, states: Sequence[State]) -> None:
+        """Send states to the next rank, and wait. The receiver knows how many."""
+        self._exchange_alone(states_out=states)
+
+    def receive_states(self, number: int) -> list[State]:
+        """Return that many states of the rank before."""
+        states = [self._empty_state() for _ in range(number)]
+        self._exchange_alone(states_in=states)
+        return states
+
+    def _exchange_alone(self, states_in: Sequence[State] = (), states_out: Sequence[State] = ()) -> None:
+        transfers = self._post_batched(
+            send_prev=None,
+            recv_prev=None,
+            recv_teacher_hiddens=[one for state in states_in for one in state],
+            send_next=None,
+            send_teacher_hiddens=[one for state in states_out for one in state],
+            recv_next=None,
+        )
+        for transfer in transfers.values():
+            transfer.wait()
+
+    def _empty_state(self) -> State:
+        dtype = self.config.pipeline_dtype
+        return tuple(self._empty(shape, dtype).requires_grad_(False) for shape in self.teacher_hidden_shapes)
 
     def _empty(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)

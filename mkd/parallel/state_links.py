@@ -1,9 +1,9 @@
-"""Pass the teachers' hidden states from rank to rank of a pipeline, beside the student's messages.
+"""Pass the hidden states of a teacher that has processes of its own from rank to rank of its pipeline.
 
 Two communicators take turns, state by state. Over a single one, a send that waits for its receiver would hold
-up the next receive. `mkd/plan/times/prefetch_replay.py` says in which orders of work that never happens.
+up the next receive.
 
-Elements of a message: T_i * h_i for each teacher, divided over cp, and over tp with sequence parallelism.
+Elements of a message: T * h of the teacher, divided over cp, and over tp with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.parallel.context import ParallelContext
-from mkd.plan.times.prefetch import COMMUNICATORS
+
+COMMUNICATORS = 2
 
 
 @dataclass

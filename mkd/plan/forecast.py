@@ -26,7 +26,7 @@ from mkd.plan.times.cost import PairCost, with_copies
 from mkd.plan.times.hardware import HOST_BYTES_PER_MS, USABLE
 from mkd.plan.times.layer_time import WorkTime
 from mkd.plan.times.prefetch import PrefetchPlan, RankWork
-from mkd.plan.times.prefetch_replay import plan_prefetch
+from mkd.plan.times.prefetch_search import plan_prefetch
 from mkd.plan.times.replica_time import replica_ms
 from mkd.plan.times.update_time import update_ms
 

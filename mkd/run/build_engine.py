@@ -20,8 +20,12 @@ from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
+<<<<<<< HEAD
 from mkd.parallel.side_links import SideLinks
 from mkd.parallel.state_links import StateLinks
+=======
+from mkd.parallel.side_links import SideLinks, receive_head
+>>>>>>> 33c22e90 (Teachers ahead of the student: their states ride with the student's messages, so that no rank can wait for ever)
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.models.lora_shape import is_factor
@@ -163,11 +167,9 @@ def build_schedule(
     packs, teachers = plan.batch.micro_batch_size, zip(plan.facts.read_teachers, plan.teachers, strict=True)
     shapes = [(packs * lengths[number] // shards, 1, one.shape.hidden_size) for number, one in teachers]
     communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
-    # Agreed before the links are made: that is collective, so no rank may do it alone.
     planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None
     if planned is not None:
-        pipeline = StateLinks.build(context, shapes, options.dtype)
-        prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, pipeline, context)
+        prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, context)
     remote = build_remote_states(plan, options, context, links, teacher_seq_lengths)
     return PipelineSchedule(context, communicator, packs * seq_length, prefetch, remote)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
@@ -49,7 +50,7 @@ def graph_layers(
 
     Each of `stages` wraps a `DistillationStage`. Nothing is captured yet. The graphs go with the context.
     """
-    memory = GraphMemory(may_wait=context.pp_size == 1)
+    memory = GraphMemory()
 
     def graphed(
         model: LanguageModel, name: str, sync: DDPSync | None = None, most_layers: int | None = None
@@ -63,8 +64,9 @@ def graph_layers(
             recomputes=recomputes,
             cuts_at_experts=cuts_at_experts,
             most_layers=most_layers,
+            is_pipelined=context.pp_size > 1,
         )
-        context.before_close.append(model.graphs.release)
+        _release_with(context, model.graphs)
 
     for wrapped in stages:
         stage: DistillationStage = wrapped.module
@@ -78,12 +80,23 @@ def graph_layers(
 
 def graph_teacher(model: LanguageModel, context: ParallelContext) -> None:
     """Let the layers of a teacher that runs alone run as graphs, which go with the context."""
-    memory = GraphMemory(may_wait=context.pp_size == 1)
+    memory = GraphMemory()
     model.graphs = GraphedDecoder(model.decoder, "the teacher", model.rotary_pos_emb, memory)
-    context.before_close.append(model.graphs.release)
+    _release_with(context, model.graphs)
 
 
 def graph_bytes(stages: Sequence[DistributedDataParallel]) -> int:
     """Return the bytes that graphs of this process keep; see `graph_layers` for `stages`."""
     models = [model for wrapped in stages for model in (wrapped.module.student, *wrapped.module.teachers)]
     return max((one.graphs.memory.kept_bytes for one in models if one.graphs is not None), default=0)
+
+
+def _release_with(context: ParallelContext, graphs: GraphedDecoder) -> None:
+    """Free the graphs before the context closes, unless their model has gone by then."""
+    release = WeakMethod(graphs.release)
+
+    def close() -> None:
+        if (free := release()) is not None:
+            free()
+
+    context.before_close.append(close)

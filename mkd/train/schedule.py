@@ -70,7 +70,7 @@ class PipelineSchedule:
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
         virtual_stages = len(stages) if interleaved else None
-        prefetch = None if forward_only or self.prefetch is None else self.prefetch.for_next_step()
+        prefetch = None if forward_only else self.prefetch
         with ExitStack() as steps:
             for states in self.remote:
                 steps.enter_context(states.step(microbatches, following, is_evaluation=forward_only))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def trained(engine, models, batches: list) -> tuple:
         result = train_step(engine, now, exchange, following=following)
         found.append(result.sums.token_sums() | {"grad_norm": result.grad_norm})
         if prefetch is not None:
-            assert prefetch.num_ahead == (prefetch.gaps.done if following and step else 0)
+            assert prefetch.num_ahead == (prefetch.plan.done if following else 0)
         if step == 1:
             found.append(evaluate(engine, [batches]).token_sums())
     with engine.parameters_gathered():
@@ -77,38 +77,35 @@ def assert_same(stock: tuple, other: tuple) -> None:
 
 
 @contextmanager
-def one_queue() -> Iterator[None]:
-    """Let states wait for their communicator, as on a GPU whose streams share a single hardware queue."""
-    from mkd.parallel.state_links import StateLinks
+def every_message_waits() -> Iterator[None]:
+    """Let a rank wait for each of its messages as soon as it has posted it, as if its device stopped it."""
+    from mkd.parallel.pipeline import PipelineCommunicator
 
-    def receive_behind(links, shapes=None):
-        links.wait_for_sends(max(0, links._sent - links._received + len(links.groups) - 1))
-        return receive(links, shapes)
+    def post_and_wait(communicator, **tensors):
+        transfers = post(communicator, **tensors)
+        for transfer in transfers.values():
+            transfer.wait()  # gloo's send ends when its receiver has posted the receive
+        return transfers
 
-    def send_behind(links, states) -> None:
-        links.wait_for_sends(len(links.groups) - 1)  # gloo's send ends when its receive is posted
-        send(links, states)
-
-    receive, send = StateLinks.receive, StateLinks.send
-    StateLinks.receive, StateLinks.send = receive_behind, send_behind
+    post = PipelineCommunicator._post_batched
+    PipelineCommunicator._post_batched = post_and_wait
     try:
         yield
     finally:
-        StateLinks.receive, StateLinks.send = receive, send
+        PipelineCommunicator._post_batched = post
 
 
 def train_with_each(layout: Layout, student, teacher, numbers: tuple[int, ...]) -> None:
-    """Train on this rank without forwards ahead, and with each number of them, in one queue."""
-    with one_queue():
-        compare_each(layout, student, teacher, numbers)
+    """Train on this rank without forwards ahead, and with each number of them.
 
-
-def compare_each(layout: Layout, student, teacher, numbers: tuple[int, ...]) -> None:
+    The first of them again in a run that waits for every message.
+    """
     results = []
-    for number in (0, *numbers):
+    for place, number in enumerate((0, *numbers, numbers[0])):
         engine, models, batches = build(layout, layout.with_flags(ahead(number)).argv(student, teacher))
         assert (engine.schedule.prefetch is not None) == bool(number)
-        results.append(trained(engine, models, batches))
+        with every_message_waits() if place > len(numbers) else nullcontext():
+            results.append(trained(engine, models, batches))
         engine.context.close()
     for result in results[1:]:
         assert_same(results[0], result)
@@ -175,7 +172,7 @@ def train_to_the_end(argv: list[str], signalled: int | None = None) -> tuple[int
     assert (stop is not None) == (run.position.iteration == signalled)
     prefetch = run.engine.schedule.prefetch
     if prefetch is not None:
-        assert prefetch.num_ahead == (prefetch.gaps.done if stop else 0), "only a stop wastes forwards"
+        assert prefetch.num_ahead == (prefetch.plan.done if stop else 0), "only a stop wastes forwards"
     return run.position.iteration, [p.detach().clone() for m in run.state.models for p in m.parameters()]
 
 

@@ -100,7 +100,7 @@ def build(name: str, form: Codes | None, context: ParallelContext) -> Built:
 def graph_layers(model: LanguageModel) -> None:
     """Let the layers run as CUDA graphs, as they do in a run."""
     decoder, angles = model.decoder, model.rotary_pos_emb
-    model.graphs = GraphedDecoder(decoder, "the teacher", angles, GraphMemory(may_wait=True))
+    model.graphs = GraphedDecoder(decoder, "the teacher", angles, GraphMemory())
 
 
 def forward(model: LanguageModel, tokens: Tensor, packed: PackedDocuments) -> Tensor:

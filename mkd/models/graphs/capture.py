@@ -38,9 +38,7 @@ def captured(
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Record the block's work as the graph. It is not carried out.
 
-    Unlike with `torch.cuda.graph`, the host never waits for the device: messages to other pipeline ranks
-    may be open, and end only after this rank has gone on. After an error, stream, pool and torch's generator
-    are as before.
+    After an error, stream, pool and torch's generator are as before.
     Other threads, such as NCCL's watchdog and the loader, may call CUDA meanwhile.
     """
     graph = torch.cuda.CUDAGraph()

@@ -54,7 +54,6 @@ class GraphMemory:
     buffers: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # between sections of frozen layers
     kept_bytes: int = 0  # that torch has taken for graphs
     graphs: WeakSet[Graph] = field(default_factory=WeakSet)  # that exist
-    may_wait: bool = True  # False: messages to other pipeline ranks may be open, and the host must not wait
 
     def free_slot(self, example: Tensor) -> Slot:
         """Return a slot for a hidden state like `example`, [t(/tp), 1, h], that is not in use."""
@@ -74,9 +73,8 @@ class GraphMemory:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count the memory that captures in the block take. Unused memory is given back first."""
-        if self.may_wait:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         yield
         self.kept_bytes += torch.cuda.memory_reserved() - before

@@ -48,8 +48,8 @@ class GraphedDecoder:
     warning.
 
     The kernels of experts and of mixers are compiled when they are first used. So a model with these that is
-    trained needs a backward before, too. So does any model with pipeline parallelism, where the first
-    backward comes after several packs.
+    trained needs a backward before, too. So does any model that is pipelined: its first
+    backward would be recorded before libraries have chosen their kernels.
     """
 
     decoder: TransformerBlock
@@ -61,6 +61,7 @@ class GraphedDecoder:
     recomputes: bool = False  # packs without graphs, whose activations do not fit beside the graphs
     cuts_at_experts: bool = False  # also where the host need not wait for them
     most_layers: int | None = None  # in a graph; None: as many as possible
+    is_pipelined: bool = False  # the first backward comes after several packs
     _seen: set[Bounds] = field(default_factory=set)  # once
     _graphed: set[Bounds] = field(default_factory=set)  # twice
     _compiled: set[int] = field(default_factory=set)  # tokens of packs whose backward has run
@@ -70,8 +71,7 @@ class GraphedDecoder:
         self._is_trained = any(one.requires_grad for one in self.decoder.parameters())
         experts = [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, ExpertLayer)]
         mixers = any(isinstance(module, Mixer) for module in self.decoder.modules())
-        waits_for_backward = bool(experts) or mixers or not self.memory.may_wait
-        self._compiles_backward = self._is_trained and waits_for_backward
+        self._compiles_backward = self._is_trained and (bool(experts) or mixers or self.is_pipelined)
         waits = bool(experts) and (self.cuts_at_experts or any(one.host_waits for one in experts))
         self.sections: Sections = [whole(self.decoder)]
         if waits and (why := why_uncut(self.decoder)) is not None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.plan.parallel_sizes import Sizes
-from mkd.plan.times.prefetch import COMMUNICATORS
 
 CONTEXT_GIB = 0.6  # CUDA's context
 KERNELS_GIB = 0.25  # of NCCL, torch and Transformer Engine
@@ -36,7 +35,6 @@ class Groups:
     peers: Sequence[int] = ()  # processes that share layers of a teacher, for each group
     teacher_experts: Sequence[int] = ()  # processes that share experts, where not as the student's
     bridges: int = 0  # replicas of another side that the last stage sends hidden states to
-    links_stages: bool = False  # teachers are ahead: their hidden states have communicators of their own
 
 
 def device_gib(sizes: Sizes, groups: Groups) -> float:
@@ -50,12 +48,9 @@ def device_gib(sizes: Sizes, groups: Groups) -> float:
     for expert in groups.teacher_experts:
         made += [expert, 1, expert * sizes.pipeline, sizes.stage // expert]
     made += groups.peers
-    made += [sizes.pipeline] * COMMUNICATORS * groups.links_stages
     spread = sum(size > 1 for size in made)
     messages = sum(size > 1 for size in _with_messages(sizes, groups))
-    pairs = 0
-    if sizes.pipeline > 1:
-        pairs = 1 + groups.links_stages * COMMUNICATORS
+    pairs = int(sizes.pipeline > 1)
     gib = base + WORLD_GIB + spread * SPREAD_GIB + (len(made) - spread) * ALONE_GIB
     return gib + messages * MESSAGE_GIB + pairs * PAIRS_GIB
 

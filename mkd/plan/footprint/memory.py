@@ -29,6 +29,7 @@ from mkd.plan.models.towers import tower_activation_bytes, tower_parameters
 from mkd.plan.parallel_sizes import Sizes, partners
 from mkd.plan.sides import apart_teachers, teacher_sizes
 from mkd.plan.times.bubble import rank_order
+from mkd.plan.times.prefetch import LEAST_HELD
 
 GIB = 2**30
 # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
@@ -263,7 +264,6 @@ class _Models:
             peers=[processes for _, processes in peers if processes > 1],
             teacher_experts=sorted(experts - {self.sizes.expert}),
             bridges=sum(partners(self.sizes.data, teacher_sizes(one).data) for one in self.apart.values()),
-            links_stages=self.ahead > 0,
         )
 
     def _teacher_bytes(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
@@ -347,7 +347,8 @@ class _Models:
 
     def _bytes_ahead(self) -> int:
         """Return the bytes of the teachers' states ahead of the loss, the most that a rank can hold."""
-        states = min(self.ahead, 2 * self.facts.batch.num_microbatches)
+        most = max(self.ahead, LEAST_HELD) if self.ahead else 0
+        states = min(most, 2 * self.facts.batch.num_microbatches)
         return states * sum(self._activations(teacher).hidden_bytes for teacher in self.teachers)
 
     @property

@@ -6,7 +6,7 @@ layer_time.py        the time of a micro-batch in each layer of a model
 cost.py              the time of a micro-batch on each pipeline stage
 bubble.py            the time that ranks wait in a step
 prefetch.py          teacher forwards ahead of the student
-prefetch_replay.py   the replay of such a plan, message by message
+prefetch_search.py   the search for an order, as ranks choose in simulated time
 update_time.py       the time of the optimizer's update
 replica_time.py      the time of gradients and weights between replicas
 """

@@ -2,15 +2,18 @@
 
 The teacher is a second pipeline on the ranks of the student's 1F1B schedule. A rank runs a teacher forward
 (T) where it would wait for a forward (F) or a backward (B) of the student, which keep Megatron's order. A
-plan is a list of T, F and B for each rank, the same in every step. It is made before the run.
+plan is a list of T, F and B for each rank, the same in every step. It is made before the run, by
+`prefetch_search.py`.
 
-When a step begins, rank r of p has done `start + stagger * (p - 1 - r)` teacher forwards of it, and has
-received the inputs of `stagger` more. At its end it has done as many of the next step. With stagger 0 the
-later ranks have nothing to do at the beginning of a step.
+Two neighbours talk in the student's exchanges alone. Exchange n of a link takes the student's forward n down
+and its backward n - w up, where w is the number of forwards that fill the pipeline behind the upper rank.
+With it go all states that the upper rank has made since the one before. So a plan cannot wait for itself,
+wherever a rank waits and however long: 1F1B never does, even if every message waits for its receiver, and
+between two exchanges a rank needs nobody.
 
-The lists are found by letting ranks choose as simulated time goes by (`choose_greedily`), with up to two
-hundred policies. `prefetch_replay.py` replays what they chose as a run would do it: a plan that gets through
-cannot wait for itself, however long anything takes.
+When a step begins, rank r of p has done `start + stagger * (p - 1 - r)` teacher forwards of it, at most all,
+and has the inputs of those that rank r - 1 has done. At its end it has done as many of the next step: after
+the last exchange the ranks finish one after another, each with what the one before has handed on.
 """
 
 from __future__ import annotations
@@ -18,17 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import accumulate, pairwise, product
+from itertools import accumulate
 
-from mkd.plan.times.bubble import rank_order
+from mkd.errors import UsageError
 
-NEVER = float("inf")
-DONE = "."  # behind the student's tasks of a rank
-COMMUNICATORS = 2
-"""Communicators of the states that go from rank to rank. They take turns, state by state."""
-GOOD_ENOUGH = 1.005
-"""Proportion of the ideal time at which the search ends."""
+LEAST_HELD = 2
+"""States that a rank holds in any case: one that it has made, and the next, which comes before that goes."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,52 @@ class Boundary:
     start: int  # on the last rank
     stagger: int  # more on every rank before
 
-    def done(self, rank: int, ranks: int) -> int:
+    def done(self, rank: int, ranks: int, num_microbatches: int) -> int:
         """Return those of one pipeline rank."""
-        return self.start + self.stagger * (ranks - 1 - rank)
+        return min(num_microbatches, self.start + self.stagger * (ranks - 1 - rank))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A place in the student's work where a rank talks to a neighbour, in the order of Megatron's 1F1B.
+
+    Teacher forwards run between posting the exchange and waiting for it, in front of `task`.
+    """
+
+    link: int | None  # the upper rank of the exchange; None: there is none here
+    number: int  # of the exchange on its link
+    task: str  # F or B, which comes next; "": another stop
+    has_gap: bool  # False: nothing is received that the rank would work on
+
+
+@lru_cache(maxsize=256)  # every policy asks for the same
+def stops(rank: int, ranks: int, num_microbatches: int) -> tuple[Stop, ...]:
+    """Return the stops of a step on one rank."""
+    is_first, is_last = rank == 0, rank == ranks - 1
+    fills, fills_before = min(ranks - 1 - rank, num_microbatches), min(ranks - rank, num_microbatches)
+
+    def up(number: int, task: str) -> Stop:  # with the rank before
+        return Stop(None if is_first else rank - 1, number, task, task != "")
+
+    def down(number: int, task: str) -> Stop:  # with the rank behind. Megatron's last rank goes on with B
+        return Stop(None if is_last else rank, number, task, task != "" and not is_last)
+
+    found = []
+    for number in range(fills):
+        found += [up(number, "F"), down(number, "")]
+    if fills < num_microbatches:
+        found.append(up(fills, "F"))
+    for backward in range(num_microbatches - fills):
+        follows = "F" if fills + backward + 1 < num_microbatches else ""
+        found += [down(fills + backward, "B"), up(fills_before + backward, follows)]
+    for backward in range(num_microbatches - fills, num_microbatches):
+        found += [down(fills + backward, "B"), up(fills_before + backward, "")]
+    return tuple(found)
+
+
+def student_order(rank: int, ranks: int, num_microbatches: int) -> str:
+    """Return the F and B of a rank in 1F1B."""
+    return "".join(stop.task for stop in stops(rank, ranks, num_microbatches))
 
 
 @dataclass(frozen=True)
@@ -69,29 +110,81 @@ class PrefetchPlan:
     num_microbatches: int
     orders: tuple[str, ...]  # of each rank: T, F and B
 
+    def done(self, rank: int) -> int:
+        """Return the teacher forwards of a step that a rank has done when it begins."""
+        return self.boundary.done(rank, len(self.orders), self.num_microbatches)
+
     @property
     def held(self) -> list[int]:
         """Final teacher states that the last rank holds, before and after each task. Each loss takes one."""
         changes = ({"T": 1, "F": -1, "B": 0}[kind] for kind in self.orders[-1])
-        return list(accumulate(changes, initial=self.boundary.start))
+        return list(accumulate(changes, initial=self.done(len(self.orders) - 1)))
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When a rank prefers a teacher forward to waiting, or to the student."""
+class RankGaps:
+    """What one rank does for the teachers in a step."""
 
-    boundary: Boundary
-    in_gaps: int  # teacher forwards of a step that gaps have room for; others take turns with the student's
-    patience: float  # proportion of a teacher forward that must fit before the student's next task
-    # A rank that fills the pipeline waits until its forward is received, and a teacher forward until its
-    # state can be sent, as in a run. Without it some plans are faster, and some cannot run.
-    sends_wait: bool
+    done: int  # teacher forwards of the step that are done when it begins
+    inputs_kept: int  # further ones whose inputs have been received then
+    gaps: tuple[int, ...]  # teacher forwards in each gap
+    arrivals: tuple[int, ...]  # states that come with each exchange with the rank before
+    departures: tuple[int, ...]  # and that go with each one with the rank behind
+    most_held: int  # inputs and outputs at a time, also while they are under way
+
+    @classmethod
+    def from_plan(cls, plan: PrefetchPlan, rank: int) -> RankGaps:
+        """Return the work of one rank. Raises UsageError for a list that a run could not follow."""
+        gaps, departures = _walked(plan, rank)
+        arrivals = _walked(plan, rank - 1)[1] if rank else ()
+        kept = plan.done(rank - 1) - plan.done(rank) if rank else 0
+        most = _followed(plan, rank, kept, arrivals)
+        return cls(plan.done(rank), kept, gaps, arrivals, departures, most)
 
 
-@lru_cache(maxsize=256)  # every policy asks for the same
-def student_order(rank: int, ranks: int, num_microbatches: int) -> str:
-    """Return the F and B of a rank in 1F1B."""
-    return "".join("F" if task.is_forward else "B" for task in rank_order(rank, ranks, 1, num_microbatches))
+def _walked(plan: PrefetchPlan, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the teacher forwards in each gap, and the states that go with each exchange."""
+    order, ranks = plan.orders[rank], len(plan.orders)
+    expected = student_order(rank, ranks, plan.num_microbatches)
+    if order.replace("T", "") != expected or order.count("T") != plan.num_microbatches:
+        raise refused(f"rank {rank} has {order}, not {expected} with {plan.num_microbatches} T")
+    gaps, departures, made, sent = [], [], 0, 0
+    waiting = iter(order)
+    for stop in stops(rank, ranks, plan.num_microbatches):
+        if stop.link == rank:
+            departures.append(made - sent)
+            sent = made
+        if stop.task:
+            in_gap = 0
+            while next(waiting) == "T":
+                in_gap += 1
+            if stop.has_gap:
+                gaps.append(in_gap)
+            elif in_gap:
+                raise refused(f"rank {rank} computes the loss, and its backward follows at once: {order}")
+            made += in_gap
+    return tuple(gaps), tuple(departures)
+
+
+def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int]) -> int:
+    """Return the most states that a rank holds. Raises UsageError if one is used before it is there."""
+    order, is_last = plan.orders[rank], rank == len(plan.orders) - 1
+    inputs, outputs = kept, plan.done(rank) if is_last else 0
+    coming, remaining, most = iter(arrivals), iter(order), 0
+    for stop in stops(rank, len(plan.orders), plan.num_microbatches):
+        departing, outputs = (outputs, 0) if stop.link == rank else (0, outputs)
+        arriving = next(coming) if stop.link == rank - 1 else 0
+        while stop.task and next(remaining) == "T":
+            if rank and not inputs:
+                raise refused(f"rank {rank} has no input for a teacher forward: {order}")
+            inputs, outputs = inputs - (rank > 0), outputs + 1
+        most = max(most, inputs + arriving + departing + outputs)
+        inputs += arriving
+        if is_last and stop.task == "F":
+            if not outputs:
+                raise refused(f"rank {rank} computes a loss before it has the teacher's state: {order}")
+            outputs -= 1
+    return most
 
 
 def ideal_ms(work: Sequence[RankWork], num_microbatches: int) -> float:
@@ -99,219 +192,13 @@ def ideal_ms(work: Sequence[RankWork], num_microbatches: int) -> float:
     return num_microbatches * max(one.total_ms for one in work)
 
 
-def policies(work: Sequence[RankWork], num_microbatches: int, ahead: int) -> Iterator[Policy]:
-    """Yield the policies that are tried, for teachers at most `ahead` micro-batches ahead of the loss."""
-    ranks, most = len(work), min(ahead, num_microbatches)
-    slowest = max(work, key=lambda one: one.total_ms)
-    gaps = round((ranks - 1) * (slowest.forward_ms + slowest.backward_ms) / max(slowest.teacher_ms, 1e-9))
-    room = sorted({min(num_microbatches, max(0, gaps + more)) for more in (-2, -1, 0)} | {0}, reverse=True)
-    for stagger in (1, 2, 0):
-        for start in range(0, min(most, ranks) + 1, max(1, ranks // 4)):
-            boundary = Boundary(start, stagger)
-            if boundary.done(0, ranks) <= most:
-                for in_gaps, patience, sends_wait in product(room, (0.0, 0.5), (True, False)):
-                    yield Policy(boundary, in_gaps, patience, sends_wait)
+def every_rank(plan: PrefetchPlan) -> Iterator[RankGaps]:
+    """Yield what each rank does. Raises UsageError for a plan that a run could not follow."""
+    for rank in range(len(plan.orders)):
+        yield RankGaps.from_plan(plan, rank)
 
 
-def candidates(
-    work: Sequence[RankWork],  # of each pipeline rank
-    num_microbatches: int,
-    ahead: int,  # final states that the last rank may hold, 1 or more
-) -> Iterator[tuple[float, PrefetchPlan]]:
-    """Yield (simulated milliseconds, plan) until one is good enough.
-
-    On each rank the order of F and B is that of 1F1B, and there are as many T as micro-batches.
-    """
-    for policy in policies(work, num_microbatches, ahead):
-        step_ms, orders = choose_greedily(work, num_microbatches, ahead, policy)
-        plan = PrefetchPlan(policy.boundary, num_microbatches, orders)
-        if step_ms < NEVER and max(plan.held) <= ahead:
-            yield step_ms, plan
-            if step_ms <= GOOD_ENOUGH * ideal_ms(work, num_microbatches):
-                return
-
-
-def choose_greedily(
-    work: Sequence[RankWork], num_microbatches: int, ahead: int, policy: Policy
-) -> tuple[float, tuple[str, ...]]:
-    """Return the time of a step and the order of work on each rank, as the ranks choose it.
-
-    Messages take no time. The time is `NEVER` if the ranks wait for each other.
-    """
-    simulated = _Step(work, num_microbatches, ahead, policy)
-    simulated.run()
-    orders = tuple("".join(state.chosen) for state in simulated.ranks)
-    is_whole = all(len(order) == 3 * num_microbatches for order in orders)
-    return (max(state.clock_ms for state in simulated.ranks) if is_whole else NEVER), orders
-
-
-class _RankState:
-    """The work of one rank, done and next. Lists hold the ends of its tasks, by their number on the rank."""
-
-    __slots__ = (
-        "backward_inputs",
-        "backwards",
-        "chosen",
-        "clock_ms",
-        "computes_loss",
-        "done",
-        "forward_inputs",
-        "forwards",
-        "order",
-        "position",
-        "receiving_ms",
-        "sending",
-        "teacher_inputs",
-        "teacher_outputs",
-        "teachers",
-        "work",
-    )
-
-    def __init__(self, rank: int, work: Sequence[RankWork], num_microbatches: int, boundary: Boundary):
-        ranks = len(work)
-        self.work, self.computes_loss = work[rank], rank == ranks - 1
-        self.done = boundary.done(rank, ranks)  # teacher forwards before the step
-        self.order, self.position = student_order(rank, ranks, num_microbatches) + DONE, 0
-        self.teachers: list[float] = []
-        self.forwards: list[float] = []
-        self.backwards: list[float] = []
-        self.chosen: list[str] = []
-        self.clock_ms = 0.0
-        # The forward that the rank behind has yet to receive, or None.
-        self.sending: int | None = None
-        self.receiving_ms = [0.0]  # when this rank began to receive each forward
-        # Tasks of other ranks that its own wait for; None: nothing.
-        self.teacher_inputs: list[float] | None = None
-        self.teacher_outputs: list[float] | None = None  # teacher forwards of the rank behind
-        self.forward_inputs: list[float] | None = None
-        self.backward_inputs = self.forwards  # of the last rank
-
-
-class _Step:
-    """A step in which each rank decides what to do next whenever it is free."""
-
-    def __init__(self, work: Sequence[RankWork], num_microbatches: int, ahead: int, policy: Policy):
-        self.num_microbatches, self.ahead, self.policy = num_microbatches, ahead, policy
-        self.turns = 1 - policy.in_gaps / num_microbatches
-        sizes = num_microbatches, policy.boundary
-        self.ranks = [_RankState(rank, work, *sizes) for rank in range(len(work))]
-        for before, after in pairwise(self.ranks):
-            after.teacher_inputs, after.forward_inputs = before.teachers, before.forwards
-            before.backward_inputs, before.teacher_outputs = after.backwards, after.teachers
-        self.losses_ms = self.ranks[-1].forwards
-        self.events = [(0.0, rank) for rank in range(len(work))]
-
-    def run(self) -> None:
-        """Let the ranks choose until none can continue. A busy rank asks when it is free."""
-        ranks, events, last = self.ranks, self.events, len(self.ranks) - 1
-        while events:
-            now, rank = heappop(events)
-            state = ranks[rank]
-            if state.clock_ms > now or (state.sending is not None and not self._has_sent(rank, now)):
-                continue
-            kind, again = self._choose(state, now)
-            if kind is None:
-                if again < NEVER:
-                    heappush(events, (again, rank))
-                continue
-            end = self._do(kind, rank, now)
-            heappush(events, (end, rank))
-            receiver = rank - 1 if kind == "B" else rank + 1
-            if 0 <= receiver <= last and ranks[receiver].clock_ms <= now:
-                heappush(events, (end, receiver))
-            if rank and ranks[rank - 1].sending is not None:
-                heappush(events, (end, rank - 1))
-            if rank and kind == "T":  # it has received a state
-                heappush(events, (now, rank - 1))
-            if kind == "F" and rank == last:
-                loss = len(self.losses_ms) - 1
-                for other, waiting in enumerate(ranks):
-                    if waiting.done + len(waiting.teachers) - self.ahead == loss:
-                        heappush(events, (end, other))
-
-    def _has_sent(self, rank: int, now: float) -> bool:
-        """Return True if the rank behind has received what this rank sends."""
-        state, received_ms = self.ranks[rank], self.ranks[rank + 1].receiving_ms
-        assert state.sending is not None
-        at_ms = received_ms[state.sending] if state.sending < len(received_ms) else NEVER
-        if at_ms > now:
-            if at_ms < NEVER:
-                heappush(self.events, (at_ms, rank))
-            return False
-        state.sending = None
-        self._receive(state, now)
-        heappush(self.events, (now, max(0, rank - 1)))
-        return True
-
-    def _do(self, kind: str, rank: int, now: float) -> float:
-        """Let a rank begin with a task, and return when it ends."""
-        state = self.ranks[rank]
-        state.chosen.append(kind)
-        if kind == "T":
-            state.clock_ms = now + state.work.teacher_ms
-            state.teachers.append(state.clock_ms)
-            return state.clock_ms
-        state.position += 1
-        if kind == "F":
-            state.clock_ms = now + state.work.forward_ms
-            state.forwards.append(state.clock_ms)
-        else:
-            state.clock_ms = now + state.work.backward_ms
-            state.backwards.append(state.clock_ms)
-        number = len(state.forwards) - 1
-        if kind == "F" and number < len(self.ranks) - 1 - rank and self.policy.sends_wait:
-            state.sending = number
-        else:
-            self._receive(state, state.clock_ms)
-        return state.clock_ms
-
-    def _receive(self, state: _RankState, at_ms: float) -> None:
-        """Note when a rank begins to receive the forward that it runs next."""
-        if state.order[state.position] == "F":
-            state.receiving_ms.append(at_ms)
-
-    def _choose(self, state: _RankState, now: float) -> tuple[str | None, float]:
-        """Return what a free rank does now; else None, and when to ask again."""
-        following, number = state.order[state.position], len(state.teachers)
-        student_ms = self._student_ms(state, following)
-        teacher_ms = NEVER if number == self.num_microbatches else self._teacher_ms(state, number)
-        if teacher_ms <= now:
-            is_due = following == "F" and number < self.turns * len(state.forwards)
-            fits = student_ms >= now + self.policy.patience * state.work.teacher_ms
-            if is_due or (student_ms > now and fits):
-                return "T", now
-        if student_ms <= now:
-            return following, now
-        return None, teacher_ms if now < teacher_ms < student_ms else student_ms
-
-    def _teacher_ms(self, state: _RankState, number: int) -> float:
-        """Return when a rank's next teacher forward can begin, `NEVER` if that is unknown."""
-        ready_ms, needed, loss = 0.0, number - self.policy.boundary.stagger, state.done + number - self.ahead
-        if state.teacher_outputs is not None and number >= COMMUNICATORS and self.policy.sends_wait:
-            received = number - COMMUNICATORS + 1 + self.policy.boundary.stagger
-            if len(state.teacher_outputs) < min(received, self.num_microbatches):
-                return NEVER
-        if state.teacher_inputs is not None and needed >= 0:
-            if needed >= len(state.teacher_inputs):
-                return NEVER
-            ready_ms = state.teacher_inputs[needed]
-        if loss < 0:
-            return ready_ms
-        return max(ready_ms, self.losses_ms[loss]) if loss < len(self.losses_ms) else NEVER
-
-    def _student_ms(self, state: _RankState, following: str) -> float:
-        """Return when the inputs of the student's next task are there, `NEVER` if that is unknown."""
-        if following == "B":
-            inputs, number = state.backward_inputs, len(state.backwards)
-            return inputs[number] if number < len(inputs) else NEVER
-        number, ready_ms = len(state.forwards), 0.0
-        if following == DONE:
-            return NEVER
-        if state.forward_inputs is not None:
-            if number >= len(state.forward_inputs):
-                return NEVER
-            ready_ms = state.forward_inputs[number]
-        needed = number - self.policy.boundary.start
-        if state.computes_loss and needed >= 0:
-            return max(ready_ms, state.teachers[needed]) if needed < len(state.teachers) else NEVER
-        return ready_ms
+def refused(why: str) -> UsageError:
+    """Return the error of a plan that a run cannot follow."""
+    what, do = "the plan of teacher forwards ahead cannot run", "use another --teacher-prefetch, or 0"
+    return UsageError(what, why, do, code="teacher-prefetch-not-possible")

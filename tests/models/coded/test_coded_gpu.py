@@ -146,9 +146,7 @@ def graphed(model, context, run, output):
     from mkd.models.graphs.graph_memory import GraphMemory
     from mkd.models.graphs.graphed_decoder import GraphedDecoder
 
-    model.graphs = GraphedDecoder(
-        model.decoder, "the teacher", model.rotary_pos_emb, GraphMemory(may_wait=True)
-    )
+    model.graphs = GraphedDecoder(model.decoder, "the teacher", model.rotary_pos_emb, GraphMemory())
     results = [run(model).clone() for _ in range(3)]
     model.graphs.release()
     model.graphs = None
