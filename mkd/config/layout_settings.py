@@ -69,8 +69,8 @@ class ParallelConfig:
     )
     teacher_prefetch: str = option(
         "auto",
-        "micro-batches that teacher forwards may run ahead of the loss. Teachers then work while the "
-        "student's pipeline waits, and need memory for that many hidden states. auto: twice the pipeline "
+        "micro-batches whose teacher states a process may hold (at least 2), so that teachers run ahead of "
+        "the student while its pipeline waits. auto: twice the pipeline "
         "ranks if forwards can run ahead and their memory fits, else 0. 0 means never. A number needs "
         "pipeline parallelism without interleaving, a teacher that runs, and no rollouts",
     )

@@ -37,7 +37,7 @@ State = tuple[Tensor, ...]
 
 
 class Passengers(Protocol):
-    """What a rank does for the teachers beside each message of the student."""
+    """Work for the teachers beside the messages of the student."""
 
     def departing(self) -> Sequence[State]:
         """Return the states that go with the next exchange with the rank behind."""

@@ -141,17 +141,18 @@ class Forecast:
     def prefetch(self) -> PlannedPrefetch | None:
         """Plan of the teacher forwards ahead; None if there are none. Takes seconds on many ranks.
 
-        Raises UsageError if no order of work gets through, which is not known to happen; `auto` goes without
-        then, in a plan that still counts their memory.
+        Raises UsageError if no order of work is found, which is not known to happen. `auto` does without then,
+        and where none is faster, in a plan that still counts their memory.
         """
         if self.prefetch_search is None:
             return None
         try:
-            return PlannedPrefetch(*plan_prefetch(*self.prefetch_search))
+            found = PlannedPrefetch(*plan_prefetch(*self.prefetch_search))
         except UsageError:
             if is_auto(self.config):
                 return None
             raise
+        return None if is_auto(self.config) and found.step_ms > self.step.step_ms else found
 
     @property
     def updates(self) -> int:

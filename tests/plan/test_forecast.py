@@ -203,7 +203,7 @@ def test_auto_falls_back_if_no_order_of_work_is_found(monkeypatch):
     monkeypatch.setattr("mkd.plan.forecast.plan_prefetch", finds_none)
     auto, given = (forecast(*PP4, "--teacher-prefetch", n) for n in ("auto", 8))
     assert auto.prefetch is None and auto.pipeline_ms() == auto.step.step_ms
-    assert "chosen by auto): no order of work was found" in describe_forecast(auto)
+    assert "chosen by auto): no order of work with" in describe_forecast(auto)
     with pytest.raises(UsageError) as caught:
         _ = given.prefetch
     assert caught.value.code == "teacher-prefetch-not-possible"
@@ -230,3 +230,11 @@ def test_fp32_is_slower_and_gets_a_note(monkeypatch):
     assert "With --bf16, which is usual on GPUs, a step takes " in note and precision_note(bf16) == []
     monkeypatch.setattr("mkd.plan.advice.notes.milliseconds", lambda ms: "under 0.1 ms")
     assert precision_note(fp32) == ["note: this run computes in fp32. --bf16 is usual on GPUs"]
+
+
+def test_auto_takes_no_order_of_work_that_is_slower_than_none():
+    """Eight ranks with three micro-batches wait longer for teachers that are ahead; a given number is kept."""
+    pp8 = ("--pipeline-model-parallel-size", 8, "--pipeline-layout", "auto", "--teacher-prefetch")
+    auto, given = (forecast(*pp8, number, microbatches=3) for number in ("auto", 16))
+    assert auto.states_ahead == 16 and auto.pipeline_ms() == auto.step.step_ms < given.pipeline_ms()
+    assert "chosen by auto): no order of work with 16 micro-batches ahead" in describe_forecast(auto)

@@ -138,7 +138,7 @@ def _ahead(forecast: Forecast) -> Iterator[str]:
         )
     elif wanted and forecast.teachers:
         tasks = forecast.student_layout.pipeline_parallel * forecast.batch.num_microbatches
-        why = f"no order of work was found for {wanted} micro-batches ahead"
+        why = f"no order of work with {wanted} micro-batches ahead was found that is faster"
         if tasks > MOST_PLANNED:
             why = f"{tasks} ranks x micro-batches are more than {MOST_PLANNED}, and take too long to plan"
         elif usable_gib is not None and forecast.need_gib(wanted) > usable_gib:

@@ -81,10 +81,10 @@ def stops(rank: int, ranks: int, num_microbatches: int) -> tuple[Stop, ...]:
     def up(number: int, task: str) -> Stop:  # with the rank before
         return Stop(None if is_first else rank - 1, number, task, task != "")
 
-    def down(number: int, task: str) -> Stop:  # with the rank behind. Megatron's last rank goes on with B
+    def down(number: int, task: str) -> Stop:  # with the rank behind
         return Stop(None if is_last else rank, number, task, task != "" and not is_last)
 
-    found = []
+    found = []  # without a gap on the last rank: a loss and its backward are one call of Megatron
     for number in range(fills):
         found += [up(number, "F"), down(number, "")]
     if fills < num_microbatches:
@@ -123,7 +123,7 @@ class PrefetchPlan:
 
 @dataclass(frozen=True)
 class RankGaps:
-    """What one rank does for the teachers in a step."""
+    """Teacher forwards of one rank in a step, and the states that come and go."""
 
     done: int  # teacher forwards of the step that are done when it begins
     inputs_kept: int  # further ones whose inputs have been received then
