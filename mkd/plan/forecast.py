@@ -141,8 +141,8 @@ class Forecast:
     def prefetch(self) -> PlannedPrefetch | None:
         """Plan of the teacher forwards ahead; None if there are none. Takes seconds on many ranks.
 
-        Raises UsageError if no order of work is found, which is not known to happen. `auto` does without then,
-        and where none is faster, in a plan that still counts their memory.
+        Raises UsageError if no order of work is found, which is not known to happen. `auto` does without
+        then, and where none is faster, in a plan that still counts their memory.
         """
         if self.prefetch_search is None:
             return None

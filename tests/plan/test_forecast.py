@@ -233,7 +233,7 @@ def test_fp32_is_slower_and_gets_a_note(monkeypatch):
 
 
 def test_auto_takes_no_order_of_work_that_is_slower_than_none():
-    """Eight ranks with three micro-batches wait longer for teachers that are ahead; a given number is kept."""
+    """Eight ranks with three micro-batches wait longer for teachers that are ahead."""
     pp8 = ("--pipeline-model-parallel-size", 8, "--pipeline-layout", "auto", "--teacher-prefetch")
     auto, given = (forecast(*pp8, number, microbatches=3) for number in ("auto", 16))
     assert auto.states_ahead == 16 and auto.pipeline_ms() == auto.step.step_ms < given.pipeline_ms()

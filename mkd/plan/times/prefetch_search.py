@@ -118,8 +118,8 @@ class _RankState:
     """The work of one rank, done and next."""
 
     __slots__ = (
-        "behind", "chosen", "clock_ms", "coming", "done", "forwards", "has_handed_on", "inputs", "outputs",
-        "position", "rank", "stop", "stops", "teachers", "work",
+        "behind", "chosen", "clock_ms", "coming", "done", "exchange", "forwards", "has_handed_on", "inputs",
+        "outputs", "position", "rank", "stop", "stops", "teachers", "work",
     )  # fmt: skip
 
     def __init__(self, rank: int, work: RankWork, stops: Sequence[Stop], done: int, inputs: float):
@@ -129,6 +129,7 @@ class _RankState:
         self.outputs = 0  # states that the rank behind has not got; on the last rank all
         self.teachers = self.forwards = self.position = 0
         self.stop: Stop | None = None
+        self.exchange: _Exchange | None = None  # of the stop
         self.chosen: list[str] = []
         self.clock_ms = 0.0
         self.has_handed_on = False  # after the last exchange
@@ -212,8 +213,13 @@ class _Step:
         state.stop = state.stops[state.position] if state.position < len(state.stops) else None
         state.position += 1
         if state.stop is None or state.stop.link is None:
+            state.exchange = None
             return
-        exchange = self._exchange(state.stop)
+        key = state.stop.link, state.stop.number
+        exchange = self.exchanges.get(key)
+        if exchange is None:
+            exchange = self.exchanges[key] = _Exchange()
+        state.exchange = exchange
         if state.stop.link == state.rank:
             exchange.upper_ms, exchange.states = at_ms, state.outputs
             other = state.rank + 1
@@ -223,14 +229,10 @@ class _Step:
             exchange.lower_ms, other = at_ms, state.rank - 1
         heappush(self.events, (max(at_ms, self.ranks[other].clock_ms), other))
 
-    def _exchange(self, stop: Stop) -> _Exchange:
-        assert stop.link is not None
-        return self.exchanges.setdefault((stop.link, stop.number), _Exchange())
-
     def _advance(self, state: _RankState, now: float) -> bool:
         """Let a rank at a stop do something. Return False if it has to wait."""
         stop = state.stop
-        over_ms = 0.0 if stop.link is None else self._exchange(stop).over_ms
+        over_ms = 0.0 if state.exchange is None else state.exchange.over_ms
         is_last = state.rank == len(self.ranks) - 1
         lacks_state = is_last and stop.task == "F" and state.outputs < 1
         ready_ms = NEVER if lacks_state else over_ms
@@ -243,7 +245,7 @@ class _Step:
                 heappush(self.events, (ready_ms, state.rank))
             return False
         if stop.link == state.rank - 1:
-            arrived = self._exchange(stop).states
+            arrived = state.exchange.states
             state.inputs, state.coming = state.inputs + arrived, state.coming - arrived
         if stop.task:
             state.chosen.append(stop.task)
