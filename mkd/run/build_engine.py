@@ -20,12 +20,7 @@ from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator
-<<<<<<< HEAD
 from mkd.parallel.side_links import SideLinks
-from mkd.parallel.state_links import StateLinks
-=======
-from mkd.parallel.side_links import SideLinks, receive_head
->>>>>>> 33c22e90 (Teachers ahead of the student: their states ride with the student's messages, so that no rank can wait for ever)
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.models.lora_shape import is_factor
