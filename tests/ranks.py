@@ -144,8 +144,6 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
     sys.path.insert(0, str(REPOSITORY))
     if on_gpu:
         os.environ["LOCAL_RANK"] = str(index)
-        if RANKS_PER_GPU > 1:
-            os.environ["NCCL_HOSTID"] = str(index)  # NCCL refuses two ranks of one host on one GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # As in torchrun's processes: workers of --num-workers would import everything anew, for 10 s each.
@@ -155,6 +153,8 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
 
     from mkd.platform import detect
 
+    if on_gpu and RANKS_PER_GPU > 1:  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = str(index // torch.cuda.device_count())
     detect()  # before Megatron is imported
     torch.set_num_threads(1)
     while True:
