@@ -21,5 +21,6 @@ Read in this order:
     one_model.py              one model alone: planned, built, evaluated
     student_side.py           a launch with teachers on processes of their own: watched, met and ended
     serve_teacher.py          the life of such a teacher's process
+    exports.py                the student as Hugging Face folders, at the end
     end_text.py               where everything is at the end of a run, and the next commands
 """

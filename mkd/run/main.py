@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:  # they load torch
     from mkd.operations.watchdog import Watchdog
     from mkd.platform import Platform
     from mkd.resolve.run_plan import Plan
-    from mkd.run.loop import Run
 
 INDENT = " "  # before each logged line, as before Megatron's progress lines
 
@@ -165,6 +163,7 @@ def carry_out(
     from mkd.operations.event_log import STOP, EventLog
     from mkd.operations.run_folders import remove_markers, write_job
     from mkd.run.end_text import end_text
+    from mkd.run.exports import export_adapters, export_student
     from mkd.run.loop import train
     from mkd.run.setup import build_run
     from mkd.run.student_side import meet_launch
@@ -194,17 +193,18 @@ def carry_out(
         stop = train(current)
         if events and stop is not None and not stop.is_preempted:  # `end_text` prints it
             events.add(STOP, f"stopped at iteration {current.position.iteration}: {stop.reason}")
-        exported = None if stop and stop.is_preempted else checkpoint.export_hf
-        if exported:
-            export(current, Path(exported), folder)
-        if loaded.config.lora.export_lora and not (stop and stop.is_preempted):
+        ended = not (stop and stop.is_preempted)
+        if ended and checkpoint.export_hf:
+            export_student(current, Path(checkpoint.export_hf), folder)
+        if ended and loaded.config.lora.export_lora:
             export_adapters(current, Path(loaded.config.lora.export_lora))
         end(current, stop)
         if events:
             show(end_text(current, folder, time.monotonic() - started, stop))
     current.engine.context.leave()
-    if exported and checkpoint.push_to_hub and _is_rank_0():  # the others need not wait for the network
-        push(Path(exported), checkpoint.push_to_hub)
+    # The others need not wait for the network.
+    if ended and checkpoint.export_hf and checkpoint.push_to_hub and _is_rank_0():
+        push(Path(checkpoint.export_hf), checkpoint.push_to_hub)
 
 
 def push(folder: Path, name: str) -> None:
@@ -303,57 +303,6 @@ def show(*texts: str) -> None:
     except BrokenPipeError:
         if not discard_closed_stdout():
             raise
-
-
-def export(current, folder: Path, logs: Path) -> None:
-    """Write the student as a Hugging Face folder with a model card, and list its files in --save."""
-    from mkd.checkpoint.hf.hf_rounded import RoundedFiles
-    from mkd.checkpoint.hf.hf_writer import export_hf
-    from mkd.checkpoint.own_exports import OwnExports
-    from mkd.operations.run_folders import export_in_the_way
-    from mkd.release.card_file import with_card
-    from mkd.release.model_card import ModelCard, title_of
-    from mkd.release.training_record import TrainingRecord
-    from mkd.tokenizers.tokenizer_files import warn_of_export
-
-    models, assets, checkpoint = current.state.models, current.plan.assets, current.config.checkpoint
-    if _is_rank_0():
-        name, step = title_of(folder, checkpoint.push_to_hub), current.position.iteration
-        assets = with_card(assets, ModelCard(name, TrainingRecord.read(logs), assets.model, step), folder)
-    parts = [(part, part.first_layer) for part in models]
-    record = partial(OwnExports(Path(checkpoint.save)).record, folder) if checkpoint.save else None
-    optimizer, context = current.engine.optimizer, current.engine.context
-    with current.engine.parameters_gathered(), optimizer.exact_weights():
-        entry = current.engine.rounding_entry()
-        files = RoundedFiles.of_entry(parts, models[0].shape, entry, context)
-        export_hf(
-            parts,
-            models[0].shape,
-            folder,
-            context=context,
-            assets=assets,
-            in_the_way=partial(export_in_the_way, checkpoint),
-            record=record,
-            rounded=files,
-        )
-    LOG.info("exported the student to %s", folder)
-    if _is_rank_0():
-        warn_of_export(str(folder))
-
-
-def export_adapters(current: Run, folder: Path) -> None:
-    """Write the student's adapters as a folder of PEFT. Collective."""
-    from mkd.checkpoint.hf.peft_writer import export_peft
-    from mkd.plan.models.lora_shape import LoRAShape
-
-    parts, student = [(part, part.first_layer) for part in current.state.models], current.config.student
-    lora = LoRAShape.of(current.config)
-    assert lora is not None, "--export-lora needs --lora-rank"
-    base = student.hf or str(current.plan.student.assets)
-    shape, context = current.plan.student.shape, current.engine.context
-    with current.engine.parameters_gathered():
-        export_peft(parts, shape, folder, context=context, lora=lora, base=base)
-    LOG.info("exported the adapters to %s", folder)
 
 
 def _world_size() -> int:

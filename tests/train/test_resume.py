@@ -49,8 +49,8 @@ def train_and_hash(arguments, export=None):
     from mkd.config.load import load_config
     from mkd.operations.run_folders import log_folder
     from mkd.platform import detect
+    from mkd.run.exports import export_student
     from mkd.run.loop import train
-    from mkd.run.main import export as export_student
     from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
