@@ -45,5 +45,6 @@ Beside them:
     parent_process.py            processes that end with the one that started them
     busy_machine.py              one thread where other processes fill the cores
     progress_bars.py             no progress bars of transformers
+    file_start.py                what the first bytes of a file say
     human.py, run_command.py     numbers and commands as people read them
 """

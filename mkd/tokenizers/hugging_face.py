@@ -14,6 +14,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from mkd.errors import UsageError
+from mkd.file_start import content_of_file
 from mkd.tokenizers.chat import ChatEncoder, EncodedChat, mask_of_spans
 from mkd.tokenizers.chat_input import ChatSettings, Conversation
 from mkd.tokenizers.chat_template import ChatTemplate
@@ -28,7 +29,7 @@ from mkd.tokenizers.pieces import (
 )
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 from mkd.tokenizers.tokenizer import Tokenizer, no_chat_template, sha256_of
-from mkd.tokenizers.tokenizer_files import TOKENIZER_FILES, has_tokenizer, open_hf
+from mkd.tokenizers.tokenizer_files import TOKENIZER_FILES, WRITE_JSON, has_tokenizer, no_tokenizer, open_hf
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer:
     """Load a tokenizer from a folder or a hub id. Raises UsageError if it cannot be loaded."""
     if Path(model).is_dir() and not has_tokenizer(model):
-        raise UsageError(
-            f"{model} holds no tokenizer",
-            f"none of {', '.join(TOKENIZER_FILES)} is there",
-            "copy the tokenizer's files into the folder",
-            code="tokenizer-missing",
-        )
+        raise no_tokenizer(model)
     try:
         hf, is_rebuilt = open_hf(model)
     except UsageError:  # of Kimi's files
@@ -260,10 +256,17 @@ def _not_loadable(model: str, error: Exception) -> UsageError:
                 "correct the file, or download it again",
                 code="tokenizer-file-not-valid",
             )
+    for name in (*TOKENIZER_FILES, "tokenizer_config.json"):
+        if content := content_of_file(Path(model) / name):
+            what, do = f"{Path(model) / name} is {content.what}", content.do
+            return UsageError(what, "no tokenizer can be read", do, code="tokenizer-file-not-valid")
+    needs_code = "trust_remote_code" in str(error)
     return UsageError(
         f"{model}: no Hugging Face tokenizer could be loaded",
-        _in_one_line(error),
-        "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
+        "its tokenizer is code of its own, which is not run" if needs_code else _in_one_line(error),
+        WRITE_JSON
+        if needs_code
+        else "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
         code="tokenizer-missing",
     )
 

@@ -20,12 +20,19 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
 from transformers.utils import cached_file
 
+from mkd.errors import UsageError
 from mkd.tokenizers.kimi import RANKS_FILE, is_kimi, load_kimi
 
 LOG = logging.getLogger("mkd")
 TOKENIZER_JSON = "tokenizer.json"
 PIECES_FILE = "tokenizer.model"
 TOKENIZER_FILES = (TOKENIZER_JSON, PIECES_FILE, "vocab.json", "vocab.txt", RANKS_FILE)
+WRITE_JSON = (
+    "write a tokenizer.json for it (AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)"
+    ".save_pretrained(DIR) of transformers runs the folder's code), or copy that of a model of its family"
+)
+OTHER_FILES = ("*.tiktoken", "tekken.json", "*.model", "*.vocab", "merges.txt", "tokenization_*.py")
+"""Files of tokenizers that mkd does not read by themselves."""
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 SHOWN = 80  # characters of an example
 OWN_TOKENS = 3000  # tokens of the vocabulary that are compared, each as a text
@@ -42,6 +49,17 @@ TEXTS = (
 def has_tokenizer(folder: str | Path) -> bool:
     """Return True if a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
     return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+
+
+def no_tokenizer(folder: str) -> UsageError:
+    """Return the error for a folder without tokenizer files that mkd reads."""
+    others = sorted(path.name for pattern in OTHER_FILES for path in Path(folder).glob(pattern))
+    why = f"none of {', '.join(TOKENIZER_FILES)} is there"
+    do = "copy the tokenizer's files into the folder"
+    if others:
+        why += f". {' and '.join(others)} may belong to one, which mkd does not read"
+        do = WRITE_JSON
+    return UsageError(f"{folder} holds no tokenizer", why, do, code="tokenizer-missing")
 
 
 def open_hf(model: str) -> tuple[Any, bool]:

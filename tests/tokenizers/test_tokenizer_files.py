@@ -256,3 +256,17 @@ def test_other_rank_files_are_refused_by_name(tmp_path):
     (folder / "tiktoken.model").write_text("version https://git-lfs.github.com/spec/v1\n")
     with refused("tokenizer-file-not-valid: Git LFS pointer", UsageError):
         load_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "tokenization_x.py"])
+def test_files_of_tokenizers_that_are_not_read_are_named(tmp_path, name):
+    (tmp_path / name).touch()
+    with refused("tokenizer-missing: holds no tokenizer", UsageError) as caught:
+        load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert name in caught.value.why and "write a tokenizer.json" in caught.value.do
+
+
+def test_a_page_instead_of_a_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("<!DOCTYPE html>")
+    with refused("tokenizer-file-not-valid: a page of HTML", UsageError):
+        load_tokenizer("HuggingFaceTokenizer", str(tmp_path))

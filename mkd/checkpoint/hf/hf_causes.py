@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
@@ -29,6 +30,13 @@ WRAPPERS = {
     "base_model.model": "PEFT",
     "model": "a module that has the model as `model`",
 }
+WRAPPED_LAYERS = {
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing of torch",
+    "base_layer": "PEFT",
+    "_orig_mod": "torch.compile",
+    "module": "a wrapper such as DistributedDataParallel",
+}
 SAVE_WHOLE = "save it with model.save_pretrained(DIR) from the AutoModelForCausalLM itself"
 
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
@@ -48,6 +56,9 @@ def common_causes(
     prefix = _prefix(place, expected, found, is_sharded)
     if prefix is not None:
         return [prefix]
+    inserted = _inserted(place, expected, found)
+    if inserted is not None:
+        return [inserted]
     stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
     if sum(stored.values()) >= MANY:
         return [_quantised(place, stored, "quantization_config" in config)]
@@ -97,6 +108,32 @@ def _prefix(place: str, expected: Shapes, found: Shapes, is_sharded: bool) -> Ch
         SAVE_WHOLE
         if lacks_head or is_sharded
         else f"{SAVE_WHOLE}, or rename the tensors: {_renaming(cut, added, found)}",
+        code="hf-tensor-prefix",
+    )
+
+
+def _inserted(place: str, expected: Shapes, found: Shapes) -> CheckpointError | None:
+    """Return the error for names that have the same part too much inside, None if few have one."""
+    missing, parts = expected.keys() - found.keys(), Counter[str]()
+    example: dict[str, tuple[str, str]] = {}
+    for name in sorted(found.keys() - expected.keys()):
+        pieces = name.split(".")
+        for place_of, length in product(range(1, len(pieces)), (1, 2)):
+            whole = ".".join(pieces[:place_of] + pieces[place_of + length :])
+            if whole in missing:
+                part = ".".join(pieces[place_of : place_of + length])
+                parts[part] += 1
+                example.setdefault(part, (name, whole))
+                break
+    part, count = (parts.most_common(1) or [("", 0)])[0]
+    if count < MANY:
+        return None
+    name, whole = example[part]
+    return CheckpointError(
+        f"{place}: {count} tensor names have {part!r} inside: {name} should be {whole}",
+        f"{WRAPPED_LAYERS.get(part, 'a wrapper of layers')} adds it",
+        "save the model without the wrapper, with model.save_pretrained(DIR): "
+        "a PEFT model after merge_and_unload(), FSDP with its full state dict",
         code="hf-tensor-prefix",
     )
 

@@ -22,7 +22,9 @@ from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
 from mkd.families.weight_rules import SCALARS
+from mkd.file_start import content_of_file
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
+from mkd.plan.models.other_folders import not_a_model
 
 TRUSTED_FOLDERS = "MKD_TRUSTED_FOLDERS"  # environment: folders that links of a model's files may lead into
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
@@ -59,6 +61,9 @@ def _in_model(name: str, header: TensorHeader) -> TensorHeader:
     return replace(header, shape=(1,)) if name.endswith(SCALARS) and not header.shape else header
 
 
+WHY_OTHER = "weights are read from safetensors"
+
+
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
@@ -74,6 +79,7 @@ class HFCheckpoint:
         self.bytes_read = 0
         weight_map = self._weight_map()
         self.is_sharded = weight_map is not None
+        self._refuse_adapter_beside()
         self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
         self._stored = self._read_headers(weight_map)
         quantised = find_quantised(self.directory, self._stored)
@@ -153,6 +159,19 @@ class HFCheckpoint:
         raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
         return weight_map
 
+    def _refuse_adapter_beside(self) -> None:
+        """Raise CheckpointError if an adapter lies beside the weights: transformers would add it."""
+        names = ("adapter_model.safetensors", "adapter_model.bin")
+        beside = next((name for name in names if (self.directory / name).is_file()), None)
+        if beside and (self.directory / ADAPTER_FILE).is_file():
+            raise CheckpointError(
+                f"{self.directory} holds a model, and beside it an adapter: {beside}",
+                f"transformers would add it to the base that {ADAPTER_FILE} names, mkd would leave it out",
+                "merge it (merge_and_unload() of peft) and name the merged model, or move the files of the "
+                "adapter to another folder",
+                code="hf-adapter",
+            )
+
     def _no_weights(self) -> CheckpointError:
         if (self.directory / ADAPTER_FILE).is_file():
             return adapter_error(self.directory, f"{ADAPTER_FILE} is there, and no weights of a model")
@@ -171,16 +190,18 @@ class HFCheckpoint:
                 "cut it with `mkd make-student`: the command stands at the beginning of run.yaml",
                 code="hf-weights-missing",
             )
-        return CheckpointError(
-            f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}",
-            "the weights of a Hugging Face model are in these files",
-            "pass the folder that save_pretrained() or a hub download made",
-            code="hf-weights-missing",
-        )
+        what = f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        return not_a_model(self.directory, what, "the weights of a Hugging Face model are in these files")
 
     def _open_files(self, names: list[str]) -> dict[str, safe_open]:
         problems: list[MkdError] = []
         files = {name: collect_error(problems, partial(self._open, name)) for name in names}
+        if problems:
+            others = [one for name in names if (one := content_of_file(self.directory / name))]
+            alike = len(problems) == len(others) > 1 and len(set(others)) == 1
+            if alike:  # a folder that was cloned without its large files
+                what = f"{self.directory}: each of its {len(others)} files of weights is {others[0].what}"
+                raise CheckpointError(what, WHY_OTHER, others[0].do, code="hf-files-damaged")
         raise_all(problems)
         return files
 
@@ -193,7 +214,10 @@ class HFCheckpoint:
             raise CheckpointError(f"{path} is missing", why, do, code="hf-files-damaged") from None
         except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             what, why = f"{path} cannot be opened: {error}", "the file is damaged, cut short or not readable"
-            raise CheckpointError(what, why, "download it again", code="hf-files-damaged") from None
+            do = "download it again"
+            if content := content_of_file(path):
+                what, why, do = f"{path} is {content.what}", WHY_OTHER, content.do
+            raise CheckpointError(what, why, do, code="hf-files-damaged") from None
 
     def _read_headers(self, weight_map: dict[str, str] | None) -> dict[str, TensorHeader]:
         stored = {name: set(file.keys()) for name, file in self._files.items()}

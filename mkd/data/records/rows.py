@@ -15,6 +15,7 @@ from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
+from mkd.file_start import content_of_file
 
 Row = bytes | Mapping | DataError
 """A raw record, or the reason why a row has no values.
@@ -39,6 +40,7 @@ def read_rows(
             do=f"use one of {KNOWN_FILES}",
             code="data-file-kind-unknown",
         )
+    refuse_other_content(path, suffix)
     try:
         if suffix in JSON_SUFFIXES:
             yield from _lines(path)
@@ -53,6 +55,17 @@ def read_rows(
             "check the path and its permissions",
             code="data-file-unreadable",
         ) from error
+
+
+def refuse_other_content(path: Path, suffix: str) -> None:
+    """Raise DataError if the first bytes show that the file is not what its name says."""
+    content = content_of_file(path)
+    expected = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, suffix.removeprefix("."))
+    if content is None or content.kind == expected or (content.kind == "page" and suffix == TEXT_SUFFIX):
+        return
+    raise DataError(
+        f"{path} is {content.what}", "its name says how it is read", content.do, code="data-file-unreadable"
+    )
 
 
 def raw_fields(row: Row) -> Mapping:

@@ -1,6 +1,7 @@
 """The models of a plan: their shapes, parameters, floating-point operations and processes.
 
 model_shape.py       the shape of a model, from its config.json
+other_folders.py     what a folder holds that is no model
 parameters.py        parameters of models and processes
 lora_shape.py        adapters of a student
 flops.py             floating-point operations of models

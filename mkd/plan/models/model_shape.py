@@ -22,6 +22,8 @@ from mkd.families.registry import FAMILIES
 from mkd.families.unread_keys import unread_keys
 from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
 from mkd.families.vision_shape import VisionFamily, VisionShape
+from mkd.file_start import content_of_file
+from mkd.plan.models.other_folders import not_a_model
 
 AGAIN = "download or write it again"
 ADAPTER_FILE = "adapter_config.json"  # of PEFT
@@ -151,12 +153,12 @@ class ModelShape:
             if (Path(directory) / ADAPTER_FILE).is_file():
                 raise adapter_error(directory, f"{ADAPTER_FILE} is there, and no config.json") from None
             why = "a Hugging Face model folder holds config.json beside its .safetensors files"
-            do = "pass the folder that save_pretrained() or a hub download made"
-            raise CheckpointError(f"{path} does not exist", why, do, code="hf-weights-missing") from None
+            raise not_a_model(Path(directory), f"{path} does not exist", why) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-valid"
-            ) from None
+            content = content_of_file(path)
+            what, do = (f"{path} is {content.what}", content.do) if content else ("", AGAIN)
+            what = what or f"{path} is not valid JSON: {error}"
+            raise CheckpointError(what, "", do, code="model-config-not-valid") from None
         if not isinstance(config, dict):
             raise CheckpointError(f"{path} is not a JSON object", "", AGAIN, code="model-config-not-valid")
         return cls.from_hf_config(config, source=str(path))

@@ -140,6 +140,30 @@ def test_single_differences_stay_problems_of_their_own(llama, tmp_path):
     assert reports(caught.value) == ["hf-files-damaged: tensor"] * 2
 
 
+@pytest.mark.parametrize("part", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "a.b"])
+def test_a_part_inside_the_names_is_one_problem(part, llama, tmp_path):
+    def rename(name):
+        if part == "base_layer":
+            return name.replace("q_proj.weight", "q_proj.base_layer.weight")
+        return name.replace("layers.2.", f"layers.2.{part}.")
+
+    folder = renamed(llama, tmp_path / "model", rename)
+    with refused("hf-tensor-prefix: inside", CheckpointError) as caught:
+        check(folder)
+    layer, rest = ("0", "self_attn.q_proj") if part == "base_layer" else ("2", "input_layernorm")
+    assert f"should be model.layers.{layer}.{rest}.weight" in caught.value.what and part in caught.value.what
+
+
+def test_an_adapter_beside_a_model_is_not_left_out(llama, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        check(folder)  # one of the files alone is none
+        (folder / name).write_text("{}")
+    with refused("hf-adapter: holds a model, and beside it an adapter", CheckpointError):
+        HFCheckpoint(folder)
+
+
 def test_an_adapter_is_to_be_merged(llama, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
