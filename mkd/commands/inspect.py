@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from mkd.commands.chat_flags import add_chat_flags, chat_of, require_records
 from mkd.config.flags import FlagParser, add_overwrite, require_new_file, whole_number
-from mkd.config.run_files import OVERLONG_CONVERSATIONS, rule_for_conversations
+from mkd.config.run_files import OVERLONG, OVERLONG_CONVERSATIONS, PACKINGS, rule_for_conversations
 from mkd.errors import DataError, UsageError, returns_exit_code
 
 if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # libraries that take seconds are imported after the argument
     from mkd.tokenizers.tokenizer import Tokenizer
     from mkd.xtoken import AlignedText
 
-PACKINGS = ("bfd", "none")  # those of mkd.data.packing
-OVERLONG = ("split", "truncate", "drop")
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
 
 

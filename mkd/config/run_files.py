@@ -8,6 +8,8 @@ from mkd.config.field import option
 
 SAVE_MINUTES = 15.0
 """Default of --save-interval-in-mins."""
+PACKINGS = ("bfd", "none")
+OVERLONG = ("split", "truncate", "drop")
 OVERLONG_CONVERSATIONS = ("drop", "truncate", "truncate-left", "split")
 
 
@@ -48,12 +50,12 @@ class DataConfig:
         "bfd",
         "way documents fill packs: bfd (best fit decreasing, hardly any padding) or none (one document a "
         "pack, padded)",
-        choices=("bfd", "none"),
+        choices=PACKINGS,
     )
     overlong: str = option(
         "split",
         "treatment of documents longer than --seq-length: split into pieces, truncate, or drop",
-        choices=("split", "truncate", "drop"),
+        choices=OVERLONG,
     )
     overlong_conversations: str | None = option(
         None,

@@ -13,13 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.commands import data, inspect
+from mkd.commands import data
 from mkd.commands.inspect import main
 from mkd.data.chat_roles import role_headers
 from mkd.data.pack_view import BOLD, GREEN, GREY
 from mkd.data.pack_view import RESET as PLAIN
-from mkd.data.packing.best_fit import PACKINGS
-from mkd.data.packing.cutting import OVERLONG
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
@@ -51,11 +49,6 @@ def arguments(models, tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return ["--align", "--input", str(tmp_path / "a.jsonl"), "--student", models[0], "--teacher", models[1]]
-
-
-def test_choices_are_those_of_packing():
-    assert inspect.PACKINGS == PACKINGS
-    assert inspect.OVERLONG == OVERLONG
 
 
 def test_every_kind_of_record(arguments, capsys):

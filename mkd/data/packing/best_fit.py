@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PACKINGS = ("bfd", "none")
+from mkd.config.run_files import PACKINGS
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OVERLONG = ("split", "truncate", "drop")
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -45,26 +43,15 @@ def whole_records(lengths: np.ndarray, together: int, multiple: int, seq_length:
 
 
 def cut_documents(
-    lengths: np.ndarray,
-    first_document: int,
-    seq_length: int,
-    overlong: str = "split",
-    starts: np.ndarray | None = None,
+    lengths: np.ndarray, first_document: int, seq_length: int, starts: np.ndarray | None = None
 ) -> Pieces:
     """Cut the documents first_document, first_document + 1, ... into pieces of at most `seq_length` tokens.
 
-    `lengths` int64 [documents] are counted from the tokens `starts` (default: the first ones). Documents
-    longer than `seq_length` are `split` into pieces, `truncate`d to the first one, or `drop`ped. Pieces
-    without any label (a single token at the end of a document) are skipped.
+    `lengths` int64 [documents] are counted from the tokens `starts` (default: the first ones), see
+    `DocumentKeeper`. Pieces without any label (a single token at the end of a document) are skipped.
     """
-    assert overlong in OVERLONG
     documents = np.arange(first_document, first_document + len(lengths))
     starts = np.zeros_like(lengths) if starts is None else starts
-    if overlong == "drop":
-        fits = lengths <= seq_length
-        documents, lengths, starts = documents[fits], lengths[fits], starts[fits]
-    elif overlong == "truncate":
-        lengths = np.minimum(lengths, seq_length)
     per_document = -(-lengths // seq_length)
     rank = np.arange(per_document.sum()) - np.repeat(np.cumsum(per_document) - per_document, per_document)
     left = np.repeat(lengths, per_document) - rank * seq_length

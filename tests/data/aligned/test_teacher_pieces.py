@@ -30,8 +30,9 @@ class Store:
         return self._chunks[document]
 
 
-def borders(store, seq_length, overlong="split"):
-    starts, lengths = teacher_pieces(store, cut_documents(store.document_lengths, 0, seq_length, overlong))
+def borders(store, seq_length, truncate=False):
+    lengths = np.minimum(store.document_lengths, seq_length) if truncate else store.document_lengths
+    starts, lengths = teacher_pieces(store, cut_documents(lengths, 0, seq_length))
     return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
 
@@ -42,7 +43,7 @@ def test_whole_documents_are_whole_for_the_teacher():
 def test_identical_tokens_are_cut_where_the_student_is():
     same = Store((10, 10, [[i, i + 1, i, i + 1] for i in range(10)]))
     assert borders(same, 4) == [(0, 4), (4, 8), (8, 10)]
-    assert borders(same, 4, "truncate") == [(0, 4)]
+    assert borders(same, 4, truncate=True) == [(0, 4)]
 
 
 def test_a_cut_inside_a_chunk_leaves_it_out():
@@ -52,7 +53,7 @@ def test_a_cut_inside_a_chunk_leaves_it_out():
     assert borders(Store((8, 12, chunks)), 5) == [(0, 9 - 1), (9, 12)], (
         "the label of the last token ends the chunk"
     )
-    assert borders(Store((8, 12, chunks)), 5, "truncate") == [(0, 4)]
+    assert borders(Store((8, 12, chunks)), 5, truncate=True) == [(0, 4)]
 
 
 def test_a_cut_between_chunks_takes_the_same_proportion():

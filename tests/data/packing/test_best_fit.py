@@ -18,7 +18,7 @@ def rows(pieces):
 
 
 def test_split_keeps_the_label_of_the_next_piece():
-    pieces = cut_documents(np.array([3, 10, 8]), 5, 4, "split")
+    pieces = cut_documents(np.array([3, 10, 8]), 5, 4)
     assert rows(pieces) == [
         (5, 0, 3, 2),
         (6, 0, 4, 4),
@@ -30,22 +30,13 @@ def test_split_keeps_the_label_of_the_next_piece():
 
 
 def test_a_single_token_at_the_end_has_no_label_and_is_left_out():
-    assert rows(cut_documents(np.array([5, 1, 0]), 0, 4, "split")) == [(0, 0, 4, 4)]
-
-
-def test_truncate_and_drop():
-    assert rows(cut_documents(np.array([3, 10, 4]), 0, 4, "truncate")) == [
-        (0, 0, 3, 2),
-        (1, 0, 4, 3),
-        (2, 0, 4, 3),
-    ]
-    assert rows(cut_documents(np.array([3, 10, 4]), 0, 4, "drop")) == [(0, 0, 3, 2), (2, 0, 4, 3)]
+    assert rows(cut_documents(np.array([5, 1, 0]), 0, 4)) == [(0, 0, 4, 4)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_split_has_n_minus_1_labels_and_every_token_that_is_needed(seed):
     lengths = np.random.default_rng(seed).integers(0, 50, 300)
-    pieces = cut_documents(lengths, 0, 8, "split")
+    pieces = cut_documents(lengths, 0, 8)
     labels = np.bincount(pieces.document, pieces.num_labels, minlength=300)
     assert np.array_equal(labels, np.maximum(lengths - 1, 0))
     seen = [set() for _ in lengths]
@@ -95,7 +86,7 @@ def test_packing_is_deterministic_and_handles_nothing():
 def test_a_hundred_thousand_documents_take_a_second():
     lengths = np.random.default_rng(0).lognormal(6, 1, 100_000).astype(np.int64) + 2
     start = time.perf_counter()
-    pieces = cut_documents(lengths, 0, 4096, "split")
+    pieces = cut_documents(lengths, 0, 4096)
     pack_pieces(pieces.length, 4096, "bfd")
     assert time.perf_counter() - start < 5  # 0.1 s on an idle machine
 

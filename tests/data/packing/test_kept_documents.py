@@ -81,6 +81,7 @@ def test_what_is_kept_of_conversations_and_of_texts(corpus):
     found, _ = kept(corpus, "split", overlong="drop")
     assert "texts" not in found and found["one turn"] == [(0, 12, 4), (12, 3, 2)]
     assert found == by_rule["split"], "the flag for texts does not change it"
+    assert kept(corpus, "split", overlong="truncate")[0]["texts"] == [(0, 12, 11)] * len(CONVERSATIONS)
 
 
 def test_the_default_never_splits_a_conversation():
