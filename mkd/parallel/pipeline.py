@@ -174,7 +174,7 @@ class PipelineCommunicator(p2p_communication.P2PCommunicator):
         dtype = self.config.pipeline_dtype
         return tuple(self._empty(shape, dtype).requires_grad_(False) for shape in self.teacher_hidden_shapes)
 
-    def _empty(self, shape, dtype: torch.dtype) -> Tensor:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
 
     def _post_batched(

@@ -154,6 +154,7 @@ class _Chooser:
     ahead: int
 
     def __call__(self, state: _RankState, ready_ms: float, now: float) -> bool:
+        assert state.stop is not None, "it chooses at a stop"
         is_forward = state.stop.task == "F"
         if is_forward and state.done + state.teachers < self._needed(state):
             return True
@@ -232,6 +233,7 @@ class _Step:
     def _advance(self, state: _RankState, now: float) -> bool:
         """Let a rank at a stop do something. Return False if it has to wait."""
         stop = state.stop
+        assert stop is not None, "`_finish` follows the last one"
         over_ms = 0.0 if state.exchange is None else state.exchange.over_ms
         is_last = state.rank == len(self.ranks) - 1
         lacks_state = is_last and stop.task == "F" and state.outputs < 1
@@ -245,6 +247,7 @@ class _Step:
                 heappush(self.events, (ready_ms, state.rank))
             return False
         if stop.link == state.rank - 1:
+            assert state.exchange is not None, "a stop with a link has an exchange"
             arrived = state.exchange.states
             state.inputs, state.coming = state.inputs + arrived, state.coming - arrived
         if stop.task:
