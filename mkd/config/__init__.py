@@ -11,6 +11,7 @@ In reading order:
     rounding_formats.py  the formats that a student's weights may be rounded to
     run_files.py         data, checkpoints, reports
     data_files.py        paths of the data flags: blends, and suffixes of files of records
+    not_paths.py         texts that are given as paths and are none
     tag_rules.py         which teachers teach the records of which tag
     split.py             the format of the setting `split`
     prompt_template.py   texts with fields that records fill

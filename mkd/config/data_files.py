@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mkd.config.not_paths import why_no_path
 from mkd.config.run_files import DataConfig
 from mkd.errors import DataError, MkdError, UsageError, collect_error
 
@@ -116,9 +117,13 @@ def not_found(path: str, flag: str, looked_for: str = "a file of this name") -> 
     do = "check the path, or make a tokenised pair with `mkd preprocess`"
     if "/" in path and HUB_ID.fullmatch(path) and not records_suffix(path):
         do = f"check the path; the data set {path} of the Hugging Face hub would be {flag} {HUB}{path}"
-    return DataError(
-        f"{flag} {path}: nothing found", f"looked for {looked_for}", do, code="data-path-not-found"
-    )
+    why = f"looked for {looked_for}"
+    if _number(path) is not None:
+        why, do = "it is a number", f"weights stand before their paths: {flag} WEIGHT PATH WEIGHT PATH ..."
+    elif "," in path and all(map(os.path.exists, path.split(","))):
+        why, do = "it has commas", f"write blanks between paths: {flag} {path.replace(',', ' ')}"
+    why, do = why_no_path(path) or (why, do)
+    return DataError(f"{flag} {path}: nothing found", why, do, code="data-path-not-found")
 
 
 def _number(text: str) -> float | None:

@@ -60,11 +60,12 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; the error of an unknown flag says what to use instead."""
+        args = [_at_home(word) for word in (sys.argv[1:] if args is None else args)]
         try:
             found, unknown = self.parse_known_args(args, namespace)
         except UsageError:
             if self._subparsers is None:  # else the words are those of a subcommand
-                self._refuse_unknown(sys.argv[1:] if args is None else args)  # it explains what is missing
+                self._refuse_unknown(args)  # it explains what is missing
             raise
         self._refuse_unknown(unknown)
         if unknown:
@@ -85,6 +86,13 @@ class FlagParser(argparse.ArgumentParser):
         problem = UsageError(message, "", f"see `{self.prog} --help`", code="command-line-not-valid")
         problem.on_all_ranks = True
         raise problem
+
+
+def _at_home(word: str) -> str:
+    """Return `--flag=~/PATH` with the user's home in it, as shells put it into `--flag ~/PATH`."""
+    flag, equals, value = word.partition("=")
+    is_home = flag.startswith("--") and value.startswith("~/")
+    return flag + equals + os.path.expanduser(value) if is_home else word
 
 
 def whole_number(text: str, least: int = 1) -> int:

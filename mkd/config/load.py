@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,13 +48,20 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     if errors or given is None:
         raise ErrorList(errors)
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
-    values = {path: value for path, (value, _) in given.items()}
+    values = {path: _at_home(value) for path, (value, _) in given.items()}
     config = build_config(values, max(file.num_teachers, int(has_teacher)))
     config = replace(config, teachers=with_initial(config.student, config.teachers)).with_reference()
     config = with_student_base(config).with_evaluation()
     paths = (option.path for option, _ in settings(config))
     origins = {path: given[path][1] if path in given else DEFAULT for path in paths}
     return LoadedConfig(config, origins, tuple(argv))
+
+
+def _at_home(value: Any) -> Any:
+    """Return a value with the user's home in place of `~/`, which shells leave in files and behind `=`."""
+    if isinstance(value, tuple):
+        return tuple(map(_at_home, value))
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def format_config(loaded: LoadedConfig) -> str:

@@ -157,6 +157,10 @@ class PackedDataset:
         """Return `count` packs that represent all of them, int64."""
         return evenly_spaced([len(self)], None, count)
 
+    def longest_piece(self) -> int:
+        """Return the tokens of the longest document or piece of one in a pack."""
+        return self.index.longest_piece()
+
     def describe(self, quarantine: str = "") -> list[str]:
         """Return a line with the sizes, and one for each teacher with a row of its own.
 

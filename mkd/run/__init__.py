@@ -12,6 +12,7 @@ Read in this order:
     dry_run.py                the verdict at the end of a dry run
     setup.py                  from a plan to a run: who gets which part
     read_texts.py             data, prompts and tasks, and how each teacher reads them
+    text_notes.py             text that comes twice, and text that is long for a model
     build_data.py             the data sets
     build_models.py           student and teachers with their weights
     build_engine.py           schedule, losses and optimizer around them

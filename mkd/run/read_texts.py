@@ -29,6 +29,7 @@ from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.run.build_data import build_data, quarantine_file
 from mkd.run.plan_run import with_ends_of, with_seen_parts
+from mkd.run.text_notes import text_notes
 
 FAILED_REWARDS_FILE = "failed_rewards.jsonl"  # in the log folder, if a reward failed
 
@@ -82,6 +83,9 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
             if not isinstance(text, SharedTokens) and text.context is not None:
                 ours = plan.tokenizers.student
                 lines += summarise_context_prompts(text, ours, texts.prompts.prompts, length)
+    models = [("student", plan.student.shape)]
+    models += [(one.role, one.shape) for one in plan.facts.planned_teachers if one.shape is not None]
+    lines += text_notes(texts.train_set, texts.valid_set, models)
     stored = (texts.train_set, texts.valid_set)
     return lines + describe_chat(plan.tokenizers.opened, stored, texts.prompts)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mkd.config.data_files import HUB_ID
+from mkd.config.not_paths import why_no_path
 from mkd.errors import CheckpointError, first_line
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 
@@ -130,6 +131,7 @@ def _no_folder(name: str) -> CheckpointError:
     what = f"{name} is a file, not a folder" if is_file else f"the folder {name} does not exist"
     why = "a model is a folder with config.json and *.safetensors files"
     do = f"check the path; a model of the Hugging Face hub is named by its id, such as {EXAMPLE_ID}"
+    why, do = why_no_path(name) or (why, do)
     return CheckpointError(what, why, do, code="hf-model-not-found")
 
 

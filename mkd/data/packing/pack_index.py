@@ -74,6 +74,11 @@ class PackIndex:
         """Return [first, last) of the numbers of a pack's pieces."""
         return int(self._packs["stop"][pack - 1]) if pack else 0, int(self._packs["stop"][pack])
 
+    def longest_piece(self) -> int:
+        """Return the tokens of the longest piece."""
+        blocks = range(0, self.num_pieces, BLOCK_PACKS)
+        return max((int(self._pieces["length"][one : one + BLOCK_PACKS].max()) for one in blocks), default=0)
+
     def pieces(self, first: int, last: int) -> Pieces:
         """Return the pieces [first, last), counted over all packs."""
         part = self._pieces[first:last]

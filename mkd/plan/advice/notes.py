@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mkd.config.models import FROZEN
 from mkd.config.options import FIRST_TEACHER, settings
 from mkd.config.schema import Config
 from mkd.human import milliseconds, number
@@ -31,6 +32,15 @@ FORWARD_MS = {False: (1.4, 3.1), True: (1.8, 5.1)}
 TRAINING_MS = {False: (3.4, 7.2), True: (4.4, 11.7)}
 """The same for forward and backward."""
 
+OF_DIVERGENCE = tuple(
+    f"kd.{name}"
+    for name in (
+        *("kd_divergence", "kd_jsd_beta", "kd_mixed_kl_weight", "kd_skew_alpha", "kd_temperature"),
+        *("kd_temperature_scaling", "teacher_weighting", "teacher_weighting_temperature", "kd_fp32_logits"),
+    )
+)
+"""Settings that only a divergence from a teacher reads."""
+
 STAYS = "with precision stored they stay as they are, which takes less memory and more time"
 
 
@@ -42,6 +52,7 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         why = forecast.config.why_no_models
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
     yield from _swapped_models(forecast)
+    yield from _same_model(forecast.facts)
     yield from _unread_keys(forecast.facts)
     yield from _dequantised_experts(forecast.facts)
     yield from side_notes(forecast)
@@ -93,6 +104,19 @@ def _swapped_models(forecast: Forecast) -> Iterator[str]:
         yield f"note: the teacher has {sizes}: are --teacher-hf and --student-hf swapped?"
 
 
+def _same_model(facts: RunFacts) -> Iterator[str]:
+    """Yield a note for each teacher that the student starts from, in a plain distillation."""
+    config = facts.config
+    moves = (config.rounding.student_rounding, config.student.load, config.rollout.is_on, config.pair_loss)
+    for index, teacher in facts.running.items() if not any(moves) else ():
+        is_other = teacher.load or teacher.weights != FROZEN or teacher.has_own_row
+        if not is_other and teacher.hf == config.student.hf:
+            yield (
+                f"note: the {facts.roles[index]} is the model that the student starts from, {teacher.hf}: "
+                "their divergence begins at 0, and only other terms of the loss move the student"
+            )
+
+
 def precision_note(forecast: Forecast) -> list[str]:
     """Return a note for a run in fp32 on GPUs, where the default of --bf16 surprises."""
     training = forecast.config.training
@@ -135,5 +159,6 @@ def _unread_teachers(config: Config) -> Iterator[str]:
     for option, value in settings(config) if not config.needs_models else ():
         is_of_teacher = option.path.startswith(FIRST_TEACHER[:-2])
         is_ahead = option.name == "teacher_prefetch" and value != "0"
-        if (is_of_teacher or is_ahead) and value != option.default:
+        is_of_loss = option.path in OF_DIVERGENCE
+        if (is_of_teacher or is_ahead or is_of_loss) and value != option.default:
             yield option.place

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mkd.config.not_paths import why_no_path
+from mkd.config.options import settings
 from mkd.config.schema import Config, LogConfig
 from mkd.config.split import EXAMPLE_SPLIT, parse_split
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.facts import RunFacts
 
+WRITTEN = ("save", "export_hf", "export_lora", "log_dir", "tensorboard_dir", "data_cache_path")
+"""Fields of settings that are folders, which need not exist."""
 _NEED_SAVE = ("save", "save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
 _NEED_PROFILE = ("profile_steps", "profile_ranks")
+
+
+def check_places(facts: RunFacts) -> Iterator[UsageError]:
+    """Check that what is written, and the folder to resume from, would not become a folder named `$HOME`."""
+    for option, value in settings(facts.config):
+        found = why_no_path(value) if option.field in WRITTEN and isinstance(value, str) else None
+        if found is not None:
+            what = f"{option.place} {value} is not a path"
+            yield UsageError(what, *found, code="value-not-valid")
 
 
 def check_data(facts: RunFacts) -> Iterator[MkdError]:

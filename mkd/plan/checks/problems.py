@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mkd.errors import MkdError
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
-from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
+from mkd.plan.checks.locations import check_data, check_folders, check_log, check_places, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
     check_batch,
@@ -37,6 +37,7 @@ CHECKS: Mapping[Check, Sequence[str]] = {
     check_models: (),
     check_objective: (),
     check_prefetch: ("pipeline_model_parallel_size",),
+    check_places: (),
     check_data: (),
     check_folders: (),
     check_tasks: (),

@@ -42,6 +42,26 @@ def test_plain_training_names_the_settings_of_teachers_that_it_does_not_read(mor
     assert notes_of_settings(forecast("--kd-ratio", 0, *more)) == [f"{text}--teacher-hf"]
 
 
+def test_settings_of_a_divergence_that_nothing_computes_are_named():
+    given = ("--kd-ratio", 0, "--kd-temperature", 2, "--kd-divergence", "reverse_kl")
+    (note,) = notes_of_settings(forecast(*given))
+    assert note.endswith("have no effect: --teacher-hf, --kd-divergence, --kd-temperature")
+
+
+@pytest.mark.parametrize(
+    ("more", "is_noted"),
+    [
+        ((), True),
+        (("--student-rounding", "int8"), False),
+        ((*GRPO, "--kd-divergence", "reverse_kl"), False),
+        (("--dpo-beta", 0.1, "--kd-ratio", 0), False),
+    ],
+)
+def test_a_teacher_that_is_the_student_itself_is_named(more, is_noted):
+    found = notes_of_settings(forecast("--teacher-hf", "s", *more, teachers=(STUDENT,)))
+    assert any("is the model that the student starts from, s" in note for note in found) == is_noted
+
+
 def test_a_loss_without_a_reference_is_the_reason_why_no_teacher_runs():
     simpo = ("--teacher-hf", "t", "--kd-ratio", 0, "--simpo-beta", 2)
     text = (
