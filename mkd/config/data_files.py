@@ -20,6 +20,7 @@ TEXT_SUFFIX = ".txt"
 LINE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX)
 RAW_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, TEXT_SUFFIX)
 COMPRESSED = (".gz", ".zst")  # after a suffix of lines
+CORPUS_SUFFIXES = (".bin", ".idx")  # after the prefix of a tokenised corpus
 KNOWN_FILES = f"{', '.join(RAW_SUFFIXES)}, lines also with {' or '.join(COMPRESSED)}"
 HUB = "hub:"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -95,7 +96,7 @@ def is_raw(path: str) -> bool:
     """
     if path.startswith(HUB) or records_suffix(path):
         return True
-    if any(os.path.isfile(path + end) for end in (".bin", ".idx")):
+    if any(os.path.isfile(path + end) for end in CORPUS_SUFFIXES):
         return False
     return is_pattern(path) or os.path.isdir(path)
 

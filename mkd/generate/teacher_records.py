@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mkd.chat.text_stream import CONTEXT_TOKENS
 from mkd.data.prompts import KEYS
 from mkd.data.records.conversations import MESSAGE_KEYS
 from mkd.data.records.kinds import KINDS
@@ -16,7 +17,6 @@ from mkd.generate.teacher_prompts import TeacherPrompt
 from mkd.tokenizers.chat_input import ASSISTANT, Conversation
 from mkd.tokenizers.tokenizer import Tokenizer
 
-CONTEXT_TOKENS = 8  # tokens of the prompt that a completion is decoded behind: spaces depend on them
 THINKS = re.compile(r"<think>\s*\Z")  # end of a generation prompt that begins the reasoning
 NOT_COPIED = frozenset(
     (*KEYS, *MESSAGE_KEYS, *REFUSED_KEYS, GENERATED, *(key for kind in KINDS.values() for key in kind.keys))

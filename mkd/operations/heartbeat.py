@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mkd.operations.failures import Failure
 from mkd.operations.phases import INIT, READING
 from mkd.operations.signals import Signals
+from mkd.parallel.start_store import AGENT_STORE
 
 BEAT_S = 0.5
 SILENT_S = 20.0  # without a sign of life: a host with load 20 starved a limit of 3 s
@@ -32,7 +33,6 @@ LINGER_S = 8.0  # how long the host of the store waits for the goodbyes of the o
 STALE_S = 5.0  # a reason this much older than the start of this process is of an earlier start
 REASON = "reason"
 GONE = "goodbye"  # phase of a process that has ended, with or without an error
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, which then hosts the store
 
 
 @dataclass

@@ -29,7 +29,7 @@ EXPERT = (1, 2, 4, 8)
 """Sizes of a teacher's side that are compared."""
 
 MOST_LINKS = 8
-"""Most replicas of the other side that a process exchanges states with: each takes a communicator."""
+"""Replicas of the other side that a replica may talk to: each takes a communicator and its memory."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mkd.errors import UsageError
+from mkd.families.family import FULL, SLIDING
 from mkd.plan.models.model_shape import ModelShape
 from mkd.pruning.sizes import StudentSizes
 
 OVERRIDES = "per_layer_config"  # index of a layer -> its values, for some layers
 BY_LAYER = ("layer_types", "no_rope_layers")  # keys of config.json with a value for every layer
-WINDOW, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Cut:
             config[OVERRIDES] = {str(new): given[old] for new, old in places if old in given}
         windows = {layer.sliding_window for layer in teacher.layers}
         if len(windows) > 1 and not config.get("layer_types"):  # kinds follow from the index
-            config["layer_types"] = [WINDOW if layer.sliding_window else FULL for layer in student.layers]
+            config["layer_types"] = [SLIDING if layer.sliding_window else FULL for layer in student.layers]
         if self.ffn:
             config["intermediate_size"] = student.layers[0].ffn_hidden_size
         if self.groups:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf.hf_hub import resolve_hf
-from mkd.config.data_files import KNOWN_FILES, is_raw
+from mkd.config.data_files import CORPUS_SUFFIXES, KNOWN_FILES, is_raw
 from mkd.config.schema import Config
 from mkd.config.tag_rules import TagRules
 from mkd.data.corpus.documents import require_eos, require_numbers, require_pairs, require_records
@@ -33,8 +33,6 @@ from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.tokenizers.tokenizer_files import has_tokenizer
-
-CORPUS_SUFFIXES = (".bin", ".idx")
 
 
 @dataclass(frozen=True)

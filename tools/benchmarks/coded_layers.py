@@ -31,7 +31,7 @@ from mkd.models.coded.coded_product import (
     tiled_product,
 )
 from mkd.models.coded.coded_weights import CodedWeights
-from mkd.models.coded.number_codes import BLOCK, BlockCodes, Codes, MXFP4Codes, RowCodes
+from mkd.models.coded.number_codes import BlockCodes, Codes, MXFP4Codes, RowCodes
 from mkd.models.graphs.graph_memory import GraphMemory
 from mkd.models.graphs.graphed_decoder import GraphedDecoder
 from mkd.models.language_model import LanguageModel
@@ -40,6 +40,7 @@ from mkd.models.packed import PackedDocuments
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.models.stored_experts import BLOCK
 from mkd.platform import detect
 from tools.benchmarks.benchmark_report import table
 from tools.benchmarks.machine import Machine

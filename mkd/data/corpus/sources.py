@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mkd.config.data_files import KNOWN_FILES, not_found
+from mkd.config.data_files import CORPUS_SUFFIXES, KNOWN_FILES, not_found
 from mkd.data.corpus.store import StoreFiles, TokenStore
 from mkd.data.images.conversation import ConversationImages
 from mkd.errors import DataError
@@ -14,7 +14,7 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
 
     Raises DataError, which lists the paths tried, if there is none.
     """
-    candidates = [path, *(path.removesuffix(end) for end in (".bin", ".idx") if path.endswith(end))]
+    candidates = [path, *(path.removesuffix(end) for end in CORPUS_SUFFIXES if path.endswith(end))]
     for prefix in candidates:
         files = StoreFiles(prefix)
         if files.bin.is_file() and files.idx.is_file():

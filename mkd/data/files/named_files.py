@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mkd.config.data_files import (
     COMPRESSED,
+    CORPUS_SUFFIXES,
     HUB,
     KNOWN_FILES,
     RAW_SUFFIXES,
@@ -158,7 +159,7 @@ def _matching(pattern: str, flag: str) -> tuple[str, ...]:
         what, why = f"{flag} {pattern}: no file matches", f"the present folder is {os.getcwd()}"
         raise DataError(what, why, "check the pattern; ** matches folders too", code="data-path-not-found")
     if not any(map(records_suffix, found)):
-        corpora = any(one.endswith((".bin", ".idx")) for one in found)
+        corpora = any(one.endswith(CORPUS_SUFFIXES) for one in found)
         what = f"{flag} {pattern} matches {_some(found)}, and no file of records"
         do = f"match files that end in {KNOWN_FILES}"
         if corpora:

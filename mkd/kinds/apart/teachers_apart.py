@@ -19,9 +19,8 @@ from mkd.plan.checks.parallel import sequence_problems
 from mkd.plan.checks.ranges import SHARDS, STAGES
 from mkd.plan.facts import RunFacts
 from mkd.plan.sides import LAYOUT, apart_teachers, require_even_row, teacher_sizes, uneven_peers
+from mkd.plan.teacher_split import MOST_LINKS
 
-MOST_LINKS = 8
-"""Replicas on the other side that a replica may talk to: each takes a communicator and its memory."""
 DO_WITHOUT = "remove --teacher-processes"
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mkd.models.coded.number_codes import BLOCK, BlockCodes, Codes, MXFP4Codes, RowCodes, as_rounded
+from mkd.models.coded.number_codes import BlockCodes, Codes, MXFP4Codes, RowCodes, as_rounded
 from mkd.models.moe.grouped_product import ALIGNMENT, grouped_mm
+from mkd.plan.models.stored_experts import BLOCK
 
 FIRST_FP8, HOPPER = (8, 9), (9, 0)
 """Compute capabilities: the first with products in FP8, and that of torch's with scales of rows."""

@@ -13,13 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mkd.plan.models.stored_experts import BLOCK, MXFP4_GROUP
 from mkd.rounding.number_grids import e2m1_numbers
-
-BLOCK = 128
-"""Rows and columns of a matrix with one scale, and channels of a token."""
-
-MXFP4_GROUP = 32
-"""Elements of a row of MXFP4 with one scale."""
 
 SMALLEST = 2.0**-100
 """A largest magnitude counts as at least this, so that no scale is 0."""
