@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from mkd.config.schema import Config
 from mkd.config.self_teacher import with_self_teacher
 from mkd.config.student_base import with_student_base
 from mkd.config.yaml_file import FORMER_SECTIONS, YamlFile, read_yaml
-from mkd.errors import ErrorList, collect_error
+from mkd.errors import ErrorList, UsageError, collect_error
 
 DEFAULT = "default"
+INDEX = re.compile(r"\[\d+\]")  # of a teacher
 WIDEST_VALUE = 48  # columns: a long list of files moves only its own origin to the right
 
 
@@ -45,6 +47,7 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         file = file if path is None else read_yaml(str(path))
     errors = file.errors + errors
     given = collect_error(errors, lambda: with_self_teacher(file.values, command_line.values))
+    errors += _empty_texts(given or {})
     if errors or given is None:
         raise ErrorList(errors)
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
@@ -62,6 +65,22 @@ def _at_home(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_at_home, value))
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _empty_texts(given: Mapping[str, tuple[Any, str]]) -> Iterator[UsageError]:
+    """Yield an error for each setting without a default text that is an empty one, such as --load "$UNSET".
+
+    It would count as one that is left out, so that a run starts anew or exports nothing. A prompt
+    of a context may be empty.
+    """
+    options = {option.path: option for option in all_options()}
+    for path, (value, origin) in given.items():
+        option = options.get(INDEX.sub("[0]", path))
+        if value == "" and option and option.optional and ".context." not in path:
+            what = f"{origin if origin.startswith('--') else path} is an empty text"
+            what += "" if origin.startswith("--") else f" ({origin})"
+            do = "give it a value, or leave it out; a shell variable may be unset"
+            yield UsageError(what, "it would have no effect", do, code="value-not-valid")
 
 
 def format_config(loaded: LoadedConfig) -> str:

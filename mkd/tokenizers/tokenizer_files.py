@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
@@ -25,6 +28,7 @@ from mkd.tokenizers.kimi import RANKS_FILE, is_kimi, load_kimi
 
 LOG = logging.getLogger("mkd")
 TOKENIZER_JSON = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 PIECES_FILE = "tokenizer.model"
 TOKENIZER_FILES = (TOKENIZER_JSON, PIECES_FILE, "vocab.json", "vocab.txt", RANKS_FILE)
 WRITE_JSON = (
@@ -62,6 +66,17 @@ def no_tokenizer(folder: str) -> UsageError:
     return UsageError(f"{folder} holds no tokenizer", why, do, code="tokenizer-missing")
 
 
+def _ask_hub(model: str) -> None:
+    """Raise what the hub's library raises if it cannot be asked for a tokenizer that is not in its cache.
+
+    On a machine without network transformers would try again for about a minute, and then say less.
+    """
+    if any(try_to_load_from_cache(model, name) for name in (CONFIG_FILE, TOKENIZER_JSON, "config.json")):
+        return
+    with suppress(RemoteEntryNotFoundError):
+        get_hf_file_metadata(hf_hub_url(model, CONFIG_FILE))
+
+
 def open_hf(model: str) -> tuple[Any, bool]:
     """Return the tokenizer of a folder or a hub id, which gives the ids of its tokenizer.json.
 
@@ -69,6 +84,8 @@ def open_hf(model: str) -> tuple[Any, bool]:
 
     Raises UsageError for a folder of Kimi that cannot be read, and whatever transformers raises.
     """
+    if not Path(model).exists():
+        _ask_hub(model)
     if is_kimi(model):
         return load_kimi(model), False
     hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

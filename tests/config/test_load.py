@@ -201,3 +201,14 @@ def test_examples_are_valid(path):
 
 def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES} == set(WORLD_SIZES)
+
+
+def test_an_empty_text_is_no_value(tmp_path):
+    """As of --load "$UNSET": it counted as not given, so that a run started anew, or exported nothing."""
+    path = tmp_path / "run.yaml"
+    path.write_text("teachers: [{hf: a}, {hf: b, load: '', context: {system: ''}}]\n", encoding="utf-8")
+    with pytest.raises(ErrorList) as caught:
+        load_config(["--config", str(path), "--load", "", "--student-hf", "s"])
+    what = [error.what for error in caught.value.errors]
+    assert what == [f"teachers[1].load is an empty text ({path}:1)", "--load is an empty text"]
+    assert {error.code for error in caught.value.errors} == {"value-not-valid"}

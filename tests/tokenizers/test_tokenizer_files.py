@@ -6,8 +6,11 @@ import base64
 import io
 import json
 import logging
+import os
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -270,3 +273,20 @@ def test_a_page_instead_of_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("<!DOCTYPE html>")
     with refused("tokenizer-file-not-valid: a page of HTML", UsageError):
         load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_a_tokenizer_that_the_hub_cannot_be_asked_for_is_refused_at_once(tmp_path):
+    """transformers by itself tries again for about a minute."""
+    script = (  # time starts after the imports
+        "import time; from mkd.errors import UsageError\n"
+        "from mkd.tokenizers.load import load_tokenizer\n"
+        "start = time.monotonic()\n"
+        "try: load_tokenizer('HuggingFaceTokenizer', 'nobody/tokenizer')\n"
+        "except UsageError as error: print(error.code, time.monotonic() - start)"
+    )
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | hub, capture_output=True, text=True, timeout=120
+    )
+    code, seconds = done.stdout.split()
+    assert code == "tokenizer-missing" and float(seconds) < 10, done.stderr
