@@ -1,4 +1,4 @@
-"""The definitions of docs/cross-tokenizer.md, recomputed from its text alone.
+"""The definitions of docs/chunk-definitions.md, recomputed from its text alone.
 
 They cover bytes, spellings, candidates and pack lengths.
 """
