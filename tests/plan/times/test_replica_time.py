@@ -65,6 +65,6 @@ QWEN3_6B = qwen3(30, 3584, 11776, 32, tied=False)
     ],
 )
 def test_measured_steps(measured_ms, processes, student, flags):
-    """With CUDA graphs on H200s (docs/performance.md, docs/teacher-placement.md)."""
+    """With CUDA graphs on H200s (docs/performance.md, docs/placement-measured.md)."""
     planned_ms = forecast(processes, *flags, student=student).planned_step_ms()
     assert planned_ms == pytest.approx(measured_ms, rel=0.04)
