@@ -36,9 +36,9 @@ class ParallelContext:
     groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
     timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
     divides_documents: int = 1  # number that other processes need document_multiple to be a multiple of
-    # Groups besides the axes, by purpose and sizes.
     # Called before groups are torn down: NCCL waits for CUDA graphs that hold its work.
     before_close: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    # Groups besides the axes, by purpose and sizes.
     _more_groups: dict[tuple[str | int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
