@@ -16,7 +16,7 @@ from mkd.checkpoint.rounded_runs import require_exact_model
 from mkd.convert.conversion_checks import locate
 from mkd.convert.models import build_model, load_from_hf
 from mkd.convert.reference_model import one_expert_at_a_time
-from mkd.errors import CheckpointError, UsageError
+from mkd.errors import CheckpointError, UsageError, first_line
 from mkd.families.vision import WITH_IMAGES
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import packed_documents
@@ -73,9 +73,11 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
     options = dict(dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
     try:
         model = loader.from_pretrained(folder, **options).eval().to(device)
-    except ValueError as error:  # of a model_type that it does not know, as kimi_k2
-        do = "give a copy of the folder whose config.json has a model_type that it knows, such as deepseek_v3"
-        why = str(error).splitlines()[0]
+    except Exception as error:  # some checks of transformers raise errors of their own classes
+        do = "check config.json and the weights, or name another folder"
+        if isinstance(error, ValueError):  # of a model_type that it does not know, as kimi_k2
+            do = "give a copy of the folder whose config.json has a model_type it knows, such as deepseek_v3"
+        why = first_line(error)
         what = f"transformers cannot load {folder}, so nothing can be compared"
         raise CheckpointError(what, why, do, code="model-config-not-valid") from error
     one_expert_at_a_time(model)

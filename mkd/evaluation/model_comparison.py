@@ -133,7 +133,7 @@ class ComparedModel:
             sees_images = getattr(config, "vision_config", None) is not None
             loader = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
             model = loader.from_pretrained(folder, dtype=dtype, trust_remote_code=False, use_safetensors=True)
-        except (ValueError, OSError) as error:
+        except Exception as error:  # some checks of transformers raise errors of their own classes
             raise CheckpointError(
                 f"transformers cannot load {folder}",
                 first_line(error),

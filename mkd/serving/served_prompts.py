@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mkd.errors import UsageError
+from mkd.tokenizers.hugging_face import not_loadable
 from mkd.tokenizers.tokenizer_files import has_tokenizer
 
 TEXTS = (
@@ -42,7 +43,10 @@ def prompts_of(folder: Path, vocab_size: int, file: Path | None = None) -> Serve
         return ServedPrompts(torch.randint(vocab_size, shape, generator=generator).tolist(), [])
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise not_loadable(str(folder), error) from error
     texts = [*TEXTS] if file is None else _lines(file)
     ids = [[*tokenizer(text)["input_ids"]] for text in texts]
     if file is None and tokenizer.chat_template:

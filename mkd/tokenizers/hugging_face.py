@@ -237,13 +237,13 @@ def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer
     except UsageError:  # of Kimi's files
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise _not_loadable(model, error) from error
+        raise not_loadable(model, error) from error
     tokenizer = HuggingFaceTokenizer(require_fast(hf, model), chat)
     tokenizer.is_rebuilt = is_rebuilt
     return tokenizer
 
 
-def _not_loadable(model: str, error: Exception) -> UsageError:
+def not_loadable(model: str, error: Exception) -> UsageError:
     """Return the error for a tokenizer that raised `error`: transformers reads its config.json first."""
     config = Path(model) / "config.json"
     if config.is_file():

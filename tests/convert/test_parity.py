@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from mkd.convert.parity import Parity, random_documents, transformers_logits
 from mkd.errors import CheckpointError
+from mkd.evaluation.model_comparison import ComparedModel
+from tests.reported import refused
+from tests.tiny_models import make_model
 from tests.tiny_vision_models import VOCABULARY, make_vision_model
 
 
@@ -33,6 +38,18 @@ def test_a_model_that_transformers_does_not_know_is_one_error(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         transformers_logits(tmp_path, [torch.zeros(2, dtype=torch.int64)], torch.device("cpu"))
     assert raised.value.code == "model-config-not-valid" and "deepseek_v3" in str(raised.value)
+
+
+def test_a_model_that_transformers_refuses_is_one_error(tmp_path):
+    """Its check of config.json raises an error of its own class, and that of shapes a RuntimeError."""
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    whole = json.loads((folder / "config.json").read_text())
+    for change in ({"rms_norm_eps": None}, {"intermediate_size": 32}):
+        (folder / "config.json").write_text(json.dumps(whole | change))
+        with refused("model-config-not-valid: transformers cannot load", CheckpointError):
+            transformers_logits(folder, [torch.zeros(2, dtype=torch.int64)], torch.device("cpu"))
+        with refused("model-config-not-valid: transformers cannot load", CheckpointError):
+            ComparedModel.load(folder, torch.float32, torch.device("cpu"))
 
 
 def test_a_model_with_images_is_compared_on_texts(tmp_path):

@@ -148,6 +148,19 @@ def test_a_name_that_is_no_function_is_refused(name):
     assert name in caught.value.what
 
 
+@pytest.mark.parametrize("signature", ["(prompt, completion)", "(*, prompt, completion, fields)", "()"])
+def test_a_function_of_other_arguments_is_refused_before_the_first_step(signature, tmp_path, monkeypatch):
+    (tmp_path / "short_reward.py").write_text(
+        f"def judge{signature}:\n    return 1.0\n\n"
+        "async def later(prompt, completion, fields):\n    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with refused("reward-not-found: called with prompt, completion and the other fields"):
+        RewardCalls("short_reward:judge", 30.0).start()
+    with refused("reward-not-found: is async"):
+        RewardCalls("short_reward:later", 30.0).start()
+
+
 def test_advantages_are_relative_to_the_group():
     random, nan = np.random.default_rng(0), float("nan")
     rewards = random.normal(size=(6, 4))

@@ -9,6 +9,7 @@ process ends with the stdin that it was given, even in the middle of a call.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import queue
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 
@@ -46,11 +48,19 @@ def main() -> None:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """Import `module:function`. Raises what the import does, or TypeError if it cannot be called."""
+    """Import `module:function`. Raises what the import does, or TypeError if it is no reward function."""
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
+    with suppress(ValueError):  # some functions of C have no signature
+        try:
+            inspect.signature(function).bind("prompt", "completion", {})
+        except TypeError as error:
+            wants = "it is called with prompt, completion and the other fields of the record"
+            raise TypeError(f"{error}; {wants}") from None
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{name} is async, and its result is needed at once")
     return function
 
 
