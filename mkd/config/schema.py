@@ -150,6 +150,12 @@ class Config(SelfTeacherSettings):
         return "--kd-ratio is 0" if self.pair_loss is None else f"{self.pair_loss.title} has no reference"
 
     @property
+    def starts_alike(self) -> bool:
+        """True if nothing sets a student apart from a teacher that it starts from."""
+        moves = (self.rounding.student_rounding, self.student.load, self.rollout.is_on, self.pair_loss)
+        return not any(moves)
+
+    @property
     def pair_losses(self) -> tuple[PairLoss, ...]:
         """Losses of preference pairs that are on: one in a run without problems, or none."""
         sections = (getattr(self, one.name) for one in fields(self))

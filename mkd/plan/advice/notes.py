@@ -107,8 +107,7 @@ def _swapped_models(forecast: Forecast) -> Iterator[str]:
 def _same_model(facts: RunFacts) -> Iterator[str]:
     """Yield a note for each teacher that the student starts from, in a plain distillation."""
     config = facts.config
-    moves = (config.rounding.student_rounding, config.student.load, config.rollout.is_on, config.pair_loss)
-    for index, teacher in facts.running.items() if not any(moves) else ():
+    for index, teacher in facts.running.items() if config.starts_alike else ():
         is_other = teacher.load or teacher.weights != FROZEN or teacher.has_own_row
         if not is_other and teacher.hf == config.student.hf:
             yield (

@@ -44,6 +44,7 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.times.hardware import (
     COLLECTIVE_BYTES_PER_MS,
+    EXCHANGE_BYTES_PER_MS,
     LINK_BYTES_PER_MS,
     MACHINE,
     NETWORK_BYTES_PER_MS,
@@ -141,7 +142,7 @@ class ModelCollectives:
     def _exchange_ms(self, channels: int) -> float:
         """Return the time of all-to-alls over context parallel that move so many channels of every token."""
         moved = channels * self.channel_bytes * (self.sizes.context - 1) / self.sizes.context
-        return moved / _bandwidth(self.sizes.row, LINK_BYTES_PER_MS)
+        return moved / _bandwidth(self.sizes.row, EXCHANGE_BYTES_PER_MS)
 
     def embedding_ms(self) -> tuple[float, float]:
         """Return the time of forward and backward around a vocabulary-parallel embedding."""
@@ -170,4 +171,4 @@ def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int)
     each = rows * hidden_size * element / expert_parallel  # to one process
     near = min(expert_parallel, MACHINE) - 1
     far = max(0, expert_parallel - MACHINE)
-    return max(near * each / LINK_BYTES_PER_MS, far * each / NETWORK_BYTES_PER_MS)
+    return max(near * each / EXCHANGE_BYTES_PER_MS, far * each / NETWORK_BYTES_PER_MS)

@@ -21,6 +21,13 @@ Measured in steps of four H200s with CUDA graphs and without NVLink multicast: 8
 PAIR_BYTES_PER_MS = 166e6
 """The same between two GPUs: 233 ms for 38.7 GB on H200s ("Tensor parallelism and the CPU")."""
 
+EXCHANGE_BYTES_PER_MS = 166e6
+"""The same in an all-to-all, waits for the other GPUs included.
+
+Measured between two H200s: 146 in a step with packs of 4,096 tokens (44.2 ms for 6.44 GB), 190 with 8,192
+(174 ms; docs/performance.md, "Four GPUs", and docs/moe.md).
+"""
+
 GATHER_BYTES_PER_MS = 145e6
 """Bandwidth at which a teacher's layers come from peers beside matrix products.
 

@@ -1,11 +1,11 @@
 """The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
 
 Embeddings, norms and launches of kernels are not counted. The collectives of tensor and context parallelism
-count where nothing hides them (collectives.py). A layer with experts costs the products of a token's experts
-at the same rate as others, the exchange between processes (collectives.py), and copies of rows: they are
-sorted by expert and back, before and after each exchange. Backward copies and exchanges as much as forward,
-and adds the gradients of all experts of the process to their buffers. (Other layers add theirs inside the
-products, whose rate has it.) Nothing hides an exchange.
+count where nothing hides them (collectives.py). A layer with experts costs the products of a token's experts,
+which take longer than others, the exchange between processes (collectives.py), in forward the host's wait for
+its sizes, and copies of rows: they are sorted by expert and back, before and after each exchange. Backward
+copies and exchanges as much as forward, and adds the gradients of all experts of the process to their
+buffers. (Other layers add theirs inside the products, whose rate has it.) Nothing hides an exchange.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from mkd.plan.times.collectives import ModelCollectives, exchange_ms
 
 ROW_COPIES = 8
 """Times that forward reads or writes the rows of a layer's experts: two copies on each side of them."""
+
+EXPERT_PRODUCTS = 1.6
+"""Time of the products of experts, and of what is between them, over that of as many FLOPs elsewhere.
+
+Measured as the rest of a step with EP 2 on H200s; EP 4 on H100s agrees (docs/performance.md, "Four GPUs").
+"""
+
+COUNTS_MS = 1.1
+"""Time in which the device has nothing to do while the host waits for the sizes of an exchange: 27 of 320 ms
+with 24 of them, in the same step."""
 
 ADDED_BYTES = 8
 """Bytes of a gradient's buffer that an addition reads and writes, beside the gradient itself: fp32."""
@@ -124,7 +134,7 @@ class ModelTimer:
 
     def _frozen(self, layer: LayerShape) -> WorkTime:
         collectives_ms, _ = self._collectives_ms(layer)
-        forward_ms = self._forward_ms(layer) + collectives_ms
+        forward_ms = self._forward_ms(layer) + self._counts_ms(layer) + collectives_ms
         return WorkTime(forward_ms, 0.0, self._exchange_ms(layer), collectives_ms)
 
     def student(self, num_stages: int) -> tuple[WorkTime, ...]:
@@ -152,7 +162,8 @@ class ModelTimer:
         if self.config.lora.is_on:  # frozen weights have no gradients
             backward_ms = own_ms + self._mixing_ms(layer)
         if training.recompute_granularity == "full":
-            backward_ms, exchanges = backward_ms + share * own_ms, exchanges + share
+            again_ms = own_ms + self._counts_ms(layer)
+            backward_ms, exchanges = backward_ms + share * again_ms, exchanges + share
             collectives_ms += share * forward_ms
         elif training.recompute_granularity == "selective":
             mixing_ms = self._mixing_ms(layer)
@@ -162,12 +173,13 @@ class ModelTimer:
             if "mixer" in training.recompute_modules and layer.mixer:
                 backward_ms += mixing_ms
             if "moe" in training.recompute_modules and layer.moe:
-                products_ms = self._products_ms(mlp_parameters(self.shape, layer))
-                backward_ms += products_ms + self._copies_ms(layer) + exchange_ms
+                products_ms = self._products_ms(mlp_parameters(self.shape, layer) + self._slower(layer))
+                backward_ms += self._counts_ms(layer) + products_ms + self._copies_ms(layer) + exchange_ms
                 collectives_ms += self.collectives.shared_experts_ms(layer)
                 exchanges += 1
         both_ms = forward_ms + collectives_ms
-        return WorkTime(own_ms + forward_ms, backward_ms + collectives_ms, exchanges * exchange_ms, both_ms)
+        forward_ms += own_ms + self._counts_ms(layer)
+        return WorkTime(forward_ms, backward_ms + collectives_ms, exchanges * exchange_ms, both_ms)
 
     def _collectives_ms(self, layer: LayerShape) -> tuple[float, float]:
         """Time of collectives in forward and backward that nothing hides."""
@@ -185,9 +197,20 @@ class ModelTimer:
         """Time of forward without collectives."""
         return self._compute_ms(layer) + self._copies_ms(layer) + self._exchange_ms(layer)
 
+    def _counts_ms(self, layer: LayerShape) -> float:
+        """Time in forward in which the device waits for the host."""
+        return COUNTS_MS if layer.moe and self.sizes.expert > 1 else 0.0
+
     def _compute_ms(self, layer: LayerShape) -> float:
         """Time of products and attention, or a mixer, in forward. Backward takes it twice."""
-        return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._mixing_ms(layer)
+        parameters = layer_matmul_parameters(self.shape, layer) + self._slower(layer)
+        return self._products_ms(parameters) + self._mixing_ms(layer)
+
+    def _slower(self, layer: LayerShape) -> float:
+        """Return the parameters whose products would take as long as those of experts take longer."""
+        if layer.moe is None:
+            return 0.0
+        return (EXPERT_PRODUCTS - 1) * layer.moe.top_k * expert_parameters(self.shape, layer.moe)
 
     def _copies_ms(self, layer: LayerShape) -> float:
         moved = ROW_COPIES * self._rows(layer) * self._row_width(layer) * self._element
@@ -214,7 +237,7 @@ class ModelTimer:
         flops = layer_mixing_flops(self.shape, layer, self._tokens, round(self._tokens * document))
         return milliseconds(flops / self._ranks, self.rates.attention)
 
-    def _products_ms(self, parameters: int) -> float:
+    def _products_ms(self, parameters: float) -> float:
         return self.product_time * milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
 
     def _row_width(self, layer: LayerShape) -> int:

@@ -117,7 +117,7 @@ def test_context_parallelism_counts_what_attention_does_not_hide():
 def test_mixers_exchange_rows_for_channels():
     """Half of the tokens leaves a process, of all channels behind and before the projections."""
     layers = costs("--context-parallel-size", 2, student=QWEN3_5_9B, teachers=()).student
-    exchanged_ms = 16 * (2 * 128 + 4 * 128 + 4 + 2 * 128) * 4096 * 2 / 2 / 350e6
+    exchanged_ms = 16 * (2 * 128 + 4 * 128 + 4 + 2 * 128) * 4096 * 2 / 2 / 166e6
     assert layers[0].collectives_ms == pytest.approx(2 * exchanged_ms)
     assert list(split_widths(QWEN3_5_9B, QWEN3_5_9B.layers[0])) == [4096, 4096]
 
@@ -127,7 +127,7 @@ def test_windows_exchange_heads():
     gemma = qwen3(2, 2048, 6144, 16, tied=True)
     layers = tuple(replace(layer, sliding_window=512) for layer in gemma.layers)
     layer = costs("--context-parallel-size", 4, student=replace(gemma, layers=layers), teachers=()).student[0]
-    assert layer.collectives_ms == pytest.approx(2 * 2048 * 2 * 24 * 128 * 2 * 3 / 4 / 350e6)
+    assert layer.collectives_ms == pytest.approx(2 * 2048 * 2 * 24 * 128 * 2 * 3 / 4 / 166e6)
 
 
 def test_a_plan_names_the_time_and_counts_it():
@@ -172,10 +172,10 @@ def test_selective_recomputation_repeats_what_its_part_sends():
 def test_exchange_by_hand():
     """8,192 tokens x 8 experts of hidden size 2,048 in bf16 are 256 MiB.
 
-    Over 8 processes 7/8 of it go through NVLink at 350 GB/s. Over 32 processes 24/32 go through the network
+    Over 8 processes 7/8 of it go through NVLink at 166 GB/s. Over 32 processes 24/32 go through the network
     at 45 GB/s, which takes longer than 7/32 through NVLink.
     """
     rows, volume = 8 * 8192, 2**28
     assert exchange_ms(rows, 2048, 2, expert_parallel=1) == 0
-    assert exchange_ms(rows, 2048, 2, expert_parallel=8) == pytest.approx(volume * 7 / 8 / 350e6)
+    assert exchange_ms(rows, 2048, 2, expert_parallel=8) == pytest.approx(volume * 7 / 8 / 166e6)
     assert exchange_ms(rows, 2048, 2, expert_parallel=32) == pytest.approx(volume * 24 / 32 / 45e6)
