@@ -65,12 +65,12 @@ def candidates(
     for policy in policies(work, num_microbatches, ahead):
         chooser = _Chooser(policy, len(work), num_microbatches, ahead)
         simulated = _Step(work, num_microbatches, policy.boundary, chooser)
-        step_ms = simulated.run()
-        if step_ms < NEVER:
+        found_ms = simulated.run()
+        if found_ms < NEVER:
             plan = PrefetchPlan(policy.boundary, num_microbatches, simulated.orders())
             if max(one.most_held for one in every_rank(plan)) <= ahead:
-                yield plan, step_ms
-                if step_ms <= enough_ms:
+                yield plan, found_ms
+                if found_ms <= enough_ms:
                     return
 
 
