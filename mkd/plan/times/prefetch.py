@@ -184,7 +184,10 @@ def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int])
             if not outputs:
                 raise refused(f"rank {rank} computes a loss before it has the teacher's state: {order}")
             outputs -= 1
-    return most
+    last = sum(
+        kind == "T" for kind in remaining
+    )  # behind the last exchange; the rank before hands on the rest
+    return max(most, inputs + outputs + (plan.num_microbatches - sum(arrivals) if rank else last))
 
 
 def ideal_ms(work: Sequence[RankWork], num_microbatches: int) -> float:

@@ -29,6 +29,8 @@ GOOD_ENOUGH = 1.005
 """Proportion of the ideal time at which the search ends."""
 STAGGERS = 2, 3, 1, 4
 """Teacher forwards that a rank is ahead of the next one, in the order in which they are tried."""
+SMALL = 256
+"""Ranks x micro-batches up to which more policies are tried, in the same time."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def policies(work: Sequence[RankWork], num_microbatches: int, ahead: int) -> Ite
     ranks, most = len(work), min(ahead, num_microbatches)
     slowest = max(work, key=lambda one: one.total_ms)
     gaps = round((ranks - 1) * (slowest.forward_ms + slowest.backward_ms) / max(slowest.teacher_ms, 1e-9))
-    room = sorted({min(num_microbatches, max(0, gaps + more)) for more in (-2, -1, 0)} | {0}, reverse=True)
+    more = range(-4, 3) if ranks * num_microbatches <= SMALL else range(-2, 1)
+    room = sorted({min(num_microbatches, max(0, gaps + one)) for one in more} | {0}, reverse=True)
     starts = range(0, min(most, ranks) + 1, max(1, ranks // 4))
     for stagger, start, in_gaps, patience in product(STAGGERS, starts, room, (0.0, 0.5)):
         if stagger <= ahead:
