@@ -267,13 +267,18 @@ class TokenStore:
                 raise _damaged(path, "its SHA-256 is not the one recorded when it was written")
 
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
-        return DataError(
-            f"{self.prefix}.bin: document {document} has token id {token_id}, "
-            f"the model knows 0 to {vocab_size - 1}",
-            "the corpus was made with another tokenizer, or the file is damaged",
-            "tokenise the corpus with the tokenizer of this model: `mkd preprocess`",
-            code="token-beyond-vocabulary",
-        )
+        """Return the error for an id that the model does not have, in whatever way the corpus was made."""
+        has, knows = f"has token id {token_id}", f"the model knows 0 to {vocab_size - 1}"
+        if self.meta.get("cache_key"):  # of records, with the tokenizer of the run
+            ((path, line),) = self.places([document])
+            what = f"{path}:{line}: the record {has}, {knows}"
+            why = "the tokenizer has tokens for which the model has no row, and this text holds one of them"
+            do = "remove the token from the text, or use a model that was resized for its tokenizer"
+        else:
+            what = f"{self.prefix}.bin: document {document} {has}, {knows}"
+            why = "the corpus was made with another tokenizer, or the file is damaged"
+            do = "tokenise the corpus with the tokenizer of this model: `mkd preprocess`"
+        return DataError(what, why, do, code="token-beyond-vocabulary")
 
     def _token_range(self, progress: Callable[[], None]) -> tuple[int, int]:
         least, most = 0, -1

@@ -13,6 +13,7 @@ from mkd.kinds.sampled.sampler.rollouts import Rollout
 LOG = logging.getLogger("mkd")
 GRAM = 4  # tokens of a sequence that counts as repeated
 TRUNCATED_LIMIT = 0.5
+FLAT_STEPS = 10  # steps without any difference of rewards before a warning
 
 
 def repetition(ids: np.ndarray) -> float:
@@ -67,6 +68,28 @@ def warn_if_untaught(iteration: int) -> None:
         "the loss: contexts are missing or fill the teacher's packs, or skip_first is as long as completions",
         iteration,
     )
+
+
+@dataclass
+class FlatRewardWatch:
+    """Warns when no prompt has completions of different rewards for many steps, once until one has."""
+
+    steps: int = 0
+
+    def judge(self, iteration: int, flat: float | None, mean: float | None) -> None:
+        """Look at the fraction of prompts whose rewards are all the same; None for a step without rewards."""
+        if flat is None or mean is None:
+            return
+        self.steps = self.steps + 1 if flat == 1 else 0
+        if self.steps == FLAT_STEPS:
+            LOG.warning(
+                "iteration %d: for %d steps, all completions of each prompt have had the same reward (mean "
+                "%.3g), so that rewards teach nothing. Check the reward function, take easier or harder "
+                "prompts, or raise --samples-per-prompt or --rollout-temperature",
+                iteration,
+                FLAT_STEPS,
+                mean,
+            )
 
 
 @dataclass

@@ -22,7 +22,13 @@ from mkd.kinds.sampled.made_contexts import MadeContexts
 from mkd.kinds.sampled.records.record_rewards import RecordRewards
 from mkd.kinds.sampled.reward.rewards import Rewards
 from mkd.kinds.sampled.rollout_batch import RolloutBatch
-from mkd.kinds.sampled.rollout_figures import TruncationWatch, figures, figures_by_tag, warn_if_empty
+from mkd.kinds.sampled.rollout_figures import (
+    FlatRewardWatch,
+    TruncationWatch,
+    figures,
+    figures_by_tag,
+    warn_if_empty,
+)
 from mkd.kinds.sampled.rollout_packs import RolloutPacks, RolloutRows
 from mkd.kinds.sampled.rollout_teachers import RolloutTeacher
 from mkd.kinds.sampled.sampler.decoding import sample_completions
@@ -102,6 +108,7 @@ class RolloutStream:
     _packs: RolloutPacks | None = None  # of the last step
     _stored: list[int] = field(default_factory=list)  # stored packs of the last step
     _truncation: TruncationWatch = field(default_factory=TruncationWatch)
+    _flat_rewards: FlatRewardWatch = field(default_factory=FlatRewardWatch)
 
     def __post_init__(self) -> None:
         self._order = EpochOrder(len(self.prompts), self.seed, self.shuffle)
@@ -133,6 +140,8 @@ class RolloutStream:
             # Those of records take records alone, which the source gives.
             rollouts, judged = self.rewards(rollouts, self.iteration)  # type: ignore[arg-type,assignment]
             self.figures |= judged
+            flat, mean = judged.get("reward/std0_groups"), judged.get("reward/mean")
+            self._flat_rewards.judge(self.iteration, flat, mean)
             if self.contexts is not None:
                 rollouts = self.contexts(rollouts)
         kept = [one for one in rollouts if not (self.drops_truncated and one.is_truncated)]

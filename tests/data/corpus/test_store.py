@@ -19,6 +19,14 @@ DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8]]
 MASKS = [[0, 1, 0], [1], [], [0, 0, 1, 1]]
 
 
+def test_a_token_without_a_row_is_named_with_its_record(make_store):
+    store = make_store(DOCUMENTS, MASKS)
+    store.meta |= {"cache_key": "of records"}
+    with refused("token-beyond-vocabulary: the record has token id 7") as caught:
+        store.check_token_range(7)
+    assert caught.value.what.startswith(f"{store.prefix}.bin:4: ") and "row" in caught.value.why
+
+
 def test_documents_and_masks(make_store):
     store = make_store(DOCUMENTS, MASKS)
     assert (

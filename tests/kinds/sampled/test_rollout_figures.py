@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mkd.kinds.sampled.rollout_figures import TruncationWatch, figures, repetition
+from mkd.kinds.sampled.rollout_figures import (
+    FLAT_STEPS,
+    FlatRewardWatch,
+    TruncationWatch,
+    figures,
+    repetition,
+)
 from mkd.kinds.sampled.sampler.rollouts import LENGTH, STOP, Request, Rollout
 
 
@@ -35,3 +41,12 @@ def test_the_warning_comes_once_until_completions_end_again(caplog):
         watch.judge(iteration, truncated, 64)
     warned = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in warned] == ["iteration 2", "iteration 5"]
+
+
+def test_rewards_that_never_differ_are_warned_of_once_until_they_do(caplog):
+    watch, flat = FlatRewardWatch(), [1.0] * FLAT_STEPS
+    for iteration, share in enumerate([*flat[1:], 0.9, *flat, 1.0, None, 0.0, *flat], 1):
+        watch.judge(iteration, share, None if share is None else 0.25)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in said] == [f"iteration {one}" for one in (20, 33)]
+    assert all("same reward (mean 0.25)" in text for text in said)
