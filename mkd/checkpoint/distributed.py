@@ -32,7 +32,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.averages import AVERAGES, Average, averages_problem, averages_state, key_of, load_averages
+from mkd.checkpoint.averages import (
+    AVERAGES,
+    TEACHERS,
+    Average,
+    averages_problem,
+    averages_state,
+    key_of,
+    load_averages,
+    saved_numbers,
+)
 from mkd.checkpoint.finite import first_not_finite
 from mkd.checkpoint.folders import BY_STEPS, CAUSE, Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
@@ -116,7 +125,8 @@ def start_save(
     more = {"layout": _layout(context), "device": context.device.type}
     more |= {"optimizer": optimizer_kind(state.optimizer), "precision": _precision(state)}
     more |= {CAUSE: cause, **(run_identity or {})}
-    more |= {AVERAGES: len(state.averages)} if state.averages else {}
+    if state.averages:
+        more |= {AVERAGES: len(state.averages), TEACHERS: [one.teacher for one in state.averages]}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False)
     sharded["content_metadata"] = _content_metadata(context)
@@ -144,17 +154,19 @@ def load_checkpoint(
     if not is_verified:  # first: Megatron would run code that is hidden in a pickle of the checkpoint
         verify(folder, context, note)
     saved = read_state(folder)
+    averaging = [one.teacher for one in state.averages]
+    numbers = saved_numbers(saved, averaging)
     if state.optimizer is not None:
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
-        agree(averages_problem(folder, saved, len(state.averages)))
+        agree(averages_problem(folder, saved, averaging))
         give_first_state(state.optimizer)  # Megatron reads only into state that exists
     no_tower = state.holds(TOWER) and _keeps_tower(folder, state, context, has_tower, note)
-    wanted = _sharded_state(state, context, is_loading=True, no_tower=no_tower)
+    wanted = _sharded_state(state, context, is_loading=True, no_tower=no_tower, averages=numbers)
     device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
     loaded = _read_sharded(folder, wanted, context)
-    agree(_not_finite(folder, state.models, loaded, len(state.averages)))
+    agree(_not_finite(folder, state.models, loaded, numbers))
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in missing if state.holds(name) and not name.endswith(EXTRA_STATE)]
@@ -165,7 +177,7 @@ def load_checkpoint(
         weights = MainWeights(state.optimizer)
         load_optimizer(state.optimizer, loaded["optimizer"])
         agree(weights.problem(folder))
-        load_averages(state.averages, loaded)
+        load_averages(state.averages, numbers, loaded)
         state.scheduler.num_steps = position.iteration - position.skipped_iterations
         state.scheduler.step(increment=0)
     if "rng" in loaded:
@@ -270,10 +282,10 @@ def _read_weights(
 
 
 def _not_finite(
-    folder: Path, models: Sequence[MegatronModule], loaded: Mapping[str, Any], averages: int = 0
+    folder: Path, models: Sequence[MegatronModule], loaded: Mapping[str, Any], averages: Sequence[int] = ()
 ) -> CheckpointError | None:
     """Return the error for a loaded tensor that is not finite, with its layer's number in the whole model."""
-    others = {"optimizer", *map(key_of, range(averages))}
+    others = {"optimizer", *map(key_of, averages)}
     named = {key: value for key, value in loaded.items() if key in others}
     for index, model in enumerate(models):
 
@@ -310,7 +322,11 @@ def _cause(error: BaseException) -> str:
 
 
 def _sharded_state(
-    state: TrainingState, context: ParallelContext, is_loading: bool, no_tower: bool = False
+    state: TrainingState,
+    context: ParallelContext,
+    is_loading: bool,
+    no_tower: bool = False,
+    averages: Sequence[int] | None = None,  # their numbers in the checkpoint that is read
 ) -> dict[str, Any]:
     metadata = _content_metadata(context)
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
@@ -325,7 +341,7 @@ def _sharded_state(
         read = state.optimizer.sharded_state_dict
         sharded["optimizer"] = read(named, is_loading=is_loading, metadata=metadata)
         sharded["rng"] = _random_states(context)
-        sharded |= averages_state(state.averages, models, is_loading)
+        sharded |= averages_state(state.averages, models, is_loading, averages)
     return sharded
 
 

@@ -20,6 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from mkd.config.models import teacher_names
 from mkd.config.schema import TeacherConfig
 
 PIECE = 2**24
@@ -90,8 +91,9 @@ class MovingAverage:
         teacher: int,  # its number in the stages; its weights are the student's so far
         rate: float,
         every: int = 1,  # updates of the student for one move
+        name: str = "",  # of the teacher: a checkpoint knows the average by it
     ):
-        self.rate, self.every = rate, every
+        self.rate, self.every, self.teacher = rate, every, name
         self.updates = 0  # of the student so far, skipped ones left out
         self._names: list[dict[str, nn.Parameter]] = []  # of each stage, what the student learns
         self._buckets: list[AverageBucket] = []
@@ -171,8 +173,13 @@ def build_averages(
 ) -> tuple[MovingAverage, ...]:
     """Return the averages of the student's weights in teachers, which have the student's weights so far."""
     running = range(len(stages[0].module.teachers))
-    settings = [(index, teachers[index].ema) for index in running]
-    return tuple(MovingAverage(stages, index, one.rate, one.every) for index, one in settings if one)
+    settings = [
+        (index, teachers[index].ema, name)
+        for index, name in zip(running, teacher_names(teachers), strict=False)
+    ]
+    return tuple(
+        MovingAverage(stages, index, one.rate, one.every, name) for index, one, name in settings if one
+    )
 
 
 def _fp32(twin: nn.Parameter) -> Tensor:

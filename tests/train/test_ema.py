@@ -24,6 +24,7 @@ SP, VPP2 = ("--sequence-parallel",), ("--num-virtual-stages-per-pipeline-rank", 
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAPPED = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 EXPERTS = ("--expert-model-parallel-size", 2)
+RATES = ("swift", 0.9), ("slow", 0.1)
 HOST = (*DISTRIBUTED, "--optimizer-residency", "host")
 CASES = (
     Case("one process"),
@@ -129,6 +130,31 @@ def test_a_run_resumes_with_the_same_bits_and_with_another_layout(files, ranks):
     assert other.keys() == {4, 5, 6}
     assert other == {iteration: pytest.approx(whole[iteration], rel=1e-5) for iteration in other}
     assert abs(whole[6] / whole[2] - 1) > 1e-3  # the average has moved
+
+
+def test_averages_of_another_order_are_found_by_the_names_of_their_teachers(files, ranks):
+    """Each had the average of the teacher that stood in its place."""
+    context = {"user": HINT, "missing": "skip"}
+    swift, slow = ({"name": name, "ema": {"rate": rate}, "context": context} for name, rate in RATES)
+
+    def run(name, teachers, *more):
+        words = ema_argv(files, name, *SMOOTH, "--save", str(files / "swap saved"), *more, teachers=teachers)
+        return run_main(ranks, [*words, "--train-iters", "4", "--save-interval", "2"], 1)[0]
+
+    def losses(name):
+        found = [one for one in read_metrics(files / name) if one["iteration"] > 2]
+        return [one[f"kd_loss/{teacher}"] for one in found for teacher, _ in RATES]
+
+    again = ("--load", str(files / "swap saved"), "--ckpt-step", "2", "--accept-change", "loss")
+    result = run("straight", (swift, slow))
+    assert result.exit_code == 0, result.stderr
+    result = run("renamed", (swift, slow | {"name": "other"}), *again)
+    assert result.exit_code == 66 and "no average of the student's weights of teacher other" in result.stderr
+    result = run("turned", (slow, swift), *again)
+    assert result.exit_code == 0, result.stderr
+    expected = losses("straight")
+    assert len(expected) == 4 and abs(expected[0] / expected[1] - 1) > 0.1
+    assert losses("turned") == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_average_that_is_the_student_teaches_nothing(files, ranks):
