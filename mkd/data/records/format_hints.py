@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 _QUESTIONS = {
     ("instruction", "output"): '([.instruction, .input // ""] | map(select(. != "")) | join("\\n"))',
@@ -41,6 +42,25 @@ def format_hint(keys: Collection[str], is_table: bool = False) -> str | None:
         return None
     convert = f"jq -c '{programs[0]}' FILE.jsonl > NEW.jsonl"
     return f"write it as lines first: {_TABLE}; then {convert}" if is_table else f"convert it: {convert}"
+
+
+def shape_hint(fields: Mapping[str, Any]) -> str | None:
+    """Return how a record of unknown keys is converted, by its one value that is records, turns or a text."""
+    programs = []
+    for key, value in fields.items():
+        is_list = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+        if is_list and all({"role", "from"} & one.keys() for one in value):
+            programs.append(f"{{messages: .{key}}} + del(.{key})")
+        elif is_list:
+            programs.append(f".{key}[]")
+        elif isinstance(value, str) and len(fields) == 1:
+            programs.append(f"{{text: .{key}}}")
+    names_fit = all(key.isidentifier() for key in fields)  # else jq needs quotes
+    return (
+        f"convert it: jq -c '{programs[0]}' FILE.jsonl > NEW.jsonl"
+        if len(programs) == 1 and names_fit
+        else None
+    )
 
 
 def _turns(known: tuple[str, str], keys: Collection[str]) -> str:

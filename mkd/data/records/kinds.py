@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mkd.data.records.conversations import CONVERSATION_KEYS, MESSAGE_KEYS, PROMPTED_KEYS
-from mkd.data.records.format_hints import format_hint
+from mkd.data.records.format_hints import format_hint, shape_hint
 from mkd.data.records.given_loss import (
     are_segments,
     are_tokens,
@@ -82,12 +82,13 @@ class Record:
 
 def unknown_keys(keys: str, found: Iterable[str], where: str = "") -> DataError:
     """Return the error for keys of a record, or columns of a table, that do not make a document."""
+    by_shape = shape_hint(found) if isinstance(found, Mapping) else None
     found = list(found)
     shown = ", ".join(map(repr, found[:8])) or "none"
     why = f"a record has the keys {FORMS}"
     return DataError(
         f"{where}no known {keys} (found: {shown})",
         why,
-        format_hint(found, is_table=keys == "columns") or f"rename the {keys} of the file",
+        format_hint(found, is_table=keys == "columns") or by_shape or f"rename the {keys} of the file",
         code="record-without-known-keys",
     )

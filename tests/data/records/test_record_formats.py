@@ -317,3 +317,28 @@ def test_other_formats_are_told_their_command(record, expected):
 def test_tables_are_told_to_become_lines():
     assert "pyarrow" in format_hint(["question", "answer"], is_table=True)
     assert format_hint(["body"]) is None and "Megatron" in format_hint(["input_ids", "labels"])
+
+
+@pytest.mark.parametrize(
+    ("record", "program"),
+    [
+        (
+            {"dialogue": [{"from": "human", "value": "q"}], "tools": []},
+            "{messages: .dialogue} + del(.dialogue)",
+        ),
+        ({"chat": [{"role": "user", "content": "q"}], "id": 1}, "{messages: .chat} + del(.chat)"),
+        ({"data": [{"text": "a"}, {"text": "b"}], "version": "1"}, ".data[]"),
+        ({"body": "a"}, "{text: .body}"),
+        ({"body": "a", "title": "b"}, None),
+        ({"a": [{"text": "a"}], "b": [{"text": "b"}]}, None),
+        ({"my-data": [{"text": "a"}]}, None),
+    ],
+)
+def test_records_of_unknown_keys_are_converted_by_the_shape_of_their_values(record, program):
+    with refused("record-without-known-keys") as caught:
+        parse_row(json.dumps(record).encode())
+    assert caught.value.do == (
+        "rename the keys of the file"
+        if program is None
+        else f"convert it: jq -c '{program}' FILE.jsonl > NEW.jsonl"
+    )
