@@ -41,6 +41,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 MOST_FILES, MOST_NAMED = 2000, 5  # files of the data in a checkpoint, and in an error
 # Evenly spaced pieces read from a corpus without a description: 4 MiB.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+WHICH_ADAPTERS = "student.lora_rank", "student.lora_targets"  # compared names that decide which there are
 # Options that older runs lack: at their defaults they do not change the fingerprint.
 LATER_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
@@ -211,6 +212,7 @@ def require_same(
         what = f"--accept-change {unknown[0]} names nothing that is compared"
         raise UsageError(what, f"compared are {parts}", "drop it", code="remove-flag")
     changed = [name for name in names if saved.get(name) != current.get(name)]
+    _require_same_adapters(folder, saved, current, changed)
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:
         differences = ", ".join(
@@ -222,6 +224,27 @@ def require_same(
             + (f"; files of the data {files}" if files and FILES in refused else ""),
             f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
             + " ".join(refused),
+            code="run-differs",
+        )
+
+
+def _require_same_adapters(
+    folder: Path, saved: Mapping[str, object], current: Mapping[str, object], changed: Sequence[str]
+) -> None:
+    """Raise CheckpointError if the run has other adapters than the checkpoint, which nothing can accept.
+
+    Fewer targets would leave out what the others have learned; other ranks do not fit.
+    """
+    other = [name for name in WHICH_ADAPTERS if name in changed]
+    if other:
+        then = ", ".join(
+            f"{name} {_shown(saved.get(name))} then, {_shown(current.get(name))} now" for name in other
+        )
+        raise CheckpointError(
+            f"{folder} was saved by a run with other adapters: {then}",
+            "the learned adapters would be left out, or do not fit",
+            "restore --lora-rank and --lora-targets, or start from an export of it: "
+            f"mkd export --load {folder} --hf-out DIR --reference-hf MODEL",
             code="run-differs",
         )
 

@@ -116,6 +116,23 @@ def test_accepting_a_name_accepts_its_parts(accepted, named, tmp_path):
     assert caught.value.do.endswith("--accept-change " + " ".join(named))
 
 
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"student.lora_rank": 8, "student.lora_targets": ["proj", "qkv"]},
+        {"student.lora_rank": 4, "student.lora_targets": ["qkv"]},
+        {},
+    ],
+)
+def test_other_adapters_are_never_accepted(now, tmp_path):
+    """Those on proj would be left out without a word, and another rank was called a damaged checkpoint."""
+    saved = SAVED | {"student.lora_rank": 4, "student.lora_targets": ["proj", "qkv"], "student.lora_alpha": 8}
+    with refused("run-differs: other adapters") as caught:
+        require_same(tmp_path, saved, SAVED | {"student.lora_alpha": 8} | now, ["student", "loss"])
+    assert f"mkd export --load {tmp_path}" in caught.value.do and "accept-change" not in caught.value.do
+    require_same(tmp_path, saved, saved | {"student.lora_alpha": 3}, ["student.lora_alpha"])
+
+
 @pytest.mark.parametrize("name", ["dat", "loss.kd", "bogus"])
 def test_a_name_that_is_none_is_refused(name, tmp_path):
     with refused("remove-flag: names nothing that is compared"):
