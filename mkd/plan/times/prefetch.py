@@ -167,7 +167,10 @@ def _walked(plan: PrefetchPlan, rank: int) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int]) -> int:
-    """Return the most states that a rank holds. Raises UsageError if one is used before it is there."""
+    """Return the most states that a rank holds. Raises UsageError if one is used before it is there.
+
+    Those behind the last exchange do not count: the student holds no activations then.
+    """
     order, is_last = plan.orders[rank], rank == len(plan.orders) - 1
     inputs, outputs = kept, plan.done(rank) if is_last else 0
     coming, remaining, most = iter(arrivals), iter(order), 0
@@ -184,10 +187,7 @@ def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int])
             if not outputs:
                 raise refused(f"rank {rank} computes a loss before it has the teacher's state: {order}")
             outputs -= 1
-    last = sum(
-        kind == "T" for kind in remaining
-    )  # behind the last exchange; the rank before hands on the rest
-    return max(most, inputs + outputs + (plan.num_microbatches - sum(arrivals) if rank else last))
+    return most
 
 
 def ideal_ms(work: Sequence[RankWork], num_microbatches: int) -> float:
