@@ -63,7 +63,7 @@ NOT_OF_TEACHER = frozenset(
     | {field.name for section in (PlaceSettings, ApartSettings) for field in fields(section)}
 )
 # Entries of a corpus's description whose meaning its hashes cover, and texts for people.
-NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes")
+NOT_CONTENT = ("sources", "kinds", "trained_ends", "chat", "chat_date", "notes", "records_version")
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 OF_TEACHERS = "loss.teachers["  # settings of teachers
 TEACHER, FILES, CONTENT = "teacher.", "data.files", "data.content"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import StoreFiles, TokenStore
-from mkd.data.corpus.store_builder import build_store, cache_key
+from mkd.data.corpus.store_builder import RECORDS_VERSION, build_store, cache_key
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.quarantine import require_few
 from mkd.data.records.wanted import WantedRecords
@@ -52,6 +52,7 @@ def _is_complete(prefix: str, key: str, known: KnownFiles, progress: Callable[[]
         store = TokenStore(prefix)
         store.check_content(known, progress)
         has_places = StoreFiles(prefix).places.exists() or not store.has_loss_mask
-        return store.meta.get("cache_key") == key and has_places  # earlier versions wrote no places
+        is_of_today = store.meta.get("records_version") == RECORDS_VERSION
+        return store.meta.get("cache_key") == key and is_of_today and has_places
     except DataError:
         return False

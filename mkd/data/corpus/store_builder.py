@@ -34,6 +34,7 @@ ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
 LATER = ("notes", "numbers", "tags")
 MOST_TAGS = 1000
 RECORDS_VERSION = 5  # raise it when the same records become other tokens
+KEY_VERSION = 4  # stays: runs that resume compare keys, and whether tokens are the same
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def build_store(
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
+            "records_version": RECORDS_VERSION,
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "vocabulary_fingerprint": tokenizer.vocabulary_fingerprint,
             "append_eod": append_eod,
@@ -136,11 +138,12 @@ def cache_key(
     images: ConversationImages | None = None,
     wanted: WantedRecords = ANY_RECORDS,
 ) -> str:
-    """Return the SHA-256 over the content of raw files, in order, and all settings that decide their corpus.
+    """Return the SHA-256 over the content of raw files, in order, and the settings that decide their corpus.
 
-    None stands where a former setting had its default, so that caches of earlier versions are found.
+    The same in every version of mkd; a corpus says by which RECORDS_VERSION it was made. None stands where a
+    former setting had its default.
     """
-    settings = [RECORDS_VERSION, tokenizer.chat_fingerprint, append_eod, None]
+    settings = [KEY_VERSION, tokenizer.chat_fingerprint, append_eod, None]
     settings += images.settings if images else []
     settings += wanted.settings
     return known.content_hash(settings, paths, progress)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from mkd.data.corpus.store import TokenStore
-from mkd.data.corpus.store_builder import StoreSummary, build_store, cache_key
+from mkd.data.corpus.store_builder import RECORDS_VERSION, StoreSummary, build_store, cache_key
 from mkd.data.quarantine import MAX_REPORTED_ERRORS
 from mkd.errors import EXIT_DATA, ErrorList
+from mkd.run.fingerprints import _corpus
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.data.datasets import open_datasets
 from tests.reported import refused
 from tests.tokenizers.trained import train_hf_tokenizer
 
@@ -158,3 +160,22 @@ def test_cache_key_is_the_content_and_what_decides_the_tokens(tokenizer, write_j
         cache_key([write_jsonl("a.jsonl", {"text": "fox"})], other_template, True),
     ]
     assert len({key, *others}) == 4
+
+
+def test_a_cached_corpus_of_another_version_is_made_again(tokenizer, write_jsonl, tmp_path):
+    """Runs that resume compare its tokens and its key, which stay, but not the version."""
+    path, cache = write_jsonl("a.jsonl", {"text": "fox"}), str(tmp_path / "cache")
+    settings = dict(tokenizer=tokenizer, seq_length=16, vocab_size=tokenizer.vocab_size, data_path=[path])
+
+    def opened():
+        (member,) = open_datasets(cache_dir=cache, **settings)[0].members
+        return member.store, _corpus(member.store)
+
+    store, known = opened()
+    meta = Path(f"{store.prefix}.meta.json")
+    earlier = json.loads(meta.read_text()) | {"records_version": RECORDS_VERSION - 1}
+    meta.write_text(json.dumps(earlier))
+    assert _corpus(TokenStore(store.prefix)) == known and TokenStore(store.prefix).meta == earlier
+    again, now = opened()
+    assert now == known and again.meta["records_version"] == RECORDS_VERSION
+    assert again.meta["cache_key"] == earlier["cache_key"]
