@@ -25,7 +25,7 @@ from mkd.data.batch import PackedBatch
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PipelineCommunicator, State
-from mkd.plan.times.prefetch import PrefetchPlan, RankGaps
+from mkd.plan.times.prefetch import PrefetchPlan, RankGaps, ending
 from mkd.train.stage_inputs import teacher_inputs
 
 SampleIds = tuple[int, ...]
@@ -134,17 +134,18 @@ class TeacherPrefetch:
         self._run(next(self._gaps))
 
     def finish(self) -> None:
-        """Run the teacher forwards after the last backward, and hand all states on.
-
-        The next rank waits for them. No rank waits for one behind it.
-        """
-        self._run(len(self._inputs) if self.context.pp_rank else len(self._queue))
-        if self._to_come:
-            self._inputs += self.communicator.receive_states(self._to_come)
-            self._to_come = 0
-        self._run(len(self._queue))
-        self._to_go -= len(self._outputs)
-        self._hand_on()
+        """Run the teacher forwards after the last backward, and hand states on, in the order of `ending`."""
+        inputs = len(self._inputs) if self.context.pp_rank else None
+        counts = len(self._outputs), len(self._queue), self._to_come, self.plan.ahead
+        for kind in ending(inputs, *counts, self.context.holds_last_stage):
+            if kind == "T":
+                self._run(1)
+            elif kind == "<":
+                self._inputs += self.communicator.receive_states(1)
+                self._to_come -= 1
+            else:
+                self.communicator.send_states([self._outputs.pop(0)])
+                self._to_go -= 1
 
     def take(self, sample_ids: SampleIds) -> tuple[Tensor, ...]:
         """Return the teachers' final hidden states of the micro-batch of these samples. Last rank only."""

@@ -57,6 +57,7 @@ def trained(engine, models, batches: list) -> tuple:
     from mkd.train.step import train_step
 
     found, prefetch = [], engine.schedule.prefetch
+    held = states_held(prefetch)
     steps = [batches[step:] + batches[:step] for step in range(STEPS)]
     for step, now in enumerate(steps):
         following = steps[step + 1] if step + 1 < STEPS else ()
@@ -67,8 +68,29 @@ def trained(engine, models, batches: list) -> tuple:
             assert prefetch.num_ahead == (prefetch.plan.done if following else 0)
         if step == 1:
             found.append(evaluate(engine, [batches]).token_sums())
+    assert prefetch is None or 0 < max(held) <= prefetch.plan.ahead
     with engine.parameters_gathered():
         return found, [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def states_held(prefetch) -> list[int]:
+    """Return a list, to which each teacher forward and each hand-over then adds the states on this rank."""
+    found: list[int] = []
+
+    def counting(method):
+        def call(*args):
+            result = method(*args)
+            coming = len(result or ())  # received, not yet taken
+            found.append(sum(map(len, (prefetch._inputs, prefetch._outputs, prefetch._finals))) + coming)
+            return result
+
+        return call
+
+    if prefetch is not None:
+        prefetch._run = counting(prefetch._run)
+        receive = counting(prefetch.communicator.receive_states)
+        prefetch.communicator.receive_states = receive
+    return found
 
 
 def assert_same(stock: tuple, other: tuple) -> None:

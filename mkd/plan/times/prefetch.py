@@ -13,7 +13,7 @@ between two exchanges a rank needs nobody.
 
 When a step begins, rank r of p has done `start + stagger * (p - 1 - r)` teacher forwards of it, at most all,
 and has the inputs of those that rank r - 1 has done. At its end it has done as many of the next step: after
-the last exchange the ranks finish one after another, each with what the one before has handed on.
+the last exchange each rank runs what remains, and hands states on one at a time (`ending`).
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class PrefetchPlan:
     boundary: Boundary
     num_microbatches: int
     orders: tuple[str, ...]  # of each rank: T, F and B
+    ahead: int  # states that a rank may hold
 
     def done(self, rank: int) -> int:
         """Return the teacher forwards of a step that a rank has done when it begins."""
@@ -131,6 +132,7 @@ class RankGaps:
     arrivals: tuple[int, ...]  # states that come with each exchange with the rank before
     departures: tuple[int, ...]  # and that go with each one with the rank behind
     most_held: int  # inputs and outputs at a time, also while they are under way
+    ahead: int  # that it may hold
 
     @classmethod
     def from_plan(cls, plan: PrefetchPlan, rank: int) -> RankGaps:
@@ -139,7 +141,7 @@ class RankGaps:
         arrivals = _walked(plan, rank - 1)[1] if rank else ()
         kept = plan.done(rank - 1) - plan.done(rank) if rank else 0
         most = _followed(plan, rank, kept, arrivals)
-        return cls(plan.done(rank), kept, gaps, arrivals, departures, most)
+        return cls(plan.done(rank), kept, gaps, arrivals, departures, most, plan.ahead)
 
 
 def _walked(plan: PrefetchPlan, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -169,7 +171,7 @@ def _walked(plan: PrefetchPlan, rank: int) -> tuple[tuple[int, ...], tuple[int, 
 def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int]) -> int:
     """Return the most states that a rank holds. Raises UsageError if one is used before it is there.
 
-    Those behind the last exchange do not count: the student holds no activations then.
+    Behind the last exchange it holds no more; see `ending`.
     """
     order, is_last = plan.orders[rank], rank == len(plan.orders) - 1
     inputs, outputs = kept, plan.done(rank) if is_last else 0
@@ -188,6 +190,29 @@ def _followed(plan: PrefetchPlan, rank: int, kept: int, arrivals: Sequence[int])
                 raise refused(f"rank {rank} computes a loss before it has the teacher's state: {order}")
             outputs -= 1
     return most
+
+
+def ending(
+    inputs: int | None,  # that are there; None on the first rank, which needs none
+    outputs: int,  # that are not sent
+    remaining: int,  # teacher forwards
+    coming: int,  # states that the rank before still sends
+    ahead: int,  # states that the rank may hold
+    is_last: bool,
+) -> str:
+    """Return the order of what a rank does after the last exchange of a step.
+
+    T: a teacher forward, <: receive a state, >: send one. What needs no other rank comes first. Then each
+    state is received, used and sent before the next one, so that a rank holds no more of them than before.
+
+    All get through, even if each message waits for its receiver: a rank that waits for the one before is
+    served once that one waits for it; and of ranks that wait for the next one, the last rank is none.
+    """
+    at_once = min(max(0, ahead - outputs) if inputs is None else inputs, remaining)
+    later, send = remaining - at_once, "" if is_last else ">"
+    taken = min(later, coming)
+    first = "T" * at_once + send * (outputs + at_once)
+    return first + ("<T" + send) * taken + ("T" + send) * (later - taken) + "<" * (coming - taken)
 
 
 def ideal_ms(work: Sequence[RankWork], num_microbatches: int) -> float:

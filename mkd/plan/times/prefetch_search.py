@@ -18,6 +18,7 @@ from mkd.plan.times.prefetch import (
     PrefetchPlan,
     RankWork,
     Stop,
+    ending,
     every_rank,
     ideal_ms,
     refused,
@@ -66,10 +67,10 @@ def candidates(
     enough_ms, ahead = GOOD_ENOUGH * ideal_ms(work, num_microbatches), max(ahead, LEAST_HELD)
     for policy in policies(work, num_microbatches, ahead):
         chooser = _Chooser(policy, len(work), num_microbatches, ahead)
-        simulated = _Step(work, num_microbatches, policy.boundary, chooser)
+        simulated = _Step(work, num_microbatches, policy.boundary, ahead, chooser)
         found_ms = simulated.run()
         if found_ms < NEVER:
-            plan = PrefetchPlan(policy.boundary, num_microbatches, simulated.orders())
+            plan = PrefetchPlan(policy.boundary, num_microbatches, simulated.orders(), ahead)
             if max(one.most_held for one in every_rank(plan)) <= ahead:
                 yield plan, found_ms
                 if found_ms <= enough_ms:
@@ -97,7 +98,7 @@ def step_ms(plan: PrefetchPlan, work: Sequence[RankWork]) -> float:
     def choose(state: _RankState, ready_ms: float, now: float) -> bool:
         return plan.orders[state.rank][len(state.chosen)] == "T"
 
-    found = _Step(work, plan.num_microbatches, plan.boundary, choose).run()
+    found = _Step(work, plan.num_microbatches, plan.boundary, plan.ahead, choose).run()
     if found == NEVER:
         raise refused("ranks wait for each other")
     return found
@@ -121,21 +122,20 @@ class _RankState:
     """The work of one rank, done and next."""
 
     __slots__ = (
-        "behind", "chosen", "clock_ms", "coming", "done", "exchange", "forwards", "has_handed_on", "inputs",
+        "arrived", "behind", "chosen", "clock_ms", "coming", "done", "exchange", "forwards", "inputs",
         "outputs", "position", "rank", "stop", "stops", "teachers", "work",
     )  # fmt: skip
 
     def __init__(self, rank: int, work: RankWork, stops: Sequence[Stop], done: int, inputs: float):
         self.rank, self.work, self.stops, self.done = rank, work, stops, done
         self.inputs = inputs  # states of the rank before that wait
-        self.coming = 0  # that are on their way
+        self.coming = self.arrived = 0  # that are on their way, and that have come in this step
         self.outputs = 0  # states that the rank behind has not got; on the last rank all
         self.teachers = self.forwards = self.position = 0
         self.stop: Stop | None = None
         self.exchange: _Exchange | None = None  # of the stop
         self.chosen: list[str] = []
         self.clock_ms = 0.0
-        self.has_handed_on = False  # after the last exchange
         self.behind: _RankState | None = None  # the next rank
 
     def held_behind(self) -> float:
@@ -179,9 +179,11 @@ class _Chooser:
 class _Step:
     """A step in which each rank decides what to do next whenever it is free."""
 
-    def __init__(self, work: Sequence[RankWork], num_microbatches: int, boundary: Boundary, choose: Choose):
+    def __init__(
+        self, work: Sequence[RankWork], num_microbatches: int, boundary: Boundary, ahead: int, choose: Choose
+    ):
         ranks = len(work)
-        self.num_microbatches, self.choose = num_microbatches, choose
+        self.num_microbatches, self.ahead, self.choose = num_microbatches, ahead, choose
         done = [boundary.done(rank, ranks, num_microbatches) for rank in range(ranks)]
         kept = [NEVER, *(before - own for before, own in zip(done, done[1:], strict=False))]
         self.ranks = [
@@ -202,11 +204,11 @@ class _Step:
         while self.events:
             now, rank = heappop(self.events)
             state = self.ranks[rank]
-            while state.clock_ms <= now and not state.has_handed_on:
-                if not (self._advance if state.stop else self._finish)(state, now):
+            while state.clock_ms <= now and state.stop is not None:
+                if not self._advance(state, now):
                     break
-        is_whole = all(state.has_handed_on for state in self.ranks)
-        return max(state.clock_ms for state in self.ranks) if is_whole else NEVER
+        is_whole = all(state.stop is None for state in self.ranks)
+        return self._ended_ms() if is_whole else NEVER
 
     def orders(self) -> tuple[str, ...]:
         """Return what the ranks have chosen."""
@@ -216,6 +218,8 @@ class _Step:
         """Let a rank come to its next stop, and post the exchange there."""
         state.stop = state.stops[state.position] if state.position < len(state.stops) else None
         state.position += 1
+        if state.stop is None:
+            state.clock_ms = at_ms
         if state.stop is None or state.stop.link is None:
             state.exchange = None
             return
@@ -253,6 +257,7 @@ class _Step:
             assert state.exchange is not None, "a stop with a link has an exchange"
             arrived = state.exchange.states
             state.inputs, state.coming = state.inputs + arrived, state.coming - arrived
+            state.arrived += arrived
         if stop.task:
             state.chosen.append(stop.task)
             state.clock_ms = now + state.work.of(stop.task)
@@ -269,17 +274,29 @@ class _Step:
         state.clock_ms = now + state.work.teacher_ms
         heappush(self.events, (state.clock_ms, state.rank))
 
-    def _finish(self, state: _RankState, now: float) -> bool:
-        """After the last exchange: run what remains, and hand all on. Return False to wait."""
-        if state.teachers < self.num_microbatches:
-            if state.inputs > 0:
-                self._teach(state, now)
-            return state.inputs > 0 or state.rank == 0
-        if state.rank and not self.ranks[state.rank - 1].has_handed_on:
-            return False
-        state.has_handed_on = True
-        if state.rank + 1 < len(self.ranks):
-            behind = self.ranks[state.rank + 1]
-            behind.inputs += state.outputs
-            heappush(self.events, (max(now, behind.clock_ms), behind.rank))
-        return False
+    def _ended_ms(self) -> float:
+        """Return when all ranks have run what remains after their last exchange, and handed it on."""
+        clocks = [state.clock_ms for state in self.ranks]
+        orders = [list(reversed(self._ending(state))) for state in self.ranks]
+        while any(orders):
+            before = sum(map(len, orders))
+            for state, order in zip(self.ranks, orders, strict=True):
+                rank = state.rank
+                while order and order[-1] == "T":
+                    order.pop()
+                    clocks[rank] += state.work.teacher_ms
+                    state.chosen.append("T")
+                if order and order[-1] == "<" and orders[rank - 1] and orders[rank - 1][-1] == ">":
+                    clocks[rank - 1] = clocks[rank] = max(clocks[rank - 1 : rank + 1])
+                    order.pop()
+                    orders[rank - 1].pop()
+            if sum(map(len, orders)) == before:
+                return NEVER
+        return max(clocks)
+
+    def _ending(self, state: _RankState) -> str:
+        inputs, coming = None, 0
+        if state.rank:
+            inputs, coming = int(state.inputs), self.num_microbatches - state.arrived
+        remaining, is_last = self.num_microbatches - state.teachers, state.behind is None
+        return ending(inputs, 0 if is_last else state.outputs, remaining, coming, self.ahead, is_last)

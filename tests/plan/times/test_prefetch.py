@@ -14,6 +14,7 @@ from mkd.plan.times.prefetch import (
     PrefetchPlan,
     RankGaps,
     RankWork,
+    ending,
     every_rank,
     ideal_ms,
     stops,
@@ -31,7 +32,7 @@ def equal_ranks(ranks: int, ratio: float) -> tuple[RankWork, ...]:
 
 
 def plan_of(*orders: str, start: int = 0, stagger: int = 1) -> PrefetchPlan:
-    return PrefetchPlan(Boundary(start, stagger), orders[0].count("F"), orders)
+    return PrefetchPlan(Boundary(start, stagger), orders[0].count("F"), orders, ahead=4)
 
 
 def test_the_student_keeps_the_order_of_1f1b():
@@ -85,8 +86,8 @@ def test_a_wrong_order_is_refused(orders):
 
 def test_the_work_of_a_rank():
     plan = plan_of("TFFBTB", "TFBTFB")
-    assert RankGaps.from_plan(plan, 0) == RankGaps(1, 0, (1, 0, 0, 1), (), (1, 0, 0), most_held=1)
-    assert RankGaps.from_plan(plan, 1) == RankGaps(0, 1, (1, 1), (1, 0, 0), (), most_held=2)
+    assert RankGaps.from_plan(plan, 0) == RankGaps(1, 0, (1, 0, 0, 1), (), (1, 0, 0), most_held=1, ahead=4)
+    assert RankGaps.from_plan(plan, 1) == RankGaps(0, 1, (1, 1), (1, 0, 0), (), most_held=2, ahead=4)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,9 @@ def check_sizes(ranks: int, sizes: list[tuple[int, int]], chance: random.Random)
         found = next(candidates(work, microbatches, ahead), None)
         assert found is not None, (microbatches, ahead, work)
         plan, found_ms = found
-        assert max(one.most_held for one in every_rank(plan)) <= max(ahead, LEAST_HELD)
+        held = [one.most_held for one in every_rank(plan)]
+        held += [most_held_at_the_end(plan, rank) for rank in range(ranks)]
+        assert max(held) <= max(ahead, LEAST_HELD)
         assert found_ms >= 0.999 * ideal_ms(work, microbatches)
         assert found_ms >= step_ms(plan, work) == pytest.approx(longest_path(plan, work), abs=1e-9)
         assert step_ms(plan, other) == pytest.approx(longest_path(plan, other), abs=1e-9)
@@ -173,13 +176,40 @@ def longest_path(plan: PrefetchPlan, work: list[RankWork]) -> float:
             ready_ms = max(ready_ms, reached_ms(other, place[other, stop.link, stop.number]))
         return ready_ms + (work[rank].of(stop.task) if stop.task else 0.0)
 
-    handed_on_ms = 0.0
-    for rank, one in enumerate(every_rank(plan)):
-        remaining = microbatches - sum(in_gap[rank])
-        inputs = remaining if rank == 0 else one.inputs_kept + sum(one.arrivals) - sum(in_gap[rank])
-        at_once = min(remaining, inputs)
-        own_ms = left_ms(rank, len(lists[rank]) - 1) + at_once * work[rank].teacher_ms
-        if at_once < remaining:
-            own_ms = max(own_ms, handed_on_ms) + (remaining - at_once) * work[rank].teacher_ms
-        handed_on_ms = max(own_ms, handed_on_ms)
-    return max(handed_on_ms, *(left_ms(rank, len(lists[rank]) - 1) for rank in range(ranks)))
+    endings = [ending_of(plan, rank) for rank in range(ranks)]
+
+    @cache
+    def ended_ms(rank: int, n: int) -> float:
+        """Return when a rank comes to task n of those after its last exchange."""
+        if n == 0:
+            return left_ms(rank, len(lists[rank]) - 1)
+        own_ms, kind = ended_ms(rank, n - 1), endings[rank][n - 1]
+        if kind == "T":
+            return own_ms + work[rank].teacher_ms
+        other, others = (rank + 1, "<") if kind == ">" else (rank - 1, ">")
+        number = endings[rank][: n - 1].count(kind)  # the other one's of this number
+        place = [n for n, one in enumerate(endings[other]) if one == others][number]
+        return max(own_ms, ended_ms(other, place))
+
+    return max(ended_ms(rank, len(endings[rank])) for rank in range(ranks))
+
+
+def ending_of(plan: PrefetchPlan, rank: int) -> str:
+    one, microbatches = RankGaps.from_plan(plan, rank), plan.num_microbatches
+    is_last, made, arrived = rank == len(plan.orders) - 1, sum(one.gaps), sum(one.arrivals)
+    inputs, coming = (one.inputs_kept + arrived - made, microbatches - arrived) if rank else (None, 0)
+    outputs = 0 if is_last else made - sum(one.departures)
+    return ending(inputs, outputs, microbatches - made, coming, plan.ahead, is_last)
+
+
+def most_held_at_the_end(plan: PrefetchPlan, rank: int) -> int:
+    """Return the most states that a rank holds after its last exchange."""
+    one, is_last = RankGaps.from_plan(plan, rank), rank == len(plan.orders) - 1
+    inputs = one.inputs_kept + sum(one.arrivals) - sum(one.gaps)
+    kept = one.done - plan.num_microbatches if is_last else 0  # of `outputs`, the losses have taken
+    outputs = most = sum(one.gaps) - sum(one.departures) + kept
+    for kind in ending_of(plan, rank):
+        inputs += {"T": -1, "<": 1, ">": 0}[kind] if rank else 0
+        outputs += {"T": 1, "<": 0, ">": -1}[kind]
+        most = max(most, inputs + outputs if rank else outputs)
+    return most
