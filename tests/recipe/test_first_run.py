@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -64,16 +65,12 @@ def test_parts_that_are_no_size(text):
         parse_size(text)
 
 
-def test_answers_are_asked_for_again(capsys):
-    answers = iter(["two", "-1", "2"])
-    assert _ask(lambda question: next(answers), "GPUs", "0", partial(whole_number, least=0)) == 2
+def test_answers_are_asked_for_again(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n-1\n2\n"))
+    assert _ask("GPUs", "0", partial(whole_number, least=0)) == 2
     assert capsys.readouterr().out.count("is not a whole number of 0 or more") == 2
-
-    def ended(question):
-        raise EOFError
-
     with refused("add-flag", UsageError):
-        _ask(ended, "teacher")
+        _ask("teacher")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
