@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.parallel.pipeline import PipelineCommunicator
 
@@ -95,6 +95,6 @@ def order_of_megatron(rank: int, ranks: int, microbatches: int) -> list:
         seq_length=SHAPE[0],
         micro_batch_size=1,
         p2p_communicator=Recorder(group, config, done),
-        pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one),
+        pg_collection=ProcessGroupCollection(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one),
     )
     return done
