@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -35,6 +36,22 @@ def test_links_out_of_docs_lead_to_their_pages():
     assert rewritten(text, "docs/a.md", "a.md") == text.replace("(../README.md#start)", "(about.md#start)")
     assert rewritten("![p](docs/images/p.svg)", "README.md", "about.md") == "![p](images/p.svg)"
     assert rewritten("[a](../README.md)", "docs/decisions/x.md", "decisions/x.md") == "[a](../README.md)"
+
+
+def test_every_link_leads_to_a_page():
+    files = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OUTSIDE)]
+    for path in files:
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        links = re.findall(
+            r"\]\(([^)\s#:]+\.\w+)(?:#[^)]*)?\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        )
+        assert not [link for link in links if page_of(name, link) is None], name
+
+
+def test_code_with_a_file_has_it_as_title():
+    text = "```python mkd/a.py\n# Add\n```\n```bash check\nls\n```\n```text\n"
+    site = '```python title="mkd/a.py"\n# Add\n```\n```bash\nls\n```\n```text\n'
+    assert rewritten(text, "docs/a.md", "a.md") == site
 
 
 def test_lists_behind_a_paragraph_are_lists():

@@ -33,6 +33,7 @@ CSS = """
 _LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 _PAGE = re.compile(r"(^\d+\. )?\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
 _LIST = re.compile(r"^(?:[*+-]|\d+\.) ")
+_FENCE = re.compile(r"^```(\w+) (\S+)$", re.M)  # a language, and a file or a word for the tests
 
 
 def navigation() -> list[dict[str, Any]]:
@@ -73,11 +74,17 @@ def rewritten(text: str, file: str, page: str) -> str:
         if not target or re.match(r"[a-z]+:", target):
             return match[0]
         to = page_of(file, target)
-        if to is None:  # source code: its path stays as text
+        if to is None:  # no page of the site: the build refuses it
             return match[0]
         return start + posixpath.relpath(to, posixpath.dirname(page) or ".") + (anchor or "") + end
 
-    return spaced_lists(outside_of_code(text, lambda part: _LINK.sub(link, part)))
+    return _FENCE.sub(fence, spaced_lists(outside_of_code(text, lambda part: _LINK.sub(link, part))))
+
+
+def fence(match: re.Match[str]) -> str:
+    """Return the start of fenced code as the site reads it: with the file's name as its title."""
+    language, word = match.groups()
+    return f'```{language} title="{word}"' if "/" in word else f"```{language}"
 
 
 def outside_of_code(text: str, change: Any) -> str:
