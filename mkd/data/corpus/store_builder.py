@@ -33,7 +33,7 @@ F = TypeVar("F", bound=StoreFiles)
 ENDS = ("end_of_turn", "eos")  # roles of tokens that end a turn or a text
 LATER = ("notes", "numbers", "tags")
 MOST_TAGS = 1000
-RECORDS_VERSION = 5  # raise it when the same records become other tokens
+RECORDS_VERSION = 6  # raise it when the same records become other tokens
 KEY_VERSION = 4  # stays: runs that resume compare keys, and whether tokens are the same
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mkd.data.records.sharegpt import KNOWN_SPEAKERS, SPEAKERS, in_lower_case
 from mkd.errors import DataError
 from mkd.tokenizers.chat_input import ASSISTANT
 
@@ -16,6 +17,7 @@ LOSS_FLAGS = (
 )
 """Keys of a message: ms-swift's loss and loss_scale, axolotl's train and training, OpenAI's weight, slime's
 step_loss_mask, torchtune's masked."""
+MASKED_ROLES = "mask"  # beside the messages, in NeMo's form: roles without loss
 FINER_FLAGS = ("train_detail",)  # axolotl's, of parts of a text
 MASK_WORDS = frozenset(("loss", "mask", "masks", "masked", "train", "trained", "trainable", "training"))
 FLAG_WORDS = MASK_WORDS | {"learn", "learned", "ignore", "ignored", "exclude", "excluded", "skip", "skipped"}
@@ -85,6 +87,26 @@ def refuse_masks_of_turns(fields: Mapping[str, Any], used: Collection[str], num_
                 "give each message a flag: loss, true or false; for the last answer alone: --chat-loss last",
                 code="record-key-not-supported",
             )
+
+
+def are_masked_roles(mask: Any) -> bool:
+    """Return True if `mask` beside a conversation names roles without loss, as NeMo writes it.
+
+    Raises DataError if answers are among them, or questions are not. Values of other meanings: False.
+    """
+    given = mask if isinstance(mask, list) else [mask]
+    named = [in_lower_case(one, KNOWN_SPEAKERS) for one in given]
+    if not named or any(one not in KNOWN_SPEAKERS for one in named):
+        return False
+    roles = {SPEAKERS.get(one, one) for one in named}
+    if "user" in roles and ASSISTANT not in roles:
+        return True
+    raise DataError(
+        f"the record has mask {mask!r} beside its messages",
+        "in NeMo's form these roles have no loss and all others have; mkd learns what the assistant writes",
+        "remove mask; to choose among the answers, give each a flag: loss, true or false",
+        code="record-key-not-supported",
+    )
 
 
 def _is_flag(value: Any) -> bool:

@@ -20,7 +20,7 @@ from mkd.data.records.kinds import (
     Record,
     unknown_keys,
 )
-from mkd.data.records.loss_flags import refuse_masks_of_turns
+from mkd.data.records.loss_flags import MASKED_ROLES, are_masked_roles, refuse_masks_of_turns
 from mkd.data.records.messages import num_characters
 from mkd.data.records.refused_keys import refuse_unsupported
 from mkd.data.records.rows import Row, from_utf8, raw_fields
@@ -71,6 +71,8 @@ def parse_row(row: Row, wanted: WantedRecords = ANY_RECORDS) -> Record:
     if conversations:
         refuse_masks_of_turns(fields, keys, max(len(one.messages) for one in conversations))
     all_read = {*keys, GENERATED} - ({DOCUMENTS} if not are_documents(fields.get(DOCUMENTS)) else set())
+    if conversations and are_masked_roles(fields.get(MASKED_ROLES)):
+        all_read.add(MASKED_ROLES)
     ignored = tuple(key for key, value in fields.items() if value is not None and key not in all_read)
     ignored += tuple(other_segment_keys(given)) if form == SEGMENTS else ()
     tag, numbers = wanted.read_tag(fields), wanted.read_numbers(fields)

@@ -12,6 +12,7 @@ from mkd.config.data_files import JSON_SUFFIXES, KNOWN_FILES, TABLE_SUFFIXES, TE
 from mkd.data.files.opened import opened
 from mkd.data.files.tables import open_table
 from mkd.data.records.kinds import KINDS, TEXT, unknown_keys
+from mkd.data.records.loss_flags import MASKED_ROLES
 from mkd.data.records.refused_keys import REFUSED_KEYS
 from mkd.data.records.values import json_name
 from mkd.errors import DataError
@@ -143,7 +144,7 @@ def _known_columns(names: list[str], path: Path, numbers: Sequence[str]) -> list
     complete = [kind for kind in KINDS.values() if set(kind.keys) <= set(names)]
     wanted = {*numbers, *(key for kind in KINDS.values() for key in kind.keys)}
     wanted |= {key for kind in complete for key in kind.optional}
-    wanted |= set() if all(kind.form == TEXT for kind in complete) else set(REFUSED_KEYS)
+    wanted |= set() if all(kind.form == TEXT for kind in complete) else {*REFUSED_KEYS, MASKED_ROLES}
     known = [name for name in names if name in wanted]
     if not complete:
         raise unknown_keys("columns", names, f"{path} has ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mkd.data.records.tool_calls import Clean, read_call, read_tool_calls
@@ -15,6 +15,8 @@ SPEAKERS = {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "chatgpt", 
 CALLERS = ("function_call", "tool_call")  # roles of an assistant's calls, which are its text, as JSON
 RESULTS = {"observation": "tool", "tool_response": "tool", "function_response": "tool"}  # only in `from`
 KNOWN_SPEAKERS = (*SPEAKERS, *CALLERS, *RESULTS, "user", ASSISTANT, "system", "developer", "tool")
+ROLES = (*SPEAKERS, *CALLERS, "tool_response", "user", ASSISTANT, "system", "developer", "tool")
+"""Names that `role` may have, in letters of any case."""
 
 
 def in_openai_form(message: Mapping[str, Any], name: str, clean: Clean) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def in_openai_form(message: Mapping[str, Any], name: str, clean: Clean) -> dict[
         found["role"] = _role(found.pop("from"), name)
         if "value" in found and found.get("content") is None:
             found["content"] = found.pop("value")
-    role = found.get("role")
+    role = found["role"] = in_lower_case(found.get("role"), ROLES)
     if role in CALLERS:
         calls = read_tool_calls(found.get("content"), f"{name} ({role})", clean)
         return {**found, "role": ASSISTANT, "content": None, "tool_calls": calls}
@@ -52,7 +54,7 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
         return messages
     check_string(system, "system")
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
-    if first.get("role", first.get("from")) == "system":
+    if in_lower_case(first.get("role", first.get("from")), ROLES) == "system":
         raise DataError(
             "the record has `system`, and its messages begin with a system message",
             "it is not clear which of them the model reads",
@@ -62,7 +64,14 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
     return [{"role": "system", "content": system}, *messages]
 
 
+def in_lower_case(role: Any, known: Collection[str]) -> Any:
+    """Return a known role as mkd writes it: NeMo calls them User and Assistant. Others stay as they are."""
+    lower = role.lower() if isinstance(role, str) else None
+    return lower if lower in known else role
+
+
 def _role(speaker: Any, name: str) -> str:
+    speaker = in_lower_case(speaker, KNOWN_SPEAKERS)
     if speaker not in KNOWN_SPEAKERS:
         shown = repr(speaker) if isinstance(speaker, str) else f"a {json_name(speaker)}"
         raise DataError(

@@ -150,7 +150,7 @@ def test_records_that_nothing_learns_from_are_counted(tmp_path, write_jsonl):
     rows = [
         *[{"messages": [ask, answer]}] * 3,
         {"messages": [ask]},
-        {"messages": [ask, answer | {"role": "Assistant"}]},
+        {"messages": [ask, answer | {"role": "expert"}]},
         {"messages": [ask, answer | {"weight": 0}]},
         {"tokens": {"ids": [1, 2], "loss": [0, 0]}},
     ]
@@ -158,7 +158,7 @@ def test_records_that_nothing_learns_from_are_counted(tmp_path, write_jsonl):
     said = notes(write_jsonl("a.jsonl", *rows), tmp_path, tokenizer)
     assert [line.partition(": ")[2] for line in said] == [
         "4 of 7 records have no token with loss, so nothing learns from them; "
-        "2 have no message of the role assistant (their roles: Assistant, user)"
+        "2 have no message of the role assistant (their roles: expert, user)"
     ]
 
 

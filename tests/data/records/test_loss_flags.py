@@ -10,6 +10,7 @@ from mkd.data.aligned.aligned_documents import align_record
 from mkd.data.aligned.aligned_ids import Pair
 from mkd.data.corpus.documents import encode_documents, encode_record
 from mkd.data.records.parsing import parse_row
+from mkd.data.records.rows import read_rows
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.reported import refused
@@ -131,6 +132,39 @@ def test_masks_of_answers_beside_a_conversation_are_refused(key):
     for record in ({"messages": [ASK, GOOD]}, {"prompt": [ASK], "completion": [GOOD]}):
         with refused("record-key-not-supported: which answers have loss", DataError):
             parse_row(record | key)
+
+
+NEMO = {
+    "mask": "User",
+    "system": "",
+    "type": "VALUE_TO_TEXT",
+    "conversations": [
+        {"from": "User", "value": "Which fox?", "label": None},
+        {"from": "Assistant", "value": "The quick one.", "label": None},
+    ],
+}
+
+
+def test_records_of_nemo_have_loss_where_their_mask_is_not(tmp_path):
+    plain = encode_record(parse_row({"messages": [ASK, GOOD]}), TOKENIZER, True)
+    for mask in ("User", ["User", "System"], "user", "human"):
+        record = parse_row(NEMO | {"mask": mask})
+        assert encode_record(record, TOKENIZER, True).ids.tolist() == plain.ids.tolist()
+        assert trained(NEMO | {"mask": mask}) == "The quick one.<|im_end|>"
+        assert record.ignored == ("type",)  # mask is read
+    assert parse_row(NEMO | {"mask": "a.png"}).ignored == ("mask", "type")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist([NEMO, NEMO | {"mask": "Assistant"}]), tmp_path / "a.parquet")
+    (_, first), (_, second) = read_rows(tmp_path / "a.parquet")
+    assert parse_row(first).ignored == ()
+    with refused("record-key-not-supported: has mask 'Assistant'", DataError):
+        parse_row(second)
+
+
+@pytest.mark.parametrize("mask", ["Assistant", ["User", "Assistant"], "System", "gpt"])
+def test_masks_of_other_roles_are_refused(mask):
+    with refused("record-key-not-supported: beside its messages", DataError):
+        parse_row(NEMO | {"mask": mask})
 
 
 def test_a_prompt_cannot_have_loss():

@@ -110,6 +110,11 @@ RENDERED = {
         None,
     ),
     "other names": ({"conversations": [ASK, {**SAID, "role": "model"}]}, [ASK, SAID], None),
+    "roles in capitals": (
+        {"messages": [ASK | {"role": "User"}, SAID | {"role": "Assistant"}], "system": "Be brief."},
+        [SYSTEM, ASK, SAID],
+        None,
+    ),
     "trl": ({"prompt": [SYSTEM, ASK], "completion": [SAID]}, [SYSTEM, ASK, SAID], None),
     "trl with tools": ({"prompt": [ASK], "completion": RAN[1:], "tools": TOOLS}, RAN, TOOLS),
     "null keys": (
