@@ -9,6 +9,7 @@ hf_tower.py                      names of models with images, and the parameters
 hf_adapters.py                   first values of adapters, and weights with adapters added
 hf_check.py                      compares a folder's tensors with its config.json
 hf_causes.py                     one cause of many differences: prefixes, sizes, numbers of layers
+hf_renamed.py                    tensors under other names: which look like which
 hf_hub.py                        finds the folder of a model, here or on the hub, without torch
 hf_reader.py                     opens a folder and reads slices of its tensors
 hf_weights.py                    fills a model part with the slices of its rank

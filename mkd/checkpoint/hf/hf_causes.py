@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from mkd.checkpoint.hf.hf_quantised import TensorHeader
+from mkd.checkpoint.hf.hf_renamed import of_another_program, renamed
 from mkd.errors import CheckpointError
 from mkd.families.weight_rules import EMBEDDING, LAYER_TENSOR, LM_HEAD
 from mkd.plan.models.model_shape import adapter_error
@@ -62,6 +63,9 @@ def common_causes(
     stored = Counter(one.dtype for name, one in headers.items() if one.dtype not in FLOAT_DTYPES)
     if sum(stored.values()) >= MANY:
         return [_quantised(place, stored, "quantization_config" in config)]
+    others = renamed(place, expected, found, is_sharded)
+    if others is not None:
+        return [others]
     causes, numbers = [], set()
     for pattern, keys in COUNTS.items():
         wanted, there = _largest(pattern, expected), _largest(pattern, found)
@@ -71,7 +75,9 @@ def common_causes(
             what = f"{place}: config.json says {wanted} {thing} ({key}), the weights have {there}"
             causes.append(_of_another(what))
             numbers.add((wanted, there))
-    return causes + [*_sizes(place, config, expected, found, numbers)]
+    causes += _sizes(place, config, expected, found, numbers)
+    foreign = None if causes else of_another_program(place, config.get("model_type"), expected, found)
+    return causes if foreign is None else [foreign]
 
 
 def _prefix(place: str, expected: Shapes, found: Shapes, is_sharded: bool) -> CheckpointError | None:
