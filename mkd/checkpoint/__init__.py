@@ -3,6 +3,7 @@
 adapters.py           checkpoints of adapters, and the base that they need
 distributed.py        what a run saves and loads: `save_checkpoint`, `load_checkpoint`
 finite.py             weights that are NaN or infinite are refused while they are loaded
+one_value.py          matrices that nobody has filled are named while they are loaded
 optimizer_state.py    the optimizer's part, whichever Adam reads and writes it
 main_weights.py       main weights that are not the model's, as earlier versions stored them
 averages.py           averages of the student's weights, which teachers have

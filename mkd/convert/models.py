@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
-from mkd.checkpoint.hf.hf_weights import load_hf_weights
+from mkd.checkpoint.hf.hf_weights import load_hf_weights, tell_of_unfilled
 from mkd.errors import MkdError, collect_error
 from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
@@ -55,7 +55,9 @@ def load_from_hf(
     """
     model = build_model(shape, dtype, context, lora)
     problems: list[MkdError] = []
-    given = shape, HFCheckpoint(folder), context, model.first_layer
+    checkpoint = HFCheckpoint(folder)
+    given = shape, checkpoint, context, model.first_layer
     collect_error(problems, lambda: load_hf_weights(model, *given))
     agree(problems[0] if problems else None)
+    tell_of_unfilled(checkpoint)
     return model

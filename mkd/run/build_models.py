@@ -11,7 +11,7 @@ import torch
 
 from mkd.checkpoint.distributed import TrainingState, base_alone, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_adapters import start_adapters
-from mkd.checkpoint.hf.hf_weights import load_hf_weights
+from mkd.checkpoint.hf.hf_weights import load_hf_weights, tell_of_unfilled
 from mkd.config.models import EMA, LIVE
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, collect_error
@@ -179,6 +179,8 @@ def load_weights(
         collect_error(problems, load)
     # After all parts: a rank that raised earlier would leave the others waiting here.
     agree(problems[0] if problems else None)
+    assert source.hf is not None, "the weights are in one of the two"
+    tell_of_unfilled(source.hf)
 
 
 def _loading(memory: LayerMemory, part: LanguageModel, layer: int) -> AbstractContextManager[None]:

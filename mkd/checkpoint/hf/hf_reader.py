@@ -20,8 +20,9 @@ from mkd.checkpoint.hf.hf_names import Cut
 from mkd.checkpoint.hf.hf_quantised import MXFP4, FP8Blocks, TensorHeader, find_quantised, logical_headers
 from mkd.checkpoint.hf.hf_stacked import read_stacks
 from mkd.checkpoint.hf.hf_tower import TOWER, DiskNames
+from mkd.checkpoint.one_value import one_value, unfilled_embedding
 from mkd.errors import CheckpointError, MkdError, collect_error, raise_all
-from mkd.families.weight_rules import SCALARS
+from mkd.families.weight_rules import EMBEDDING, SCALARS
 from mkd.file_start import content_of_file
 from mkd.plan.models.model_shape import ADAPTER_FILE, adapter_error
 from mkd.plan.models.other_folders import not_a_model
@@ -77,6 +78,7 @@ class HFCheckpoint:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self.bytes_read = 0
+        self.unfilled: dict[str, float] = {}  # matrices of one value, of those that were read
         weight_map = self._weight_map()
         self.is_sharded = weight_map is not None
         self._refuse_adapter_beside()
@@ -101,8 +103,21 @@ class HFCheckpoint:
         part = derived.read(self._read_stored, cut) if derived else self._read_stored(stored, cut)
         if not is_finite(part):
             names = derived.stored if derived else (stored,)
-            raise not_finite(str(self.directory / self._stored[names[0]].file), " with ".join(names), part)
+            raise not_finite(self._file_of(names[0]), " with ".join(names), part)
+        if tensor not in self.unfilled and one_value(part) is not None:
+            self._keep_unfilled(tensor)
         return part
+
+    def _keep_unfilled(self, tensor: str) -> None:
+        """Keep the value of a matrix if it has one everywhere; raise `CheckpointError` for the embedding."""
+        value = one_value(self.read_whole(tensor))
+        if value is not None and tensor == EMBEDDING:
+            raise unfilled_embedding(self._file_of(self.names.on_disk(tensor)), tensor, value)
+        if value is not None:
+            self.unfilled[tensor] = value
+
+    def _file_of(self, stored: str) -> str:
+        return str(self.directory / self._stored[stored].file)
 
     def read_codes(self, tensor: str, cut: Cut) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a part of a quantised tensor, see `FP8Blocks` and `MXFP4`.

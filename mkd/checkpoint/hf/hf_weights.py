@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_carried import tell_of_skipped
@@ -17,6 +18,7 @@ from mkd.checkpoint.hf.hf_codes import read_codes
 from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint
 from mkd.checkpoint.hf.hf_tower import TOWER, tower_of
+from mkd.checkpoint.one_value import unfilled_note
 from mkd.errors import CheckpointError, ErrorList, raise_all
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.parallel.context import ParallelContext
@@ -71,6 +73,15 @@ def load_hf_weights(
             if is_tied and LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, LM_HEAD, piece))
     load_tower(model_part, checkpoint)
+
+
+def tell_of_unfilled(checkpoint: HFCheckpoint) -> None:
+    """Log the matrices of one value that any rank has read. Collective."""
+    found: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, checkpoint.unfilled)
+    note = unfilled_note(str(checkpoint.directory), {name: one[name] for one in found for name in one})
+    if note:
+        LOG.warning(note)
 
 
 def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
