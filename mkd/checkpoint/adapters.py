@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mkd.checkpoint.folders import read_state
 from mkd.errors import CheckpointError
 from mkd.plan.models.lora_shape import LoRAShape
+from mkd.run_command import quoted
 
 if TYPE_CHECKING:  # it loads torch
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint
@@ -61,9 +62,26 @@ def require_whole_model(folder: Path) -> None:
         return
     what, base = f"{folder} holds adapters (LoRA), not a model", saved_base(folder)
     why = f"the weights that they change are those of {base}"
-    do = f"mkd export --load {folder} --hf-out NEW --reference-hf {base}"
-    do = _RESUME if _changes_checkpoint(folder) else do
-    raise CheckpointError(what, why, f"make a whole model and name that: {do}", code="hf-adapter")
+    raise CheckpointError(what, why, f"make a whole model and name that: {_whole(folder)}", code="hf-adapter")
+
+
+def start_anew(folder: Path) -> str:
+    """Return how a run starts from the weights in a checkpoint, without the rest of it, for an error."""
+    if saved_adapters(folder) is None:
+        return (
+            f"start anew from its weights: --student-load {quoted(folder)} without --load, and another --save"
+        )
+    return (
+        f"start anew from a whole model: {_whole(folder)}; then --student-hf NEW without --load, and another "
+        "--save"
+    )
+
+
+def _whole(folder: Path) -> str:
+    """Return what makes a whole model of the adapters in a checkpoint."""
+    base = quoted(saved_base(folder))
+    export = f"mkd export --load {quoted(folder)} --hf-out NEW --reference-hf {base}"
+    return _RESUME if _changes_checkpoint(folder) else export
 
 
 def require_base(folder: Path, reference: Path) -> None:

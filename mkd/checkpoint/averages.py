@@ -14,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
+from mkd.checkpoint.adapters import start_anew
 from mkd.errors import CheckpointError
 
 AVERAGES = "averages"  # entry of mkd.json: their number
@@ -112,6 +113,6 @@ def averages_problem(
     return CheckpointError(
         f"{folder} holds no average of the student's weights of teacher {', '.join(lacking)}{held}",
         "teachers of the run that saved it had other weights, or other names",
-        "restore them, or start from the student's weights: --student-load instead of --load",
+        f"restore them, or {start_anew(folder)}",
         code="optimizer-state-differs",
     )

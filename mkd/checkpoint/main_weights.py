@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mkd.checkpoint.adapters import start_anew
 from mkd.errors import CheckpointError
 
 MOST_DIFFERENT = 0.5  # of the part of a parameter that this rank updates
@@ -31,7 +32,7 @@ class MainWeights:
         return CheckpointError(
             f"the optimizer's main weights in {folder} are not the model's weights",
             "an earlier mkd stored them and the moments shifted, where a bucket of gradients had padding",
-            "start from the model's weights, which are right: --student-load instead of --load",
+            f"the model's weights are right: {start_anew(folder)}",
             code="optimizer-state-differs",
         )
 

@@ -15,6 +15,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from mkd.checkpoint.adapters import start_anew
 from mkd.errors import CheckpointError
 
 STATE_KEYS = ("params", "step")  # keys of a parameter group that are state; all others are settings
@@ -35,14 +36,12 @@ def require_same_optimizer(
     saved_kind, kind = saved.get("optimizer"), optimizer_kind(optimizer)
     if saved_kind is None:
         what, why = f"{folder} holds weights but no optimizer state", "--load continues a training run"
-        do = "start a run from its weights with --student-load"
-        raise CheckpointError(what, why, do, code="optimizer-state-differs")
+        raise CheckpointError(what, why, start_anew(folder), code="optimizer-state-differs")
     if saved_kind != kind:
         raise CheckpointError(
             f"{folder} holds a {saved_kind} optimizer, this run has a {kind} one",
             "Megatron writes the two in different forms",
-            "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with "
-            "--student-load",
+            f"give or drop --use-distributed-optimizer as in the run that saved it, or {start_anew(folder)}",
             code="optimizer-state-differs",
         )
     saved_precision = saved.get("precision")
@@ -50,7 +49,7 @@ def require_same_optimizer(
         raise CheckpointError(
             f"{folder} is of a run in {saved_precision}, this one is in {precision}",
             "the optimizer's state has other parts in bf16 than in fp32",
-            "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
+            f"give or drop --bf16 as in the run that saved it, or {start_anew(folder)}",
             code="optimizer-state-differs",
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mkd.checkpoint.averages import averages_problem
 from mkd.checkpoint.distributed import TrainingState, start_save
 from mkd.checkpoint.folders import (
     ABANDONED,
@@ -32,15 +33,15 @@ from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.human import duration
+from mkd.kinds.averaged.averaged_teachers import averaging_teachers
 from mkd.kinds.texts import Texts
 from mkd.operations.console import LOG
 from mkd.operations.event_log import SAVE
 from mkd.operations.phases import Phases
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
-from mkd.plan.models.model_shape import ModelShape
 from mkd.resolve.run_plan import Plan
-from mkd.run.fingerprints import changed_files, describe_changes, identify_run, require_same
+from mkd.run.fingerprints import ACCEPTED, changed_files, describe_changes, identify_run, require_same
 
 
 def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
@@ -59,36 +60,35 @@ def take_identity(plan: Plan, texts: Texts, context: ParallelContext) -> dict[st
     return context.broadcast_object(on_rank_0(identify, _unreadable))
 
 
-def find_start(
-    checkpoint: CheckpointConfig,
-    student: ModelShape,
-    run_identity: Mapping[str, object],
-    context: ParallelContext,
-) -> Path | None:
+def find_start(plan: Plan, run_identity: Mapping[str, object], context: ParallelContext) -> Path | None:
     """Return the verified checkpoint of --load to resume from; None means the student's own weights.
 
-    Collective. Raises CheckpointError if it belongs to another model than `student`, or to a run with other
-    fingerprints than `run_identity`. Logs all other differences.
+    Collective. Raises CheckpointError if it belongs to another model than the student, lacks the average of a
+    teacher, or belongs to a run with other fingerprints than `run_identity`. Logs all other differences.
     """
+    checkpoint = plan.config.checkpoint
     if not checkpoint.load:
         return None
     folder = choose_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step, context, LOG.warning)
     if folder is not None:
-        on_rank_0(lambda: _resume(folder, checkpoint, student, run_identity), _unreadable)
+        on_rank_0(lambda: _resume(folder, plan, run_identity), _unreadable)
     else:
         LOG.info("%s holds no checkpoint yet: starting from the student's own weights", checkpoint.load)
     return folder
 
 
-def _resume(
-    folder: Path, checkpoint: CheckpointConfig, student: ModelShape, run_identity: Mapping[str, Any]
-) -> None:
+def _resume(folder: Path, plan: Plan, run_identity: Mapping[str, Any]) -> None:
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
+    checkpoint = plan.config.checkpoint
     # Refuse first: a run that does not start must leave the pointer where it is.
-    require_same_model(folder, student)
+    require_same_model(folder, plan.student.shape)
     saved = read_state(folder)
+    lacking = averages_problem(folder, saved, averaging_teachers(plan.setups))
+    if lacking is not None:  # before the fingerprints, whose differences can be accepted
+        raise lacking
     known, files = run_identity["fingerprints"], changed_files(saved.get("files", {}), run_identity["files"])
-    require_same(folder, saved.get("fingerprints", {}), known, checkpoint.accept_change, files)
+    before = saved.get(ACCEPTED, ())
+    require_same(folder, saved.get("fingerprints", {}), known, checkpoint.accept_change, files, before)
     left: list[Path] = []
     if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
         # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.

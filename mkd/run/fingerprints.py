@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from mkd.checkpoint.adapters import ADAPTERS, BASE
+from mkd.checkpoint.adapters import ADAPTERS, BASE, start_anew
 from mkd.checkpoint.folders import REPLICAS, SETTINGS
 from mkd.config.data_files import parse_blend
 from mkd.config.divergence import SKEW_ALPHA
@@ -35,9 +35,11 @@ from mkd.operations.run_folders import cache_folder
 from mkd.plan.models.lora_shape import LoRAShape
 from mkd.resolve.chat_setup import CHAT_DATE, date_of
 from mkd.resolve.run_plan import Plan
+from mkd.run_command import quoted
 from mkd.tokenizers.chat_input import ChatSettings
 from mkd.tokenizers.tokenizer import Tokenizer
 
+ACCEPTED = "accepted"  # entry of a checkpoint: --accept-change of the run that saved it
 MOST_FILES, MOST_NAMED = 2000, 5  # files of the data in a checkpoint, and in an error
 # Evenly spaced pieces read from a corpus without a description: 4 MiB.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
@@ -74,7 +76,7 @@ NOT_OF_EVALUATION = ("loss.kd_ratio", CHAT_LOSS, CHAT_VARIABLES)  # the held-out
 def identify_run(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, prompts: PromptSet | None = None
 ) -> dict[str, object]:
-    """Return the checkpoint entries (JSON) `fingerprints`, `settings`, `evaluation` and `files`."""
+    """Return the checkpoint's entries (JSON): fingerprints, settings, evaluation, files and ACCEPTED."""
     known = fingerprints(plan, tokenizer, train_set, prompts)
     evaluation = evaluation_print(plan, known, valid_set)
     found: dict[str, object] = {
@@ -82,6 +84,7 @@ def identify_run(
         SETTINGS: run_settings(plan),
         "evaluation": evaluation,
         "files": training_files(train_set),
+        ACCEPTED: list(plan.config.checkpoint.accept_change),
     }
     lora = LoRAShape.of(plan.config)
     if lora is None:
@@ -195,18 +198,21 @@ def require_same(
     current: Mapping[str, object],
     accepted: Sequence[str],
     files: str = "",  # see `changed_files`
+    accepted_before: Sequence[str] = (),  # by the run that saved the checkpoint
 ) -> None:
     """Raise CheckpointError, with every difference by name, unless all differences are accepted.
 
     Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have
     another name if the teacher at its place had the same weights. A checkpoint of an older version may lack
-    all fingerprints, or those of later options, which then had their defaults.
+    all fingerprints, or those of later options, which then had their defaults. The same command starts again
+    after a stop: what it accepts may then be gone from both sides.
     """
     if not saved:
         return
     saved = _as_now(saved, current)
     names = sorted(saved.keys() | current.keys())
-    unknown = [one for one in accepted if not any(_is_part(name, one) for name in names)]
+    known = [*names, *accepted_before]
+    unknown = [one for one in accepted if not any(_is_part(name, one) for name in known)]
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
         what = f"--accept-change {unknown[0]} names nothing that is compared"
@@ -222,8 +228,8 @@ def require_same(
             f"{folder} was saved by a run with other {differences}",
             "resuming would silently mix two different trainings"
             + (f"; files of the data {files}" if files and FILES in refused else ""),
-            f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
-            + " ".join(refused),
+            f"restore it, {start_anew(folder)}, or resume with --accept-change "
+            + " ".join(map(quoted, refused)),
             code="run-differs",
         )
 
@@ -243,8 +249,7 @@ def _require_same_adapters(
         raise CheckpointError(
             f"{folder} was saved by a run with other adapters: {then}",
             "the learned adapters would be left out, or do not fit",
-            "restore --lora-rank and --lora-targets, or start from an export of it: "
-            f"mkd export --load {folder} --hf-out DIR --reference-hf MODEL",
+            f"restore --lora-rank and --lora-targets, or {start_anew(folder)}",
             code="run-differs",
         )
 

@@ -82,7 +82,7 @@ def build_run(
     plan, texts, tasks = read_texts(plan, context, phases, cleanup, signals)
     # The identity covers the data, and is compared with the checkpoint's before weights are read.
     run_identity = take_identity(plan, texts, context)
-    start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
+    start_folder = find_start(plan, run_identity, context)
     for index in apart_teachers(plan.config):
         require_even_row(plan.config, index, texts.teacher_seq_lengths[index])
     links = {} if launch is None else links_of_student(plan.config, launch, context)

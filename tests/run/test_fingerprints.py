@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.data.corpus.store import StoreFiles
@@ -127,10 +130,26 @@ def test_accepting_a_name_accepts_its_parts(accepted, named, tmp_path):
 def test_other_adapters_are_never_accepted(now, tmp_path):
     """Those on proj would be left out without a word, and another rank was called a damaged checkpoint."""
     saved = SAVED | {"student.lora_rank": 4, "student.lora_targets": ["proj", "qkv"], "student.lora_alpha": 8}
+    adapters = {"rank": 4, "alpha": 8, "targets": ["proj", "qkv"], "base": "models/the base"}
+    state = asdict(TrainingPosition()) | {"adapters": adapters, "fingerprints": {"student.base": "hf-a"}}
+    (tmp_path / "mkd.json").write_text(json.dumps(state))
     with refused("run-differs: other adapters") as caught:
         require_same(tmp_path, saved, SAVED | {"student.lora_alpha": 8} | now, ["student", "loss"])
-    assert f"mkd export --load {tmp_path}" in caught.value.do and "accept-change" not in caught.value.do
+    export = f"mkd export --load {tmp_path} --hf-out NEW --reference-hf 'models/the base'"
+    assert f"{export}; then --student-hf NEW without --load" in caught.value.do
+    assert "accept-change" not in caught.value.do
     require_same(tmp_path, saved, saved | {"student.lora_alpha": 3}, ["student.lora_alpha"])
+
+
+def test_what_was_accepted_before_may_be_gone(tmp_path):
+    """A scheduler starts the same command again, after the run that accepted the change has saved."""
+    now = SAVED | {"teacher.other": "sha256:1"}
+    del now["teacher.teacher"]
+    names = ["teacher.other", "teacher.teacher"]
+    require_same(tmp_path, SAVED, now, names)
+    require_same(tmp_path, now, now, names, accepted_before=names)
+    with refused("remove-flag: names nothing that is compared"):
+        require_same(tmp_path, now, now, [*names, "teacher.third"], accepted_before=names)
 
 
 @pytest.mark.parametrize("name", ["dat", "loss.kd", "bogus"])
@@ -223,6 +242,6 @@ def test_an_option_that_was_not_there_yet_had_its_default(tmp_path):
         (name,) = now
         with refused("run-differs") as caught:
             require_same(tmp_path, SAVED, SAVED | now, [])
-        assert caught.value.do.endswith(f"--accept-change {name}")
+        assert shlex.split(caught.value.do.rpartition("--accept-change ")[2]) == [name]
     with refused("run-differs"):
         require_same(tmp_path, SAVED | {"data.content": "sha256:2"}, SAVED | of_teacher, [])

@@ -16,6 +16,7 @@ from mkd.plan.facts import RunFacts
 
 if TYPE_CHECKING:  # it loads torch
     from mkd.resolve.run_plan import Plan
+    from mkd.resolve.teacher_setup import TeacherSetup
 
 
 class Averages(Kind):
@@ -70,6 +71,11 @@ def changing_teachers(config: Config) -> frozenset[str]:
     """Return the names of the teachers whose weights change while the student learns."""
     pairs = zip(teacher_names(config.teachers), config.teachers, strict=True)
     return frozenset(name for name, one in pairs if follows_student(one))
+
+
+def averaging_teachers(setups: Iterable[TeacherSetup]) -> list[str]:
+    """Return the names of the teachers of a run whose weights average the student's."""
+    return [one.name for one in setups if one.settings.weights == EMA]
 
 
 def follows_student(teacher: TeacherConfig) -> bool:
