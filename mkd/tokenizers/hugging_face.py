@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from mkd.errors import UsageError
 from mkd.file_start import content_of_file
@@ -29,7 +28,17 @@ from mkd.tokenizers.pieces import (
 )
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 from mkd.tokenizers.tokenizer import Tokenizer, no_chat_template, sha256_of
-from mkd.tokenizers.tokenizer_files import TOKENIZER_FILES, WRITE_JSON, has_tokenizer, no_tokenizer, open_hf
+from mkd.tokenizers.tokenizer_files import (
+    MODEL_CONFIG,
+    TOKENIZER_FILES,
+    WRITE_JSON,
+    config_refusal,
+    has_tokenizer,
+    in_one_line,
+    no_tokenizer,
+    open_hf,
+    own_code,
+)
 
 
 @dataclass(frozen=True)
@@ -245,34 +254,26 @@ def load_hugging_face(model: str, chat: ChatSettings | None = None) -> Tokenizer
 
 def not_loadable(model: str, error: Exception) -> UsageError:
     """Return the error for a tokenizer that raised `error`: transformers reads its config.json first."""
-    config = Path(model) / "config.json"
-    if config.is_file():
-        try:
-            AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
-        except Exception as refusal:  # some checks of transformers raise errors of their own classes
-            return UsageError(
-                f"transformers refuses {config}",
-                f"{_in_one_line(refusal)}; it reads the file with the tokenizer, and with every export",
-                "correct the file, or download it again",
-                code="tokenizer-file-not-valid",
-            )
+    refusal = config_refusal(model)
+    if refusal is not None:
+        return UsageError(
+            f"transformers refuses {Path(model) / MODEL_CONFIG}",
+            f"{in_one_line(refusal)}; it reads the file with the tokenizer, and with every export",
+            "correct the file, or download it again",
+            code="tokenizer-file-not-valid",
+        )
     for name in (*TOKENIZER_FILES, "tokenizer_config.json"):
         if content := content_of_file(Path(model) / name):
             what, do = f"{Path(model) / name} is {content.what}", content.do
             return UsageError(what, "no tokenizer can be read", do, code="tokenizer-file-not-valid")
-    needs_code = "trust_remote_code" in str(error)
     return UsageError(
         f"{model}: no Hugging Face tokenizer could be loaded",
-        "its tokenizer is code of its own, which is not run" if needs_code else _in_one_line(error),
+        own_code(error) or in_one_line(error),
         WRITE_JSON
-        if needs_code
+        if own_code(error)
         else "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
         code="tokenizer-missing",
     )
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}"
 
 
 def require_fast(hf: Any, name: str) -> Any:

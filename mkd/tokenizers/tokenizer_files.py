@@ -20,7 +20,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, __version__
 from transformers.utils import cached_file
 
 from mkd.errors import UsageError
@@ -28,7 +28,7 @@ from mkd.tokenizers.kimi import RANKS_FILE, is_kimi, load_kimi
 
 LOG = logging.getLogger("mkd")
 TOKENIZER_JSON = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
+CONFIG_FILE, MODEL_CONFIG = "tokenizer_config.json", "config.json"
 PIECES_FILE = "tokenizer.model"
 TOKENIZER_FILES = (TOKENIZER_JSON, PIECES_FILE, "vocab.json", "vocab.txt", RANKS_FILE)
 WRITE_JSON = (
@@ -71,7 +71,7 @@ def _ask_hub(model: str) -> None:
 
     On a machine without network transformers would try again for about a minute, and then say less.
     """
-    if any(try_to_load_from_cache(model, name) for name in (CONFIG_FILE, TOKENIZER_JSON, "config.json")):
+    if any(try_to_load_from_cache(model, name) for name in (CONFIG_FILE, TOKENIZER_JSON, MODEL_CONFIG)):
         return
     with suppress(RemoteEntryNotFoundError):
         get_hf_file_metadata(hf_hub_url(model, CONFIG_FILE))
@@ -88,10 +88,17 @@ def open_hf(model: str) -> tuple[Any, bool]:
         _ask_hub(model)
     if is_kimi(model):
         return load_kimi(model), False
-    hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    try:
+        hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        own = _of_the_file(model, own_code(error) or in_one_line(error))
+        if own is None:
+            raise
+        return own, True
     path = model_file(model, TOKENIZER_JSON)
     if not hf.is_fast:
-        return hf, False
+        own = _of_the_file(model, f"{type(hf).__name__} does not read it")
+        return (hf, False) if own is None else (own, True)
     if path is None:
         compare_with_sentencepiece(hf, Path(model) / PIECES_FILE)
         return hf, False
@@ -105,6 +112,47 @@ def open_hf(model: str) -> tuple[Any, bool]:
     own = PreTrainedTokenizerFast.from_pretrained(model)
     own.chat_template = hf.chat_template
     return own, True
+
+
+def _of_the_file(model: str, why: str) -> Any | None:
+    """Return the tokenizer of a tokenizer.json, which the class that transformers takes for it cannot read.
+
+    Return None if there is no such file, if it cannot be read, or if config.json is at fault.
+    """
+    path = model_file(model, TOKENIZER_JSON)
+    if path is None or config_refusal(model) is not None:
+        return None
+    try:
+        own = PreTrainedTokenizerFast.from_pretrained(model)
+    except Exception:  # the tokenizers library raises bare Exception; the caller has the first error
+        return None
+    note_once(
+        f"note: mkd uses {path} as it is. The class that {CONFIG_FILE} or {MODEL_CONFIG} names cannot read "
+        f'it: {why}. Exports have "tokenizer_class": "PreTrainedTokenizerFast"; set it here for others'
+    )
+    return own
+
+
+def config_refusal(model: str) -> Exception | None:
+    """Return why transformers refuses the config.json of a folder; None if it does not, or there is none."""
+    if not (Path(model) / MODEL_CONFIG).is_file():
+        return None
+    try:
+        AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+    except Exception as refusal:  # some checks of transformers raise errors of their own classes
+        return refusal
+    return None
+
+
+def own_code(error: Exception) -> str:
+    """Return a text if transformers would need to run code of the folder; else ""."""
+    needs_code = "trust_remote_code" in str(error)
+    return "its tokenizer is code of its own, which is not run" if needs_code else ""
+
+
+def in_one_line(error: Exception) -> str:
+    """Return class and text of an error, cut to one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}"
 
 
 def rebuilt_example(folder: str) -> str | None:

@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_changes import PlainTokenizer
 from mkd.errors import UsageError
 from mkd.tokenizers.chat_input import Conversation
 from mkd.tokenizers.kimi import PATTERN, read_ranks
@@ -81,6 +82,34 @@ def test_tokenizer_json_decides(model_type, tokenizer_class, tmp_path, notes):
     (note,) = [line for line in notes() if folder in line]
     assert "pre_tokenizer" in note and "Qwen2Tokenizer" in note
     assert pickle.loads(pickle.dumps(tokenizer)).encode("x 2024") == tokenizer.encode("x 2024")
+
+
+REMOTE = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "more"),
+    [("T5Tokenizer", {}), ("ByT5Tokenizer", {}), ("Qwen2VLProcessor", {}), (5, {}), ("Own", REMOTE)],
+)
+def test_a_class_that_cannot_read_the_file_is_no_obstacle(tokenizer_class, more, tmp_path, notes):
+    """It is of another family or kind, no class, or code of the folder's. Exports name the right one."""
+    backend = with_digits()
+    folder = write(tmp_path / "model", backend, "llama", tokenizer_class, **more)
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", folder)
+    assert tokenizer.encode("x 2024") == backend.encode("x 2024").ids and tokenizer.eos_id == 2
+    conversation = Conversation([{"role": "user", "content": "2024"}, {"role": "assistant", "content": "a"}])
+    assert sum(tokenizer.apply_chat_template(conversation)[1]) == 2
+    (note,) = notes()
+    assert "cannot read it" in note and tokenizer.is_rebuilt
+    PlainTokenizer().save(Path(folder))
+    assert AutoTokenizer.from_pretrained(folder)("x 2024").input_ids == tokenizer.encode("x 2024")
+
+
+def test_a_file_that_nobody_can_read_is_refused(tmp_path):
+    folder = write(tmp_path / "model", with_digits(), "llama", "T5Tokenizer")
+    (Path(folder) / "tokenizer.json").write_text('{"model": {}}')
+    with refused("tokenizer-missing", UsageError):
+        load_tokenizer("HuggingFaceTokenizer", folder)
 
 
 def qwen2_backend() -> Tokenizer:
