@@ -137,6 +137,7 @@ def side_of_teacher(config: Config, index: int) -> Config:
         teacher_layout(teacher),
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         distributed_timeout_seconds_after_init=parallel.distributed_timeout_seconds_after_init,
+        pipeline_layout="even" if teacher.pipeline_layout else parallel.pipeline_layout,
     )
     others = (*config.teachers[:index], alone, *config.teachers[index + 1 :])
     return replace(config, parallel=layout, teachers=others)

@@ -9,6 +9,9 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import UsageError
+from mkd.kinds.known_kinds import KINDS
+from mkd.plan.checks.model_alone import ModelAlone
+from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.parallel_sizes import Sizes
 from mkd.plan.sides import (
     apart_teachers,
@@ -233,3 +236,17 @@ def test_a_student_without_processes():
     with pytest.raises(UsageError) as error:
         student_processes(config(*BASE, "--teacher-processes", 4), 4)
     assert error.value.code == "world-not-divisible"
+
+
+def test_the_rule_of_the_run_splits_the_layers_of_a_side(files):
+    """8 layers over 3 stages: the error's own remedies work, and a layout that is given wins."""
+    own = (*files, "--teacher-hf", files[1], "--teacher-processes", 3)
+    own = (*own, "--teacher-pipeline-model-parallel-size", 3)
+    assert "layers-not-divisible: layers do not divide over" in early(*own, world_size=4)
+    given = ("--teacher-pipeline-layout", "3,3,2")
+    for more in (given, ("--pipeline-layout", "auto"), (*given, "--pipeline-layout", "auto")):
+        settings = load_config([*map(str, (*own, *more))]).config
+        assert reports(early_problems(settings, 1)) == []
+        alone = ModelAlone(side_of_teacher(settings, 0), 3, ModelShape.from_hf_dir(files[1]), 0, KINDS, 1)
+        layers = alone.layout.layers
+        assert sum(layers) == 8 and len(layers) == 3 and (layers == (3, 3, 2) or given[0] not in more)
