@@ -25,7 +25,16 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-WITH_KNOWN_TEXT = ("gemma3",)  # those of REFUSED whose text model mkd runs
+WITH_KNOWN_TEXT = {"gemma3": "gemma3_text"}  # those of REFUSED whose text model mkd runs
+SAVE_TEXT = (
+    "import transformers as hf; m = hf.AutoModelForImageTextToText.from_pretrained('DIR', dtype='auto'); "
+    "t = hf.AutoModelForCausalLM.from_config(m.config.get_text_config(), dtype=m.dtype); "
+    "t.model.load_state_dict(m.get_decoder().state_dict()); head = m.get_output_embeddings(); "
+    "t.set_output_embeddings(head); "
+    "t.config.tie_word_embeddings = head.weight is m.get_input_embeddings().weight; "
+    "t.save_pretrained('NEW'); hf.AutoTokenizer.from_pretrained('DIR').save_pretrained('NEW')"
+)
+"""Python that saves the text model of one with images, whose weights have other names there."""
 
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of models whose `text_config` names its family
 _ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh hardswish
@@ -194,6 +203,11 @@ TEXT_ALONE = tuple(one.model_type for one in _ALL if one.read_vision is None)
 WITH_IMAGES = tuple(sorted(VISION_FAMILIES.keys() - set(TEXT_ALONE)))
 
 
+def saved_text(text_family: str | None) -> str:
+    """Return how a user makes a model of the text alone, for an error."""
+    return f'its text model ({text_family}), which this saves from DIR in NEW: python -c "{SAVE_TEXT}"'
+
+
 def refuse_known(model_type: object, source: str) -> None:
     """Raise `UsageError` for a model with images that mkd knows by name and cannot run."""
     why = REFUSED.get(model_type) if isinstance(model_type, str) else None
@@ -201,7 +215,7 @@ def refuse_known(model_type: object, source: str) -> None:
         what = f"{source}: model_type {model_type!r} is not supported"
         do = f"use a model of {', '.join(WITH_IMAGES)}"
         if model_type in WITH_KNOWN_TEXT:
-            do += ", or its text model saved on its own"
+            do += f", or {saved_text(WITH_KNOWN_TEXT[model_type])}"
         raise UsageError(what, why, do, code="model-type-not-supported")
 
 

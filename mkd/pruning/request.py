@@ -9,6 +9,8 @@ from mkd.checkpoint.hf.hf_folder import model_in_the_way
 from mkd.checkpoint.hf.hf_hub import config_folder
 from mkd.data.files.named_files import require_files
 from mkd.errors import UsageError
+from mkd.families.registry import FAMILIES
+from mkd.families.vision import saved_text
 from mkd.operations.disk import Written, require_disk
 from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.parameters import weight_bytes
@@ -78,7 +80,7 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
         raise UsageError(
             f"mkd cannot cut a {teacher.hf_config.get('model_type')} model",
             "its config.json describes a vision tower too, and a cut knows only the text model",
-            "cut its text model saved on its own",
+            _text_to_cut(teacher),
             code="cut-not-supported",
         )
     if teacher.moe is not None:
@@ -92,9 +94,18 @@ def refuse_other_kinds(teacher: ModelShape) -> None:
         raise UsageError(
             f"mkd cannot cut a {teacher.vision.family} model",
             "its vision tower makes features as wide as the text model, and a cut knows only the text model",
-            "cut its text model saved on its own",
+            _text_to_cut(teacher),
             code="cut-not-supported",
         )
+
+
+def _text_to_cut(teacher: ModelShape) -> str:
+    """Return what can be cut in place of a model with images."""
+    nested = teacher.hf_config.get("text_config") or {}
+    own = nested.get("model_type")
+    if own in FAMILIES:
+        return f"cut {saved_text(own)}"
+    return f"cut a model of text alone, such as one of {teacher.family}"
 
 
 def narrower(sizes: StudentSizes, teacher: ModelShape) -> list[str]:

@@ -40,7 +40,7 @@ def assert_true(model_type: str, found: MkdError | None, text: str | None) -> No
     else:
         listed = found.why.removeprefix("mkd knows ").partition(" (")[0].split(", ")
         assert listed == sorted(FAMILIES)
-        hint = f"this one's text model, saved on its own, is {text}"
+        hint = f"or its text model ({text}), which this saves"
         assert (hint in found.do) == (text in FAMILIES)
 
 

@@ -20,7 +20,14 @@ from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.mixer_shape import mixer_facts
 from mkd.families.registry import FAMILIES
 from mkd.families.unread_keys import unread_keys
-from mkd.families.vision import VISION_FAMILIES, refuse_known, refuse_text_model, text_config, with_sections
+from mkd.families.vision import (
+    VISION_FAMILIES,
+    refuse_known,
+    refuse_text_model,
+    saved_text,
+    text_config,
+    with_sections,
+)
 from mkd.families.vision_shape import VisionFamily, VisionShape
 from mkd.file_start import content_of_file
 from mkd.plan.models.other_folders import not_a_model
@@ -182,7 +189,7 @@ class ModelShape:
             nested = config.get("text_config")
             text = str(nested.get("model_type")) if isinstance(nested, Mapping) else None
             do = "use a model of one of these families" + (
-                f"; this one's text model, saved on its own, is {text}" if text in FAMILIES else ""
+                f", or {saved_text(text)}" if text in FAMILIES else ""
             )
             raise UsageError(what, why, do, code="model-type-not-supported")
         given = without_nulls({**family.defaults, **config})

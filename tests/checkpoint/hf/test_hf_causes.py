@@ -189,4 +189,4 @@ def test_no_hint_names_a_model_that_is_refused_too(model_type, text):
     nested = {"model_type": "new_vl", "text_config": {"model_type": "llama"}}
     with pytest.raises(UsageError) as caught:
         ModelShape.from_hf_config(nested)
-    assert "text model, saved on its own, is llama" in caught.value.do
+    assert "its text model (llama), which this saves" in caught.value.do
