@@ -19,6 +19,8 @@ from mkd.checkpoint.adapters import start_anew
 from mkd.errors import CheckpointError
 
 STATE_KEYS = ("params", "step")  # keys of a parameter group that are state; all others are settings
+GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Settings that say which parameter group of a checkpoint is which of the run."""
 
 
 def optimizer_kind(optimizer: MegatronOptimizer | None) -> str | None:
@@ -90,12 +92,8 @@ def _load_inner(inner: MegatronOptimizer, loaded: dict[Any, Any], step: int) -> 
     """
     moments = loaded.pop("param_state", None)  # the replicated optimizer has them in `state`
     _count_as(inner.optimizer, loaded.get("optimizer", loaded), step)
-    settings = [dict(group) for group in inner.param_groups]
+    _take_settings(loaded.get("optimizer", loaded), inner)
     inner.load_state_dict(loaded)
-    for group, own in zip(inner.param_groups, settings, strict=True):
-        for name in group.keys() - own.keys() - set(STATE_KEYS):
-            del group[name]  # a setting of the other Adam
-        group.update({name: value for name, value in own.items() if name not in STATE_KEYS})
     if moments is None:
         return
     states = inner.optimizer.state.items()
@@ -103,6 +101,26 @@ def _load_inner(inner: MegatronOptimizer, loaded: dict[Any, Any], step: int) -> 
     inner.load_parameter_state_from_fully_reshardable(moments)
     for parameter, shared in steps.items():
         inner.optimizer.state[parameter]["step"] = shared.clone()
+
+
+def _take_settings(loaded: dict[Any, Any], inner: MegatronOptimizer) -> None:
+    """Give the groups that were read the settings of this run, and no other ones.
+
+    megatron-core 0.17 and later match groups by the learning rates in them, too, so that a run with another
+    one would find no group.
+    """
+    own = {_group_key(group): group for group in inner.param_groups}
+    for group in loaded["param_groups"]:
+        settings = own.get(_group_key(group))
+        if settings is None:
+            continue  # Megatron says which groups differ
+        state = {name: group[name] for name in STATE_KEYS if name in group}
+        group.clear()
+        group.update({name: value for name, value in settings.items() if name not in STATE_KEYS} | state)
+
+
+def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(name) for name in GROUP_KEYS)
 
 
 def _counts_by_parameter(adam: torch.optim.Optimizer) -> bool:
