@@ -78,7 +78,8 @@ def run_program(*arguments: str) -> tuple[int, str, str]:
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(workers) == 2 and not any(map(is_running, workers))
-    return ended.returncode, last, ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if "No CUDA runtime" not in line]  # newer Megatrons
+    return ended.returncode, last, "\n".join(errors)
 
 
 def test_a_process_never_waits_for_workers_that_nobody_ended():
