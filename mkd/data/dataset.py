@@ -50,9 +50,8 @@ class PackedDataset:
         self.store, self.index = store, index or pack_in_memory(store, packing)
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
         self.tag_names = () if tags is None else tags.names  # of all tags of the run
-        # Number of each pack's tag, int64 [packs]; None: packs have none
         self.taught: Sequence[frozenset[int] | None] = ()  # tags of each of `teachers`; None: all
-        self._tags: np.ndarray | None = None
+        self._tags: np.ndarray | None = None  # number of each pack's tag, int64 [packs]; None: without tags
         if tags is not None:
             self._tags = tags.of_documents(store, self.index.first_documents())
         self._vocab_size, self._pad_id, self.images = vocab_size, pad_id, images

@@ -15,5 +15,5 @@ moving_average.py                a teacher whose weights average the student's
 input_rounding.py                the inputs of a rounded student's matrices, and their calibration
 layer_graphs.py                  which decoder layers run as CUDA graphs
 report.py, teacher_idle.py        metrics records and progress lines; how busy teachers' own processes are
-nonfinite.py, spikes.py          steps that went wrong, and their samples (samples.py)
+nonfinite.py, spikes.py          steps that went wrong or stand out, and their samples
 """

@@ -22,7 +22,7 @@ class ChunkedTerm:
     measures: ClassVar[tuple[str, ...]] = ()
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of chunks of this rank's micro-batch."""
+        """Return the number of chunks of a micro-batch, those of all context-parallel ranks."""
         return self._chunks(batch).num_chunks
 
     def num_rows_of(self, batch: PackedBatch, packs: Sequence[int]) -> int:

@@ -117,15 +117,13 @@ class Routed:
         batch = given.batch
         size = batch.loss_mask.shape[1] // given.num_packs
         mask = torch.zeros_like(batch.loss_mask)
+        weights = torch.zeros(given.num_packs, device=mask.device)
         for number in packs:  # slices, which do not wait for the device as an index would
-            mask[:, number * size : (number + 1) * size] = batch.loss_mask[
-                :, number * size : (number + 1) * size
-            ]
+            span = slice(number * size, (number + 1) * size)
+            mask[:, span] = batch.loss_mask[:, span]
+            weights[number] = self.weight
         counts = [count if n in packs else 0 for n, count in enumerate(batch.pack_loss_tokens)]
         own = replace(batch, loss_mask=mask, loss_rows=batch.loss_rows_of(packs), num_loss_tokens=sum(counts))
-        weights = torch.zeros(given.num_packs, device=mask.device)
-        for number in packs:
-            weights[number] = self.weight
         return replace(given, batch=own, pack_weights={self.inner.name: weights})
 
 
