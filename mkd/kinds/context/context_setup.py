@@ -1,4 +1,4 @@
-"""The set-up of a teacher that reads another prompt than the student."""
+"""The set-up of a teacher that reads a row of its own: another prompt than the student, or other tokens."""
 
 from __future__ import annotations
 
@@ -27,48 +27,51 @@ WITHOUT_PROMPTS = 2.0
 
 
 @dataclass(frozen=True)
-class ContextSetup(TeacherSetup):
-    """The teacher's side of the text."""
+class OwnRowSetup(TeacherSetup):
+    """The side of the text of a teacher that reads a row of its own."""
 
-    tags: TaughtTags | None = None  # of records that need a context; None: all do
+    tags: TaughtTags | None = None  # of records that need a context, if it has one; None: all do
     own_text: TeacherText | None = None  # known after `meet`
     longest_completion: int = 0  # tokens that the student samples at most
 
     @property
-    def settings_of_context(self) -> ContextConfig:
-        assert self.settings.context is not None, "the teacher is of this kind"
-        return self.settings.context
-
-    def meet(self, config: Config, tokenizers: Tokenizers, context: ParallelContext) -> ContextSetup:
-        assert self.source is not None, "the teacher runs"
-        text = TeacherText(
-            tokenizer=tokenizers.student,
-            vocab_size=self.source.shape.vocab_size,
-            seq_length=self.settings_of_context.seq_length,
-            name=self.name,
-            context=template_of(self.name, self.settings_of_context, self.tags),
-        )
-        return replace(self, own_text=text, longest_completion=config.rollout.max_new_tokens)
-
-    def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader:
-        return PromptReader(tokenizers.student, template_of(self.name, self.settings_of_context, self.tags))
-
-    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> ContextSetup:
-        """Return the teacher with packs that have room for completions.
-
-        See `room_for`.
-        """
-        reader = PromptReader(self.text.tokenizer, self.text.context)
-        least = room_for(prompts, self.name, reader, self.longest_completion, seq_length, document_multiple)
-        return replace(self, own_text=replace(self.text, least_seq_length=least))
-
-    def pack_length(self, seq_length: int) -> int:
-        return self.text.seq_length or self.text.least_seq_length
+    def template(self) -> ContextTemplate | None:
+        """Recipe of the teacher's prompts; None: it reads those of the student."""
+        context = self.settings.context
+        return None if context is None else template_of(self.name, context, self.tags)
 
     @property
     def text(self) -> TeacherText:
         assert self.own_text is not None, "`meet` comes first"
         return self.own_text
+
+    def pack_length(self, seq_length: int) -> int:
+        return self.text.seq_length or self.text.least_seq_length
+
+    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> OwnRowSetup:
+        """Return the teacher with packs that have room for completions after its prompts; see `room_for`."""
+        reader = PromptReader(self.text.tokenizer, self.template)
+        least = room_for(prompts, self.name, reader, self.longest_completion, seq_length, document_multiple)
+        return replace(self, own_text=replace(self.text, least_seq_length=least))
+
+
+@dataclass(frozen=True)
+class ContextSetup(OwnRowSetup):
+    """The side of the text of a teacher with the student's tokenizer and another prompt."""
+
+    def meet(self, config: Config, tokenizers: Tokenizers, context: ParallelContext) -> ContextSetup:
+        assert self.source is not None and self.settings.context is not None, "it runs, with a context"
+        text = TeacherText(
+            tokenizer=tokenizers.student,
+            vocab_size=self.source.shape.vocab_size,
+            seq_length=self.settings.context.seq_length,
+            name=self.name,
+            context=self.template,
+        )
+        return replace(self, own_text=text, longest_completion=config.rollout.max_new_tokens)
+
+    def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader:
+        return PromptReader(tokenizers.student, self.template)
 
     def term(self, share: float, divergence: Mapping[str, Any]) -> Teacher:
         return ContextTeacher(self.name, share, self.index, divergence)

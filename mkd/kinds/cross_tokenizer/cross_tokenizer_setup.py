@@ -11,22 +11,19 @@ from typing import Any, ClassVar
 import torch
 
 from mkd.config.schema import Config, XTokenConfig
-from mkd.config.tag_rules import TaughtTags
-from mkd.data.aligned.context_records import ContextTemplate
 from mkd.data.aligned.teacher_pieces import LENGTH_UNIT
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.processors import load_image_processor
 from mkd.data.prompt_readers import PromptReader
 from mkd.data.prompts import PromptSet
-from mkd.kinds.context.context_setup import room_for, template_of
+from mkd.kinds.context.context_setup import OwnRowSetup
 from mkd.kinds.cross_tokenizer.cross_tokenizer_term import CrossTokenizer
 from mkd.models.language_model import LanguageModel
 from mkd.models.stored_head import StoredHead
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.resolve.preflight import Tokenizers
-from mkd.resolve.teacher_setup import TeacherSetup
 from mkd.train.teachers.base import Teacher
 from mkd.xtoken import build_projection
 from mkd.xtoken.loss_settings import ChunkLossSettings
@@ -38,13 +35,10 @@ SPARE_ROOM = 1.25  # in packs for completions: texts vary
 
 
 @dataclass(frozen=True)
-class CrossTokenizerSetup(TeacherSetup):
+class CrossTokenizerSetup(OwnRowSetup):
     """The teacher's side of the text and of the vocabulary."""
 
-    tags: TaughtTags | None = None  # of records that need a context, if it has one; None: all do
     relation: VocabularyRelation | None = None  # known after `meet`
-    own_text: TeacherText | None = None  # known after `meet`
-    longest_completion: int = 0  # tokens that the student samples at most
     vocabulary: ChunkVocabulary | None = None  # beside the student's; on ranks with the last stage
 
     has_own_tokens: ClassVar[bool] = True
@@ -77,7 +71,7 @@ class CrossTokenizerSetup(TeacherSetup):
             reasoning=self.xtoken.reasoning,
             name=self.name,
             images=self._images(config, tokenizers),
-            context=self._context,
+            context=self.template,
         )
         longest = config.rollout.max_new_tokens
         return replace(self, relation=relation, own_text=text, longest_completion=longest)
@@ -92,26 +86,16 @@ class CrossTokenizerSetup(TeacherSetup):
 
     def prompt_reader(self, tokenizers: Tokenizers) -> PromptReader | None:
         theirs = tokenizers.teachers[self.index]
-        return None if theirs is None else PromptReader(theirs, self._context)
+        return None if theirs is None else PromptReader(theirs, self.template)
 
-    @property
-    def _context(self) -> ContextTemplate | None:
-        """Recipe of the teacher's prompts; None: it reads those of the student."""
-        context = self.settings.context
-        return None if context is None else template_of(self.name, context, self.tags)
-
-    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> CrossTokenizerSetup:
+    def with_room(self, prompts: PromptSet, seq_length: int, document_multiple: int) -> OwnRowSetup:
         """Return the teacher with packs that have room for completions.
 
         By default their number of tokens is that of the student's, times the proportion of both in the
         prompts, times SPARE_ROOM. Without prompts the proportion is 1.
         """
-        if self._context is not None:
-            reader = PromptReader(self.text.tokenizer, self._context)
-            least = room_for(
-                prompts, self.name, reader, self.longest_completion, seq_length, document_multiple
-            )
-            return replace(self, own_text=replace(self.text, least_seq_length=least))
+        if self.template is not None:
+            return super().with_room(prompts, seq_length, document_multiple)
         ours = sum(len(prompt.ids) for prompt in prompts.prompts)
         theirs = sum(len(prompt.of_teachers[self.name]) for prompt in prompts.prompts) or 1
         unit, needed = (
@@ -119,14 +103,6 @@ class CrossTokenizerSetup(TeacherSetup):
             seq_length * max(1.0, SPARE_ROOM * theirs / max(ours, 1)),
         )
         return replace(self, own_text=replace(self.text, least_seq_length=math.ceil(needed / unit) * unit))
-
-    @property
-    def text(self) -> TeacherText:
-        assert self.own_text is not None, "`meet` comes first"
-        return self.own_text
-
-    def pack_length(self, seq_length: int) -> int:
-        return self.text.seq_length or self.text.least_seq_length
 
     def fingerprints(self, config: Config, tokenizers: Tokenizers) -> Mapping[str, object]:
         """Return the fingerprint of the teacher's image processor, if it reads images."""
