@@ -18,6 +18,5 @@ class Texts:
     valid_set: BlendedDataset | None
     prompts: PromptSet | None  # that the student completes
     rewards: Rewards | None  # judges of these completions
-    teachers: tuple[TeacherSetup, ...]
-    teacher_seq_lengths: tuple[int, ...]  # tokens of the packs of each teacher that runs
+    teachers: tuple[TeacherSetup, ...]  # with the tokens of their packs
     tag_names: tuple[str, ...] = ()  # of packs, in the order of their numbers; (): tags do not matter

@@ -7,7 +7,7 @@ so that a kind's module can stay free of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkd.config.schema import Config, TeacherConfig
@@ -42,6 +42,8 @@ class TeacherSetup:
     index: int  # its number in the configuration, and in a stage if it runs
     name: str  # in metrics
     source: ModelSource | None  # files of the model; None: it has none
+    # Tokens of its packs, known once the text is read; 0: as many as the student's packs have.
+    seq_length: int = field(default=0, kw_only=True)
 
     runs: ClassVar[bool] = True  # its layers run in every step
     has_own_tokens: ClassVar[bool] = False  # its tokenizer differs from the student's

@@ -24,6 +24,7 @@ from mkd.parallel.side_links import SideLinks
 from mkd.plan.advice.cuda_graphs import planned_graphs
 from mkd.plan.forecast import PlannedPrefetch
 from mkd.plan.models.lora_shape import is_factor
+from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.sides import requests_ahead
 from mkd.resolve.run_plan import Plan
 from mkd.resolve.teacher_setup import TeacherSetup
@@ -47,7 +48,6 @@ def build_engine(
     plan: Plan,
     context: ParallelContext,
     setups: Sequence[TeacherSetup] | None = None,  # of the teachers; None: those of the plan
-    teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
     tags: Sequence[str] = (),  # of the packs, in the order of their numbers
     links: Mapping[int, SideLinks] = NO_LINKS,  # with teachers on processes of their own, by their numbers
 ) -> tuple[Engine, TrainingState]:
@@ -63,44 +63,50 @@ def build_engine(
     numbers = plan.facts.read_teachers
     joined = join_stages(students, teachers, heads, (*numbers, *plan.facts.head_numbers))
     # Before DDP, whose last step of backward calls the teachers that run ahead.
-    schedule = build_schedule(plan, joined, options, context, teacher_seq_lengths, links)
+    schedule = build_schedule(plan, setups, joined, options, context, links)
     after_backward = schedule.prefetch.finish if schedule.prefetch else None
     stages = wrap_stages(joined, config, context, after_backward)
     if context.platform.is_cuda and context.platform.transformer_engine:
         graph_layers(stages, context, *agreed_graphs(plan, context, students))
-    averages = build_averages(stages, [setups[number].settings for number in numbers])
+    running = (setups[number] for number in numbers)
+    averages = build_averages(stages, {one.name: one.settings for one in running})
     optimizer = build_optimizer(stages, config, context, rounded_weights(plan, students, context), averages)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
-    experts = ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate)
-    instead_of_ce = data_term(config, plan.scored_ids)
-    inputs = rounded_inputs(config, students, optimizer.rounded, context)
-    others = experts, instead_of_ce, inputs, run_tags(plan, tags)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, build_teachers(config, setups), *others)
+    engine = Engine(
+        kd=config.kd,
+        context=context,
+        schedule=schedule,
+        stages=stages,
+        optimizer=optimizer,
+        teachers=build_teachers(config, setups),
+        experts=ExpertMonitor.of(students, context, config.training.moe_router_bias_update_rate),
+        data_term=data_term(config, plan.scored_ids),
+        rounded_inputs=rounded_inputs(config, students, optimizer.rounded, context),
+        tags=run_tags(plan, tags),
+    )
     holds = is_factor if config.lora.is_on else everything
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler, holds, averages)
 
 
 def build_remote_states(
     plan: Plan,
+    setups: Sequence[TeacherSetup],
     options: ModelOptions,
     context: ParallelContext,
     links: Mapping[int, SideLinks],
-    teacher_seq_lengths: Sequence[int] = (),
 ) -> tuple[RemoteStates, ...]:
     """Return what asks the teachers on processes of their own for states, in their order."""
-    packs, found = plan.batch.micro_batch_size, []
+    found = []
     for place, (index, link) in enumerate(links.items()):
-        shape = plan.setups[index].head_shape
+        shape = setups[index].head_shape
         assert shape is not None, "a teacher that runs elsewhere has its head here"
-        length = teacher_seq_lengths[index] if teacher_seq_lengths else plan.config.training.seq_length
-        tokens = packs * length // context.sequence_shards(options.sequence_parallel)
         states = RemoteStates(
             link,
             context,
             place=place,
             needed=index,
-            shape=(tokens, 1, shape.hidden_size),
+            shape=state_shape(plan, setups[index], shape, context),
             dtype=options.dtype,
             sequence_parallel=options.sequence_parallel,
             ahead=requests_ahead(plan.config.teachers[index], context.dp_size),
@@ -146,27 +152,34 @@ def build_teachers(config: Config, setups: Sequence[TeacherSetup]) -> tuple[Teac
 
 def build_schedule(
     plan: Plan,
+    setups: Sequence[TeacherSetup],
     stages: list[DistillationStage],
     options: ModelOptions,
     context: ParallelContext,
-    teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
     links: Mapping[int, SideLinks] = NO_LINKS,
 ) -> PipelineSchedule:
     """Return the schedule and its communicator, which carries the teachers' hidden states, if there are any.
 
     It runs the teachers ahead, as far as --teacher-prefetch says. Collective.
     """
-    seq_length, student_config = plan.config.training.seq_length, stages[0].config
-    shards = context.sequence_shards(student_config.sequence_parallel)
-    lengths = teacher_seq_lengths or [seq_length] * len(plan.setups)
-    packs, teachers = plan.batch.micro_batch_size, zip(plan.facts.read_teachers, plan.teachers, strict=True)
-    shapes = [(packs * lengths[number] // shards, 1, one.shape.hidden_size) for number, one in teachers]
-    communicator = PipelineCommunicator(context.pp_group, student_config, shapes)
+    teachers = zip(plan.facts.read_teachers, plan.teachers, strict=True)
+    shapes = [state_shape(plan, setups[number], one.shape, context) for number, one in teachers]
+    communicator = PipelineCommunicator(context.pp_group, stages[0].config, shapes)
     planned, prefetch = agreed_prefetch(plan, context) if plan.teachers else None, None
     if planned is not None:
         prefetch = TeacherPrefetch(planned.plan, stages[0], communicator, context)
-    remote = build_remote_states(plan, options, context, links, teacher_seq_lengths)
-    return PipelineSchedule(context, communicator, packs * seq_length, prefetch, remote)
+    remote = build_remote_states(plan, setups, options, context, links)
+    tokens = plan.batch.micro_batch_size * plan.config.training.seq_length
+    return PipelineSchedule(context, communicator, tokens, prefetch, remote)
+
+
+def state_shape(
+    plan: Plan, setup: TeacherSetup, shape: ModelShape, context: ParallelContext
+) -> tuple[int, int, int]:
+    """Return the shape of a teacher's hidden state on this process, [t_i / cp (/ tp), 1, h_i]."""
+    tokens = plan.batch.micro_batch_size * (setup.seq_length or plan.config.training.seq_length)
+    shards = context.sequence_shards(plan.config.parallel.sequence_parallel)
+    return tokens // shards, 1, shape.hidden_size
 
 
 def agreed_prefetch(plan: Plan, context: ParallelContext) -> PlannedPrefetch | None:

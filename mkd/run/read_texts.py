@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,10 +53,10 @@ def read_texts(
     tasks = build_tasks(plan.config, tokenizer, plan.known_ids, context, plan.tokenizers.images)
     rewards = build_rewards(plan, prompts, context, phases, cleanup)  # a broken function ends the run here
     # The data decide the length of the teachers' packs, which the pipeline's messages have.
-    lengths = teacher_seq_lengths(plan, train_set, valid_set, teachers, context.document_multiple)
+    met = with_pack_lengths(plan, train_set, valid_set, teachers, context.document_multiple)
     tags = tag_names(plan, train_set if train_set is not None else valid_set, prompts)
     phases.enter(INIT, 0)
-    return plan, Texts(train_set, valid_set, prompts, rewards, tuple(teachers), lengths, tags), tasks
+    return plan, Texts(train_set, valid_set, prompts, rewards, met, tags), tasks
 
 
 def tag_names(plan: Plan, stored: BlendedDataset | None, prompts: PromptSet | None) -> tuple[str, ...]:
@@ -78,8 +79,7 @@ def describe_texts(plan: Plan, texts: Texts, tasks: TaskEvaluator | None) -> lis
     lines += tasks.describe() if tasks else []
     if texts.prompts:
         lines.append(texts.prompts.describe(quarantine))
-        running = (one.text for one in texts.teachers if one.runs)
-        for text, length in zip(running, texts.teacher_seq_lengths, strict=True):
+        for text, length in ((one.text, one.seq_length) for one in texts.teachers if one.runs):
             if not isinstance(text, SharedTokens) and text.context is not None:
                 ours = plan.tokenizers.student
                 lines += summarise_context_prompts(text, ours, texts.prompts.prompts, length)
@@ -115,26 +115,28 @@ def build_prompts(plan: Plan, phases: Phases) -> PromptSet | None:
     return read_prompts(paths, tokenizer, longest, plan.known_ids, bad, teachers, has_rewards, **more)
 
 
-def teacher_seq_lengths(
+def with_pack_lengths(
     plan: Plan,
     train_set: BlendedDataset | None,
     valid_set: BlendedDataset | None,
     teachers: Sequence[TeacherSetup],
     document_multiple: int,
-) -> tuple[int, ...]:
-    """Return the tokens of the packs of each teacher that runs, which data sets and completions share.
+) -> tuple[TeacherSetup, ...]:
+    """Return the teachers; those that run have packs of one length in all data sets and for completions.
 
     Raises UsageError if documents cannot be padded to one of them.
     """
     dataset = train_set if train_set is not None else valid_set
+    running = [one for one in teachers if one.runs]
     if dataset is not None:
-        return dataset.teacher_seq_lengths
-    found = []
-    for one in (one for one in teachers if one.runs):
-        found.append(one.pack_length(plan.config.training.seq_length))
-        if not isinstance(one.text, SharedTokens):
-            check_teacher_length(one.text, found[-1], document_multiple)
-    return tuple(found)
+        lengths = dataset.teacher_seq_lengths
+    else:
+        lengths = tuple(one.pack_length(plan.config.training.seq_length) for one in running)
+        for one, length in zip(running, lengths, strict=True):
+            if not isinstance(one.text, SharedTokens):
+                check_teacher_length(one.text, length, document_multiple)
+    known = dict(zip((one.index for one in running), lengths, strict=True))
+    return tuple(replace(one, seq_length=known.get(one.index, 0)) for one in teachers)
 
 
 def build_rewards(

@@ -84,10 +84,9 @@ def build_run(
     run_identity = take_identity(plan, texts, context)
     start_folder = find_start(plan, run_identity, context)
     for index in apart_teachers(plan.config):
-        require_even_row(plan.config, index, texts.teacher_seq_lengths[index])
+        require_even_row(plan.config, index, texts.teachers[index].seq_length)
     links = {} if launch is None else links_of_student(plan.config, launch, context)
-    read = texts.teachers, texts.teacher_seq_lengths, texts.tag_names
-    engine, state = build_engine(plan, context, *read, links)
+    engine, state = build_engine(plan, context, texts.teachers, texts.tag_names, links)
     cleanup.add(partial(end_teachers, engine.schedule.remote))
     position = load_start(start_folder, engine, state, notice)
     start = read_state(start_folder) if start_folder else {}

@@ -20,7 +20,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from mkd.config.models import teacher_names
 from mkd.config.schema import TeacherConfig
 
 PIECE = 2**24
@@ -169,16 +168,15 @@ class MovingAverage:
 
 
 def build_averages(
-    stages: Sequence[DistributedDataParallel], teachers: Sequence[TeacherConfig]
+    stages: Sequence[DistributedDataParallel],
+    teachers: Mapping[str, TeacherConfig],  # those that run, in their order, by their names in the run
 ) -> tuple[MovingAverage, ...]:
     """Return the averages of the student's weights in teachers, which have the student's weights so far."""
-    running = range(len(stages[0].module.teachers))
-    settings = [
-        (index, teachers[index].ema, name)
-        for index, name in zip(running, teacher_names(teachers), strict=False)
-    ]
+    named = enumerate(teachers.items())
     return tuple(
-        MovingAverage(stages, index, one.rate, one.every, name) for index, one, name in settings if one
+        MovingAverage(stages, index, one.ema.rate, one.ema.every, name)
+        for index, (name, one) in named
+        if one.ema is not None
     )
 
 

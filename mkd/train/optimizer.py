@@ -231,8 +231,14 @@ def build_optimizer(
     )
     on_host = config.training.optimizer_residency == "host"
     residency = OptimizerResidency(optimizer, context.device) if on_host else None
-    more = residency, rounded, tuple(averages)
-    built = StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, *more)
+    built = StudentOptimizer(
+        optimizer,
+        _scheduler(optimizer, config),
+        stages,
+        residency=residency,
+        rounded=rounded,
+        averages=tuple(averages),
+    )
     built.round_weights()
     return built
 

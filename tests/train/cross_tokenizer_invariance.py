@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,8 @@ def build(layout: Layout, files: Path, loss: str):
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    engine, state = build_engine(plan, context, teachers, packs.teacher_seq_lengths)
+    lengths = zip(teachers, packs.teacher_seq_lengths, strict=True)
+    engine, state = build_engine(plan, context, [replace(one, seq_length=length) for one, length in lengths])
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)
     groups = order.reshape(-1, layout.micro)[context.dp_rank :: context.dp_size]
     batches = [collate([packs[int(i)] for i in group]) for group in groups]

@@ -7,6 +7,7 @@ the real loader. Three in five conversations have no image. `vision_invariance` 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -158,7 +159,8 @@ def build(layout: Layout, student: Path, teacher: Path):
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    engine, state = build_engine(plan, context, teachers, packs.teacher_seq_lengths)
+    lengths = zip(teachers, packs.teacher_seq_lengths, strict=True)
+    engine, state = build_engine(plan, context, [replace(one, seq_length=length) for one, length in lengths])
     stream = TrainStream(
         packs,
         shuffle=False,

@@ -56,7 +56,13 @@ def build_rollouts(
     sampling = _sampling(plan, tokenizer)
     resumes = bool(config.checkpoint.load)
     parts = SourceParts(
-        *(plan, engine, state, sampling, fingerprints, resumes, position.iteration),
+        plan,
+        engine,
+        state,
+        sampling,
+        fingerprints,
+        resumes,
+        position.iteration,
         tag_names=texts.tag_names,
         is_stopped=lambda: bool(signals.received),
     )
@@ -90,11 +96,17 @@ def build_rollouts(
         routes=teacher_routes(plan, texts.tag_names, engine.context),
         host_rows=sent_rows(config, engine.context.holds_last_stage),
     )
+    return stream, _meter(plan, engine, state, stream, sampling.vocab_size)
+
+
+def _meter(
+    plan: Plan, engine: Engine, state: TrainingState, stream: RolloutStream, vocab_size: int
+) -> RolloutMeter:
     teachers = [one for one in engine.teachers if isinstance(one, MeasuredTeacher)]
-    meter = RolloutMeter(engine.context, stream, measured(teachers, engine.tags), sampling.vocab_size)
-    if not chosen.reads_prompts:
+    meter = RolloutMeter(engine.context, stream, measured(teachers, engine.tags), vocab_size)
+    if isinstance(stream, RecordStream):
         meter = RecordMeter.of(meter, plan.scored_ids, next(state.models[0].parameters()).dtype)
-    return stream, meter
+    return meter
 
 
 def _made_contexts(plan: Plan, prompts: PromptSet, tokenizer: Tokenizer) -> MadeContexts | None:
@@ -127,8 +139,7 @@ def _rollout_teachers(plan: Plan, texts: Texts, prompts: PromptSet, multiple: in
     assert plan.tokenizers is not None, "a run reads text"
     ours = plan.tokenizers.student
     found: list[RolloutTeacher] = []
-    sides = [one.text for one in texts.teachers if one.runs]
-    for text, length in zip(sides, texts.teacher_seq_lengths, strict=True):
+    for text, length in ((one.text, one.seq_length) for one in texts.teachers if one.runs):
         if isinstance(text, SharedTokens):
             found.append(SharedRollouts(length))
             continue
