@@ -13,6 +13,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
 from mkd.checkpoint.rounded_runs import ROUNDING
 from mkd.config.options import flat_settings
+from mkd.config.schema import Config
 from mkd.data.images.row_images import ImageLayout
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
@@ -55,7 +56,7 @@ from mkd.run.student_side import end_teachers, idle_share, launch_timeout, links
 from mkd.train.layer_graphs import graph_bytes
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.remote_states import take_wait_ms
-from mkd.train.report import Reporter
+from mkd.train.report import Figures, Reporter, peak_memory_gib
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine
 
@@ -275,8 +276,21 @@ def build_reporter(
         initial_kd=of_valid.get(0),
         updates=config.grpo.rollout_updates,
         is_frozen=config.lora.is_on,
-        take_teacher_ms=partial(take_teacher_ms, engine.stages),
-        take_wait_ms=partial(take_wait_ms, engine.schedule.remote, context),
-        take_idle_share=idle_share(config, engine.schedule.remote, context, watchdog),
-        graph_bytes=partial(graph_bytes, engine.stages),
+        of_interval=interval_figures(config, engine, watchdog),
     )
+
+
+def interval_figures(config: Config, engine: Engine, watchdog: Watchdog) -> Figures:
+    """Return the metrics of a log interval that no single step has."""
+    context, stages, remote = engine.context, engine.stages, engine.schedule.remote
+    idle = idle_share(config, remote, context, watchdog)
+
+    def over(total: float | None, divisor: float) -> float | None:
+        return None if total is None else total / divisor
+
+    return {
+        "peak_memory_gib": lambda interval: peak_memory_gib(context, graph_bytes(stages)),
+        "teacher_share": lambda interval: over(take_teacher_ms(stages), interval.timed_ms),
+        "teacher_wait_ms": lambda interval: over(take_wait_ms(remote, context), interval.steps),
+        "teacher_idle_share": lambda interval: idle(interval.timed_ms),
+    }

@@ -32,6 +32,18 @@ _LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {name: name fo
 """Sum (see `LossSums.token_sums`) -> metric key."""
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The steps of a log interval."""
+
+    steps: int
+    timed_ms: float  # time of the steps since this start: what was measured in earlier ones is unknown
+
+
+Figures = Mapping[str, Callable[[Interval], float | None]]
+"""Metric -> what returns its value for an interval that has ended; None: it is absent. Collective."""
+
+
 @dataclass
 class Reporter:
     """Averages the steps of a log interval and sends them to the writers and the terminal."""
@@ -51,10 +63,7 @@ class Reporter:
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     updates: int = 1  # of every step
     is_frozen: bool = False  # the student's weights, beside its adapters
-    take_wait_ms: Callable[[], float | None] = lambda: None  # see mkd.train.remote_states; collective
-    take_idle_share: Callable[[float], float | None] = lambda step_ms: None  # the same of the teachers
-    take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
-    graph_bytes: Callable[[], int] = lambda: 0  # see mkd.train.layer_graphs
+    of_interval: Figures = field(default_factory=dict)  # metrics beside those of single steps
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
@@ -107,16 +116,10 @@ class Reporter:
             sums = self._losses
             with_ce = self.kd_ratio < 1
             self.interval.add(self._computed(sums, with_ce), self._per_teacher(sums, with_ce))
-        record = self.interval.flush() | self._peak_memory()
-        teacher_ms = self.take_teacher_ms()
-        if teacher_ms is not None:
-            record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
-        wait_ms = self.take_wait_ms()
-        if wait_ms is not None:
-            record["teacher_wait_ms"] = wait_ms / self._steps
-        idle_share = self.take_idle_share(record["step_time_ms"] * self._steps - self._untimed_ms)
-        if idle_share is not None:
-            record["teacher_idle_share"] = idle_share
+        record = self.interval.flush()
+        timed_ms = record["step_time_ms"] * self._steps - self._untimed_ms
+        values = {name: take(Interval(self._steps, timed_ms)) for name, take in self.of_interval.items()}
+        record |= {name: value for name, value in values.items() if value is not None}
         self._losses, self._steps, self._untimed_ms = None, 0, 0.0
         self._write({"teacher_share": math.nan} | record, self.lines.train(record))
 
@@ -187,19 +190,6 @@ class Reporter:
         has_ce = with_ce and (sums.feedback is None or sums.has_cross_entropy)
         return sums.per_teacher() | sums.per_tag(has_ce)
 
-    def _peak_memory(self) -> dict[str, float]:
-        """Return the peak memory of the fullest GPU, by one all-reduce MAX of one number.
-
-        Torch does not count what CUDA graphs keep, so that is added. Return nothing on CPUs, where torch does
-        not count memory.
-        """
-        if not self.context.platform.is_cuda:
-            return {}
-        taken = torch.cuda.max_memory_allocated() + self.graph_bytes()
-        peak = torch.tensor(taken / 2**30, device=self.context.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return {"peak_memory_gib": peak.item()}
-
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
         """Return the floating-point operations of all models on this rank's micro-batches."""
 
@@ -218,3 +208,15 @@ class Reporter:
         teacher_lengths = [lengths(rows) for rows in of_teachers]
         models = self.student, tuple(self.teachers.values())
         return distillation_flops(*models, lengths(microbatches), teacher_lengths, self.is_frozen)
+
+
+def peak_memory_gib(context: ParallelContext, graph_bytes: int) -> float | None:
+    """Return the peak memory of the fullest GPU; None on CPUs, where torch does not count memory.
+
+    Torch does not count what CUDA graphs keep, so that is added. Communication: one all-reduce MAX.
+    """
+    if not context.platform.is_cuda:
+        return None
+    peak = torch.tensor((torch.cuda.max_memory_allocated() + graph_bytes) / 2**30, device=context.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return peak.item()
