@@ -65,7 +65,7 @@ def test_mxfp4(ranks, tmp_path):
 )
 def test_forwards_ahead_have_the_same_bits(more, ranks, tmp_path):
     """Experts in FP8, in the real code: on a CPU the same numbers are computed."""
-    pair = make_moe_pair(tmp_path)
+    pair = make_moe_pair(tmp_path, dict(num_hidden_layers=4))
     layout = Layout("PP2", 2, pp=2, flags=("--teacher-precision", "fp8", "--bf16", *more))
     ranks.run(train_with_each, 2, layout, *pair, (4,))
 

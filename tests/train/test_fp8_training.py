@@ -35,7 +35,8 @@ def train_in_fp8(layout: Layout, student, teacher) -> None:
 )
 def test_forwards_ahead_have_the_same_bits(more, ranks, tmp_path):
     """Evaluation and a skipped update are in between."""
-    ranks.run(train_in_fp8, 2, Layout("PP2", 2, pp=2, flags=(*FP8, *more)), *make_pair(tmp_path))
+    pair = make_pair(tmp_path, dict(num_hidden_layers=4))
+    ranks.run(train_in_fp8, 2, Layout("PP2", 2, pp=2, flags=(*FP8, *more)), *pair)
 
 
 def train_two_teachers(layout: Layout, files) -> None:
