@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from mkd.errors import CheckpointError  # noqa: E402
 from mkd.quickstart.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
@@ -28,11 +29,19 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """Return the folder of the real SmolLM2-135M-Instruct, fetched once; its tests are marked `download`."""
-    try:
-        return fetch_smollm2(tmp_path_factory.mktemp("smollm2"))
-    except subprocess.CalledProcessError:
-        pytest.skip("SmolLM2-135M-Instruct could not be downloaded")
+    """Return the folder of the real SmolLM2-135M-Instruct; its tests are marked `download`.
+
+    It is fetched once, also for several workers of pytest-xdist, whose own folders are in one folder.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "smollm2.lock", "w", encoding="utf-8") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        try:
+            return fetch_smollm2(folder / "smollm2")
+        except CheckpointError as error:
+            pytest.skip(error.what)
 
 
 @pytest.fixture(scope="session")
