@@ -77,7 +77,8 @@ def _unread(index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
         if value != field.default:
             setting, processes = f"{flag_of(index, field.name)} {value}", flag_of(index, "processes")
             why = "the teacher shares the student's processes, and has its layout"
-            yield no_effect(setting, why, f"add {processes} N")
+            is_bound = teacher.stand_in is not None or teacher.weights != FROZEN
+            yield no_effect(setting, why, "remove it" if is_bound else f"add {processes} N")
 
 
 def _layout(index: int, teacher: TeacherConfig) -> Iterator[UsageError]:

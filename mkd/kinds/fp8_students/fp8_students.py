@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mkd.config.models import StudentConfig
+from mkd.config.models import EMA, StudentConfig
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
 from mkd.kinds.fp8_limits import BLOCK, Fp8Products
@@ -53,7 +53,9 @@ class Fp8Students(Kind):
         if not is_on(student):
             if student.fp8_recipe != type(student)().fp8_recipe:
                 given = f"--student-fp8-recipe {student.fp8_recipe}"
-                yield no_effect(given, "student-precision is bf16", f"add {GIVEN}")
+                do = f"add {GIVEN}" if config.training.bf16 else f"add {GIVEN} --bf16"
+                excluded = any(_others(config)) or any(one.weights == EMA for one in config.teachers)
+                yield no_effect(given, "student-precision is bf16", "remove it" if excluded else do)
             return
         if not config.training.bf16:
             why = "everything but the products stays in bf16, and the run is in fp32"

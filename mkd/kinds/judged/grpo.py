@@ -158,7 +158,7 @@ def _card_rows(config: Config) -> Iterator[Row]:
 def _reference(config: Config) -> Iterator[UsageError]:
     """Check that the reference of rewards has the right divergence, if it runs."""
     kd, initial = config.kd, _place(config.student.hf, config.student.load)
-    for teacher in config.teachers if config.needs_models else ():
+    for teacher in config.teachers if config.needs_models and config.pair_loss is None else ():
         name = DivergenceSettings.from_config(kd, teacher).name
         if teacher.context is not None:
             continue  # it teaches what it knows
@@ -179,4 +179,5 @@ def _unread(reward: RewardConfig) -> Iterator[UsageError]:
     for one in fields(reward):
         if getattr(reward, one.name) != one.default:
             setting = one.name.replace("_", "-")
-            yield no_effect(setting, "there is no --reward", "add --reward module:function")
+            more = " --rollout-updates 2" if one.name == "clip_range" else ""
+            yield no_effect(setting, "there is no --reward", f"add --reward module:function{more}")

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from mkd.config.divergence import TEACHER_FIELDS
-from mkd.config.models import teacher_names
+from mkd.config.models import FROZEN, teacher_names
 from mkd.config.options import settings
 from mkd.config.schema import PAIR_LOSSES, Config, KDConfig
 from mkd.data.records.wanted import WantedRecords
@@ -128,7 +128,14 @@ def _unread(config: Config) -> Iterator[UsageError]:
         loss = getattr(config, option.section, None)
         if isinstance(loss, PairLoss) and loss.beta is None and value != option.default:
             setting = f"{option.label} {value}"
-            yield no_effect(setting, f"there is no {loss.flag}", f"add {loss.flag}")
+            excluded = config.pair_loss is not None or config.rollout.is_on or follows_or_stored(config)
+            do = f"add {loss.flag}" + " --kd-ratio 0" * (config.kd.kd_ratio != 0)
+            yield no_effect(setting, f"there is no {loss.flag}", "remove it" if excluded else do)
+
+
+def follows_or_stored(config: Config) -> bool:
+    """Return True if a teacher is no reference of pairs: a stored one, or one that changes."""
+    return any((one.stand_in and not one.is_apart) or one.weights != FROZEN for one in config.teachers)
 
 
 def _reference(config: Config, given: str) -> Iterator[UsageError]:

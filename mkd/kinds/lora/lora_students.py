@@ -36,7 +36,8 @@ class LoRAStudents(Kind):
             changed = (one.name for one in fields(LoRAConfig) if getattr(settings, one.name) != one.default)
             for name in changed:
                 flag = name.replace("_", "-")
-                yield no_effect(flag, "the student has no adapters", "give --lora-rank")
+                do = "give --lora-rank" if config.rounding.rounding is None else "remove it"
+                yield no_effect(flag, "the student has no adapters", do)
             return
         for unknown in (one for one in lora.targets if one not in LINEAR_LAYERS):
             what = f"lora-targets: {unknown!r} is not a known value"

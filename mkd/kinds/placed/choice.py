@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
+from mkd.config.models import FROZEN
 from mkd.config.schema import Config, TeacherConfig
 from mkd.errors import MkdError, UsageError
 from mkd.plan.checks.no_effect import no_effect
@@ -83,7 +84,7 @@ class Choices(Generic[C]):
         """Yield what is wrong with the setting, and with those that its values read."""
         yield from self._of_stand_ins(facts.config)
         for index, teacher in facts.running.items():
-            yield from self._unread(index, teacher)
+            yield from self._unread(index, teacher, "" if facts.config.training.bf16 else " --bf16")
         for index, chosen in self.of_running(facts).items():
             yield from chosen.problems(facts, index)
 
@@ -101,10 +102,12 @@ class Choices(Generic[C]):
             if value != field.default:
                 yield field.name, value
 
-    def _unread(self, index: int, teacher: TeacherConfig) -> Iterator[UsageError]:
+    def _unread(self, index: int, teacher: TeacherConfig, in_bf16: str) -> Iterator[UsageError]:
         chosen, flag = self.of(teacher), flag_of(index, self.setting)
         for name, value in self._given(teacher):
             if name not in (self.setting, *chosen.reads()):
                 reader = next(one.name for one in self.known if name in one.reads())
                 setting = f"{flag_of(index, name)} {value}"
-                yield no_effect(setting, f"{flag} is {chosen.name}", f"add {flag} {reader}")
+                do = f"add {flag} {reader}{in_bf16 * (reader == 'fp8')}"
+                follows = teacher.weights != FROZEN  # its weights are the student's, and stay there
+                yield no_effect(setting, f"{flag} is {chosen.name}", "remove it" if follows else do)

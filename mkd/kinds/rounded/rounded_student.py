@@ -21,7 +21,7 @@ class RoundedStudent(Kind):
     def problems(self, facts: RunFacts) -> Iterator[UsageError]:
         rounding = facts.config.rounding.rounding
         if rounding is None:
-            yield from unused_settings(facts.config.rounding)
+            yield from unused_settings(facts.config)
         else:
             yield from rounding_problems(facts, rounding)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mkd.config.models import EMA
 from mkd.config.rounding_formats import FORMATS, ROW, Rounding
+from mkd.config.schema import Config
 from mkd.errors import UsageError
 from mkd.kinds.rounded.rounding_settings import RoundingConfig
 from mkd.plan.checks.no_effect import no_effect
@@ -14,12 +16,14 @@ from mkd.plan.models.model_shape import ModelShape
 from mkd.plan.models.rounded_tensors import LayerMatrix, layer_matrices
 
 
-def unused_settings(settings: RoundingConfig) -> Iterator[UsageError]:
+def unused_settings(config: Config) -> Iterator[UsageError]:
     """Yield settings that nothing reads without --student-rounding."""
-    defaults = RoundingConfig()
+    settings, defaults = config.rounding, RoundingConfig()
+    excluded = config.lora.is_on or any(one.weights == EMA for one in config.teachers)
+    do = "remove it" if excluded else "add --student-rounding" + " --bf16" * (not config.training.bf16)
     for name in ("rounding_group", "rounding_exclude", "round_activations", "calibration_batches"):
         if getattr(settings, name) != getattr(defaults, name):
-            yield no_effect(f"--{name.replace('_', '-')}", "nothing is rounded", "add --student-rounding")
+            yield no_effect(f"--{name.replace('_', '-')}", "nothing is rounded", do)
 
 
 def rounding_problems(facts: RunFacts, rounding: Rounding) -> Iterator[UsageError]:
@@ -138,7 +142,8 @@ def _group_problem(one: LayerMatrix, shape: ModelShape, rounding: Rounding, tens
         else ""
     )
     why = "a group must not lie on two processes, or end behind a row"
-    do = _remedies(shape, rounding, tensor) or f"exclude it, --rounding-exclude '*.{name.rpartition('.')[2]}'"
+    patterns = " ".join(f"'*.{part.removesuffix('.weight').rpartition('.')[2]}'" for part in one.tensors)
+    do = _remedies(shape, rounding, tensor) or f"exclude it: --rounding-exclude {patterns}"
     what = f"{flag}: {name} has {sizes}{cut}{parts}, not a multiple of {block}"
     return UsageError(what, why, do, code="model-not-divisible")
 

@@ -105,7 +105,10 @@ def _shown(tags: tuple[str, ...]) -> str:
 def _unread(config: Config) -> Iterator[UsageError]:
     """Yield settings that nothing reads without routes."""
     why = "only --teacher-combination route reads it" if config.kd.kd_ratio else "--kd-ratio is 0"
-    do = "add --teacher-combination route" if config.kd.kd_ratio else "remove it"
+    if config.kd.kd_ratio and len(config.teachers) < 2:
+        why = "tags choose between teachers, and there is only one"
+    has_choice = config.kd.kd_ratio and len(config.teachers) > 1
+    do = "add --teacher-combination route" if has_choice else "remove it"
     if config.kd.tag_key is not None:
         yield no_effect(f"tag-key {config.kd.tag_key}", why, do)
     for name, values in (("tag-weights", config.kd.tag_weights), ("data-tags", config.data.data_tags)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mkd.config.schema import RolloutConfig
+from mkd.config.schema import Config, RolloutConfig
 from mkd.errors import UsageError
 from mkd.kinds.sampled.sources.known_sources import KNOWN_SOURCES, source_problems
 from mkd.plan.checks.no_effect import no_effect
@@ -22,7 +22,7 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
         for one in fields(rollout):
             if getattr(rollout, one.name) != getattr(default, one.name):
                 setting = one.name.replace("_", "-")
-                yield no_effect(setting, "on-policy-fraction is 0", "add --on-policy-fraction 1")
+                yield no_effect(setting, "on-policy-fraction is 0", _turned_on(facts.config, one.name))
         return
     reads_prompts = KNOWN_SOURCES[rollout.rollout_source].reads_prompts
     if reads_prompts and not rollout.prompt_data_path:
@@ -45,6 +45,24 @@ def check_rollouts(facts: RunFacts) -> Iterator[UsageError]:
             code="numbers-contradict",
         )
     yield from source_problems(config)
+
+
+def _turned_on(config: Config, field: str) -> str:
+    """Return what gives a setting of rollouts an effect in a run without them; "remove it" if little does."""
+    if config.pair_loss is not None or any(one.stand_in and not one.is_apart for one in config.teachers):
+        return "remove it"
+    rollout, source = config.rollout, KNOWN_SOURCES[config.rollout.rollout_source]
+    readers = {name: one for name, one in KNOWN_SOURCES.items() if field in one.settings}
+    flags = ["--on-policy-fraction 1"]
+    if readers and field not in source.settings:
+        name = "records" if rollout.max_staleness > 1 else next(iter(readers))
+        source = readers.get(name, source)
+        flags.append(f"--rollout-source {name}")
+    if source.reads_prompts and not rollout.prompt_data_path:
+        flags.append("--prompt-data-path FILE")
+    if config.kd.kd_ratio != 1 and not config.grpo.is_on:
+        flags.append("--kd-ratio 1")
+    return f"add {' '.join(flags)}"
 
 
 def sampling_limit(student: ModelShape, length: int) -> str | None:

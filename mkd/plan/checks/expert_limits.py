@@ -31,10 +31,10 @@ def check_expert_settings(facts: RunFacts) -> Iterator[UsageError]:
         what = f"recompute-modules: {unknown!r} is not a known value"
         yield UsageError(what, "", f"use {' or '.join(RECOMPUTED)}", code="value-unknown")
     if modules != type(config.training)().recompute_modules and granularity != "selective":
-        why = "only selective recomputation reads it"
-        yield no_effect(
-            f"recompute-modules {' '.join(modules)}", why, "add --recompute-granularity selective"
-        )
+        why, student = "only selective recomputation reads it", facts.student
+        is_dense = student is not None and student.moe is None and "moe" in modules
+        do = "remove it" if is_dense else "add --recompute-granularity selective"
+        yield no_effect(f"recompute-modules {' '.join(modules)}", why, do)
 
 
 def check_experts(facts: RunFacts) -> Iterator[UsageError]:

@@ -58,7 +58,8 @@ def check_tasks(facts: RunFacts) -> Iterator[UsageError]:
     if config.data.eval_num_fewshot and not config.data.eval_multiple_choice:
         setting = f"eval-num-fewshot {config.data.eval_num_fewshot}"
         why = "only multiple-choice questions have examples before them"
-        yield no_effect(setting, why, "add --eval-multiple-choice FILE")
+        due = "" if config.training.eval_interval else " --eval-interval N"
+        yield no_effect(setting, why, f"add --eval-multiple-choice FILE{due}")
 
 
 def check_folders(facts: RunFacts) -> Iterator[UsageError]:

@@ -114,7 +114,9 @@ def _combination(config: Config) -> Iterator[UsageError]:
             yield no_effect(setting, why, "use --teacher-combination weighted_sum")
     elif kd.teacher_weighting_temperature != default.teacher_weighting_temperature:
         setting = f"teacher-weighting-temperature {kd.teacher_weighting_temperature}"
-        yield no_effect(setting, "teacher-weighting is static", "add --teacher-weighting ce")
+        has_choice = len(config.teachers) > 1
+        why = "teacher-weighting is static" if has_choice else "there is only one teacher"
+        yield no_effect(setting, why, "add --teacher-weighting ce" if has_choice else "remove it")
     if not kd.averages_teachers or len(config.teachers) < 2:
         return
     for index, teacher in enumerate(config.teachers):
@@ -144,7 +146,9 @@ def _divergences(config: Config) -> Iterator[UsageError]:
                 yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {wanted}")
         if getattr(kd, name) != getattr(default, name) and not inherited:
             setting = f"{name.replace('_', '-')} {getattr(kd, name)}"
-            yield no_effect(setting, f"only {wanted} reads it", f"add --kd-divergence {wanted}")
+            is_stored = any(teacher.topk for teacher in config.teachers)  # forward_kl alone
+            do = "remove it" if is_stored else f"add --kd-divergence {wanted}"
+            yield no_effect(setting, f"only {wanted} reads it", do)
 
 
 def _divergence(config: Config, teacher: TeacherConfig) -> str | None:

@@ -47,5 +47,7 @@ def check_recomputation(facts: RunFacts) -> Iterator[UsageError]:
     if training.recompute_granularity != "full" and given:
         what = f"{' and '.join(given).replace('_', '-')} would have no effect"
         why = "only recompute-granularity full recomputes whole layers"
-        do = "add --recompute-granularity full, or remove them"
+        examples = zip(names, ("--recompute-method uniform", "--recompute-num-layers 1"), strict=True)
+        more = [example for name, example in examples if name not in given]
+        do = f"add {' '.join(['--recompute-granularity full', *more])}, or remove them"
         yield UsageError(what, why, do, code="remove-flag")

@@ -14,13 +14,12 @@ from mkd.plan.checks.no_effect import no_effect
 if TYPE_CHECKING:  # it loads torch
     from mkd.kinds.sampled.records.record_source import RecordSource
 
-NOT_READ = ("prompt_data_path", "max_new_tokens", "rollout_temperature", "rollout_slots")
-
 
 class AgentRecords(TextSource):
     """A folder of records."""
 
     settings = ("rollout_records", "rollout_records_timeout_s", "max_staleness")
+    not_read = ("prompt_data_path", "max_new_tokens", "rollout_temperature", "rollout_slots")
     reads_prompts = False
 
     def problems(self, config: Config) -> Iterator[UsageError]:
@@ -28,10 +27,10 @@ class AgentRecords(TextSource):
         if rollout.rollout_records is None:
             what, why = "rollout-source is records, but there is no folder", "an agent writes records there"
             yield UsageError(what, why, "give --rollout-records FOLDER", code="add-flag")
-        for field in NOT_READ:
+        for field in self.not_read:
             if getattr(rollout, field) != getattr(default, field):
                 why = "rollout-source is records, whose writer has the prompts and samples"
-                yield no_effect(field.replace("_", "-"), why, "leave it out")
+                yield no_effect(field.replace("_", "-"), why, "remove it")
         if config.grpo.is_on and config.grpo.reward != RECORDED:
             what = f"reward is {config.grpo.reward}, and rollout-source is records"
             why = "a function judges answers to prompts, and records bring their rewards"

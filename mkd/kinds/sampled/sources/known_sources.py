@@ -32,4 +32,9 @@ def source_problems(config: Config) -> Iterator[UsageError]:
     for field, names in readers.items():
         if field not in chosen.settings and getattr(rollout, field) != getattr(default, field):
             why = f"rollout-source is {rollout.rollout_source}"
-            yield no_effect(field.replace("_", "-"), why, f"add --rollout-source {' or '.join(names)}")
+            do = f"add --rollout-source {' or '.join(names)}"
+            unread = KNOWN_SOURCES[names[0]].not_read
+            given = [one for one in unread if getattr(rollout, one) != getattr(default, one)]
+            if given:
+                do += " in place of " + " ".join(f"--{one.replace('_', '-')}" for one in given)
+            yield no_effect(field.replace("_", "-"), why, do)

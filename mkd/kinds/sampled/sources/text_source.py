@@ -51,6 +51,7 @@ class TextSource:
     """A source of completions."""
 
     settings: tuple[str, ...] = ()  # fields of `RolloutConfig` that not all sources read
+    not_read: tuple[str, ...] = ()  # fields that all others read, and this one does not
     reads_prompts: bool = True  # --prompt-data-path has what the student completes
 
     def problems(self, config: Config) -> Iterable[UsageError]:
