@@ -49,7 +49,9 @@ def run_sides(
     lead = [one.most_ahead for one in engine.schedule.remote]
     for one in engine.schedule.remote:
         one.stop(0)
-    return {"measures": found, "states": states, "lead": lead}
+    prefetch = engine.schedule.prefetch
+    ahead = 0 if prefetch is None else prefetch.num_ahead
+    return {"measures": found, "states": states, "lead": lead, "ahead": ahead}
 
 
 def start_side(argv: list[str], folder: Path):
