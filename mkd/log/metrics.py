@@ -145,7 +145,7 @@ PER_TEACHER = (  # keys end in a slash and the teacher's name
 
 PER_TAG = (  # keys end in a slash and the tag
     Metric("tokens", "tokens", SUM, "loss tokens of the records of this tag", int),
-    Metric("ce", "nats/token", ROW_MEAN, "ce_loss on the records of this tag"),
+    Metric("ce", "nats/token", ROW_MEAN, "ce_loss on the records of this tag. Absent with --weight-key"),
 )
 
 AUXILIARY = Metric(  # always followed by a slash and the name of the loss

@@ -286,7 +286,7 @@ def interval_figures(config: Config, engine: Engine, watchdog: Watchdog) -> Figu
     idle = idle_share(config, remote, context, watchdog)
 
     def over(total: float | None, divisor: float) -> float | None:
-        return None if total is None else total / divisor
+        return None if total is None or not divisor else total / divisor
 
     return {
         "peak_memory_gib": lambda interval: peak_memory_gib(context, graph_bytes(stages)),

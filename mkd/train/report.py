@@ -34,10 +34,10 @@ _LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {name: name fo
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps of a log interval."""
+    """The steps of a log interval since this start: what was measured in earlier ones is unknown."""
 
-    steps: int
-    timed_ms: float  # time of the steps since this start: what was measured in earlier ones is unknown
+    steps: int  # 0 if the sampling server is lost in the first one
+    timed_ms: float
 
 
 Figures = Mapping[str, Callable[[Interval], float | None]]
@@ -67,7 +67,8 @@ class Reporter:
     interval: IntervalAverager = field(init=False)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
-    _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers' time is unknown
+    _untimed_steps: int = 0  # of these before this start, whose teachers' time and waits are unknown, ...
+    _untimed_ms: float = 0.0  # ... and the time of these
 
     def __post_init__(self) -> None:
         self.interval = IntervalAverager(self.metrics)
@@ -118,9 +119,10 @@ class Reporter:
             self.interval.add(self._computed(sums, with_ce), self._per_teacher(sums, with_ce))
         record = self.interval.flush()
         timed_ms = record["step_time_ms"] * self._steps - self._untimed_ms
-        values = {name: take(Interval(self._steps, timed_ms)) for name, take in self.of_interval.items()}
+        interval = Interval(self._steps - self._untimed_steps, timed_ms)
+        values = {name: take(interval) for name, take in self.of_interval.items()}
         record |= {name: value for name, value in values.items() if value is not None}
-        self._losses, self._steps, self._untimed_ms = None, 0, 0.0
+        self._losses, self._steps, self._untimed_steps, self._untimed_ms = None, 0, 0, 0.0
         self._write({"teacher_share": math.nan} | record, self.lines.train(record))
 
     @property
@@ -138,7 +140,7 @@ class Reporter:
         an interval is averaged as it was then.
         """
         if open_interval:
-            self._steps = open_interval["steps"]
+            self._steps = self._untimed_steps = open_interval["steps"]
             self.interval.restore(open_interval["sums"])
             self._losses = next(map(LossSums.from_state, open_interval.get("losses", ())), None)
             self._untimed_ms = open_interval["sums"]["step_time_ms"][0]
@@ -187,8 +189,7 @@ class Reporter:
         """Return the metrics of teachers, if there are several or one is compared on chunks, and of tags."""
         if not (len(sums.teachers) > 1 or self.has_own_rows):
             return {}
-        has_ce = with_ce and (sums.feedback is None or sums.has_cross_entropy)
-        return sums.per_teacher() | sums.per_tag(has_ce)
+        return sums.per_teacher() | sums.per_tag(with_ce)
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
         """Return the floating-point operations of all models on this rank's micro-batches."""

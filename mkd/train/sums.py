@@ -159,13 +159,16 @@ class LossSums:
     def named_as(self, other: LossSums) -> LossSums | None:
         """Return the sums under the names of `other`, teacher by teacher; None if the losses differ.
 
-        A resumed run may name a teacher differently, and have another loss if the user accepted that.
+        A resumed run may list its teachers in another order, or name one differently, which then is at its
+        old place. It may have another loss if the user accepted that.
         """
         is_same = self.kd_ratio == other.kd_ratio and self.auxiliary.keys() == other.auxiliary.keys()
         measures = [one.feedback and one.feedback.measures.keys() for one in (self, other)]
         is_same = is_same and self.loss_key == other.loss_key and self.tags.keys() == other.tags.keys()
         if not is_same or len(self.teachers) != len(other.teachers) or measures[0] != measures[1]:
             return None
+        if self.teachers.keys() == other.teachers.keys():
+            return self
         return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
 
     @classmethod
@@ -239,12 +242,15 @@ class LossSums:
         return found
 
     def per_tag(self, with_ce: bool) -> dict[str, tuple[float, float]]:
-        """Return metric key -> (sum, divisor); none without tags."""
+        """Return metric key -> (sum, divisor); none without tags.
+
+        A data term measures all tags together, so that no cross entropy of a tag is known beside it.
+        """
         if not self.tags:
             return {}
         metrics = {f"kd_loss/{tag}": (one.kd, one.weight) for tag, one in self._routed("tag").items()}
         metrics |= {f"tokens/{tag}": (tokens, 1) for tag, (_, tokens) in self.tags.items()}
-        if with_ce:
+        if with_ce and self.feedback is None:
             metrics |= {f"ce/{tag}": (ce, tokens) for tag, (ce, tokens) in self.tags.items()}
         return metrics
 

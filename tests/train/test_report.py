@@ -65,6 +65,17 @@ def test_a_saved_interval_continues_with_the_same_bits(reporter):
     assert found[0]["kd_loss"] == pytest.approx((40.7 + 3.9) / 18, rel=1e-12)
 
 
+def test_figures_of_an_interval_are_about_its_steps_since_the_start(reporter):
+    """Earlier measurements are unknown, such as the waits for teachers on other processes."""
+    (first, _), (second, records) = reporter(), reporter()
+    add_step(first, 1, ce=1.0, kd=1.0, tokens=5)
+    second.of_interval = {"teacher_wait_ms": lambda interval: 30.0 / interval.steps}
+    second.go_on(json.loads(json.dumps(first.open_interval)))
+    for iteration in (2, 3, 4):
+        add_step(second, iteration, ce=1.0, kd=1.0, tokens=5)
+    assert [one["teacher_wait_ms"] for one in records] == [30.0, 15.0]
+
+
 def test_all_updates_of_a_step_count(reporter, monkeypatch):
     monkeypatch.setattr(Reporter, "_flops", lambda self, microbatches: 10**12)
     (one, _), (two, records) = reporter(), reporter()

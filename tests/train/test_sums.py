@@ -115,6 +115,21 @@ def test_saved_sums_follow_the_names_of_the_run():
     assert saved.named_as(LossSums(0.5, 1.0, 2, {})) is None
 
 
+def test_saved_sums_of_teachers_in_another_order_stay_with_their_names():
+    saved = LossSums(0.5, 3.0, 4, {"one": ONE, "two": TWO})
+    named = saved.named_as(LossSums(0.5, 1.0, 2, {"two": TWO, "one": ONE}))
+    assert dict(named.teachers) == {"one": ONE, "two": TWO}
+
+
+def test_the_cross_entropy_of_a_tag_is_not_0_where_it_is_unknown():
+    """A data term, such as that of --weight-key, measures the cross entropy of all tags together."""
+    term = TermSums(kd=6.0, weight=4.0, rows=4.0, measures={TAG_TOKENS: 4.0})
+    tags = {"math": (0.0, 4.0)}
+    beside = LossSums(0.5, 8.0, 4, {"near/math": term}, feedback=ONE, has_cross_entropy=True, tags=tags)
+    assert "kd_loss/math" in beside.per_tag(True) and "ce/math" not in beside.per_tag(True)
+    assert "ce/math" in LossSums(0.5, 8.0, 4, {"near/math": term}, tags=tags).per_tag(True)
+
+
 def test_teachers_of_one_tag_may_measure_different_things():
     """One with another tokenizer, whichever comes first, is compared on chunks."""
     chunks = TermSums(kd=6.0, weight=4.0, rows=4.0, measures={TAG_TOKENS: 10.0, TAG_CHUNKS: 4.0})
