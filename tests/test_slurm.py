@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,16 +122,16 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.5)
 
 
-def is_ready(slurm: Slurm) -> bool:
+def are_ready(slurm: Slurm, machines: int) -> bool:
     try:
-        return slurm.ask("sinfo", "--noheader", "--format=%t", "--partition=normal").strip() == "idle"
+        states = slurm.ask("sinfo", "--Node", "--noheader", "--format=%t", "--partition=normal").split()
     except subprocess.CalledProcessError:
         return False
+    return states == ["idle"] * machines
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    """Run a private Slurm with a folder, ports and a key of its own; remove it at the end."""
+def require_slurm() -> None:
+    """Skip the tests where no private Slurm can run."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
             f"Slurm is not installed, no {' '.join(missing)}: "
@@ -138,23 +139,21 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         )
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    key, settings = folder / "munge.key", folder / "slurm.conf"
+
+
+@contextmanager
+def running_slurm(settings: Path, machines: Sequence[list]) -> Iterator[Slurm]:
+    """Run a Slurm with these commands of its machines and files beside its settings; remove it at the end."""
+    folder = settings.parent
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    controller_port, daemon_port = free_ports(2)
-    places = dict(
-        folder=folder, controller_port=controller_port, daemon_port=daemon_port, delay=RESTART_DELAY_S
-    )
-    host = socket.gethostname().partition(".")[0]
-    settings.write_text(SETTINGS.format(host=host, cores=os.cpu_count(), **places))
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     commands = [
         ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files],
         ["slurmctld", "-D", "-c", "-f", settings],
-        ["slurmd", "-D", "-c", "-f", settings],
+        *machines,
     ]
     started = []
     with (folder / "daemons.log").open("w") as log:
@@ -163,10 +162,10 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
             time.sleep(1)
     one = Slurm(settings)
     try:
-        wait_until(lambda: is_ready(one), 30, "the machine is ready for jobs")
+        wait_until(lambda: are_ready(one, len(machines)), 40, "all machines are ready for jobs")
     except AssertionError:
         pytest.skip(
-            "Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-3:])
+            "Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-6:])
         )
     else:
         yield one
@@ -176,6 +175,23 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         for process in reversed(started):
             process.terminate()
             process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    """Run a private Slurm with a folder, ports and a key of its own."""
+    require_slurm()
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "spool").mkdir()
+    settings = folder / "slurm.conf"
+    controller_port, daemon_port = free_ports(2)
+    places = dict(
+        folder=folder, controller_port=controller_port, daemon_port=daemon_port, delay=RESTART_DELAY_S
+    )
+    host = socket.gethostname().partition(".")[0]
+    settings.write_text(SETTINGS.format(host=host, cores=os.cpu_count(), **places))
+    with running_slurm(settings, [["slurmd", "-D", "-c", "-f", settings]]) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

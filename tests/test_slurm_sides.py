@@ -6,17 +6,14 @@ Both machines are on this host, each with a name, an address and a port. See tes
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.test_slurm import PROGRAMS, ROOT, SETTINGS, Slurm, free_ports, wait_until
+from tests.test_slurm import ROOT, SETTINGS, Slurm, free_ports, require_slurm, running_slurm, wait_until
 from tests.train.command import flags, make_files, read_metrics
 
 HOST = socket.gethostname().partition(".")[0]
@@ -30,16 +27,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    """Run a private Slurm of two machines of different kinds; remove it at the end."""
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
-        pytest.skip(f"Slurm is not installed, no {' '.join(missing)}")
-    if os.geteuid() != 0:
-        pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
+    """Run a private Slurm of two machines of different kinds."""
+    require_slurm()
     folder = tmp_path_factory.mktemp("slurm")
-    (folder / "state").mkdir()
-    key, settings = folder / "munge.key", folder / "slurm.conf"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
+    settings = folder / "slurm.conf"
     ports = dict(zip(("controller", "first", "second"), free_ports(3), strict=True))
     text = SETTINGS.format(
         host=HOST,
@@ -55,45 +46,14 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     at = text.index("PartitionName=normal")
     machines = MACHINES.format(host=HOST, first=ports["first"], second=ports["second"]).strip()
     settings.write_text(f"{text[:at]}{machines}\n{text[at:]}\n")
-    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
-    commands = [
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files],
-        ["slurmctld", "-D", "-c", "-f", settings],
-        *(as_machine(name, ["slurmd", "-D", "-c", "-f", settings]) for name in (HOST, "other")),
-    ]
-    started = []
-    with (folder / "daemons.log").open("w") as log:
-        for command in commands:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
-            time.sleep(1)
-    one = Slurm(settings)
-    try:
-        wait_until(lambda: are_ready(one), 40, "both machines are ready for jobs")
-    except AssertionError:
-        pytest.skip(
-            "Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-6:])
-        )
-    else:
+    daemons = [as_machine(name, ["slurmd", "-D", "-c", "-f", settings]) for name in (HOST, "other")]
+    with running_slurm(settings, daemons) as one:
         yield one
-        subprocess.run(["scancel", "--user=root"], env=one.environment(), check=False)
-        wait_until(lambda: not one.ask("squeue", "--noheader"), 120, "all jobs have ended")
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            process.wait(30)
 
 
 def as_machine(name: str, command: list) -> list:
     """Return a command that runs another one under another name of this host: slurmd runs once for a name."""
     return ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
-
-
-def are_ready(slurm: Slurm) -> bool:
-    try:
-        states = slurm.ask("sinfo", "--Node", "--noheader", "--format=%t", "--partition=normal").split()
-    except subprocess.CalledProcessError:
-        return False
-    return states == ["idle", "idle"]
 
 
 def submit(slurm: Slurm, files, run: str, *more: object) -> str:
