@@ -69,8 +69,21 @@ class FlagParser(argparse.ArgumentParser):
             raise
         self._refuse_unknown(unknown)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", self._place_of(unknown[0], args))
         return found
+
+    def _place_of(self, word: str, args: Sequence[str]) -> str:
+        """Return where a word of `args` belongs that no flag takes; "" if that is not known."""
+        flags, place = self._option_string_actions, args.index(word) if word in args else 0
+        before = args[place - 1] if place else ""
+        if before in flags and flags[before].nargs == 0:
+            off = f"--no-{before.removeprefix('--')}"
+            return f"{before} takes no value: leave {word} out" + f", or give {off}" * (off in flags)
+        if word.endswith((".yaml", ".yml")) and "--config" in flags:
+            return f"name a file of settings with --config {word}"
+        valued = args[place - 2] if place > 1 else ""
+        takes_one = valued in flags and flags[valued].nargs in (None, 1)
+        return f"{valued} takes one value; a value with blanks needs quotes" if takes_one else ""
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Raise UsageError for the first flag in `words` that the parser does not have."""
@@ -82,8 +95,9 @@ class FlagParser(argparse.ArgumentParser):
                 problem.on_all_ranks = True
                 raise problem
 
-    def error(self, message: str) -> NoReturn:
-        problem = UsageError(message, "", f"see `{self.prog} --help`", code="command-line-not-valid")
+    def error(self, message: str, do: str = "") -> NoReturn:
+        see = f"see `{self.prog} --help`"
+        problem = UsageError(message, "", do or see, code="command-line-not-valid")
         problem.on_all_ranks = True
         raise problem
 

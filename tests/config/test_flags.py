@@ -141,6 +141,22 @@ def test_an_unknown_flag_explains_what_is_missing():
         assert caught.value.do == "see `mkd data preview --help`"
 
 
+@pytest.mark.parametrize(
+    ("words", "do"),
+    [
+        ("run.yaml", "name a file of settings with --config run.yaml"),
+        ("--lr 1e-4 conf/run.yml --bf16", "name a file of settings with --config conf/run.yml"),
+        ("--bf16 true", "--bf16 takes no value: leave true out, or give --no-bf16"),
+        ("--no-shuffle false", "--no-shuffle takes no value: leave false out"),
+        ("--teacher-hf my model", "--teacher-hf takes one value; a value with blanks needs quotes"),
+        ("model", "see `mkd train --help`"),
+    ],
+)
+def test_a_word_that_no_flag_takes_gets_its_place(words, do):
+    (error,) = parse_command_line(words.split()).errors
+    assert error.code == "command-line-not-valid" and error.do == do
+
+
 def test_hints_name_flags_that_exist_and_names_that_do_not():
     for name in (*other_names.OURS, *other_names.HINTS):
         assert f"--{name}" not in known_flags() and unsupported(f"--{name}", "") is None
