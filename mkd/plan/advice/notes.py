@@ -51,6 +51,8 @@ def plan_notes(forecast: Forecast) -> Iterator[str]:
         names = ", ".join(unread)
         why = forecast.config.why_no_models
         yield f"note: no teacher runs, because {why}. These settings have no effect: {names}"
+    if forecast.config.optimizer.lr == 0:
+        yield "note: --lr is 0, so that no weight changes"
     yield from _swapped_models(forecast)
     yield from _same_model(forecast.facts)
     yield from _unread_keys(forecast.facts)

@@ -62,6 +62,14 @@ def test_a_teacher_that_is_the_student_itself_is_named(more, is_noted):
     assert any("is the model that the student starts from, s" in note for note in found) == is_noted
 
 
+def test_a_learning_rate_of_zero_is_named():
+    noted = [
+        notes_of_settings(forecast("--teacher-hf", "t", *more, teachers=(TEACHER,)))
+        for more in ((), ("--lr", 0))
+    ]
+    assert noted == [[], ["note: --lr is 0, so that no weight changes"]]
+
+
 def test_a_loss_without_a_reference_is_the_reason_why_no_teacher_runs():
     simpo = ("--teacher-hf", "t", "--kd-ratio", 0, "--simpo-beta", 2)
     text = (
