@@ -24,7 +24,7 @@ from mkd.data.aligned.teacher_store import (
 from mkd.data.corpus.encoding import FileRows, in_workers
 from mkd.data.corpus.known_files import KnownFiles
 from mkd.data.corpus.store import FORGETFUL, FORMAT_VERSION, STUDENT, StoreFiles, TokenStore
-from mkd.data.corpus.store_builder import replaced_when_complete
+from mkd.data.corpus.store_builder import RECORDS_VERSION, replaced_when_complete
 from mkd.data.images.conversation import ConversationImages
 from mkd.data.images.image_table import with_sources_of
 from mkd.data.progress_lines import ProgressLines, total_megabytes
@@ -74,9 +74,10 @@ def cached_teacher_store(
         files = StoreFiles(student_prefix)
         contents = [file for file in (files.bin, files.idx, files.loss_mask) if file.exists()]
         key = known.content_hash([*settings, TOKENS_VERSION], contents, progress)
+    version = RECORDS_VERSION if sources else None  # as for a student's corpus, no part of the key
     name = _stem(student_prefix) if sources else Path(path).stem
     prefix = str(Path(cache_dir) / f"{name}-teacher-{key[:16]}")
-    if not _is_complete(prefix, student, key, known, progress):
+    if not _is_complete(prefix, student, key, version, known, progress):
         with closing(in_workers(source, align, workers, progress)) as batches:
             megabytes = total_megabytes(sources)
             name = f"aligning {path} with the tokens of {text.name}"
@@ -85,7 +86,7 @@ def cached_teacher_store(
                 if megabytes
                 else ProgressLines(name, len(student), "documents")
             )
-            _write(_followed(batches, lines), prefix, student, text, key, max_bad_records)
+            _write(_followed(batches, lines), prefix, student, text, key, version, max_bad_records)
     store = TokenStore(prefix)
     require_few(StoreFiles(prefix).quarantine, max_bad_records)
     store.check_token_range(text.vocab_size, known, progress)
@@ -120,12 +121,17 @@ def refused_documents(prefix: str) -> list[int]:
 
 
 def _is_complete(
-    prefix: str, student: TokenStore, key: str, known: KnownFiles, progress: Callable[[], None]
+    prefix: str,
+    student: TokenStore,
+    key: str,
+    version: int | None,
+    known: KnownFiles,
+    progress: Callable[[], None],
 ) -> bool:
     try:
         tokens = TeacherStore(prefix, student).tokens
         tokens.check_layout(known, progress)
-        return tokens.meta.get("cache_key") == key
+        return tokens.meta.get("cache_key") == key and tokens.meta.get("records_version") == version
     except DataError:
         return False
 
@@ -136,6 +142,7 @@ def _write(
     student: TokenStore,
     text: TeacherText,
     key: str,
+    version: int | None,
     max_bad_records: int,
 ) -> None:
     """Write the corpus, or raise DataError and leave no file."""
@@ -145,6 +152,7 @@ def _write(
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
+            "records_version": version,
             "tokenizer_fingerprint": text.tokenizer.fingerprint,
             "vocabulary_fingerprint": text.tokenizer.vocabulary_fingerprint,
             STUDENT: student.prefix,

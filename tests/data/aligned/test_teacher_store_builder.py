@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mkd.config.data_files import is_raw
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store
 from mkd.data.corpus.store import TokenStore
-from mkd.data.corpus.store_builder import build_store
+from mkd.data.corpus.store_builder import RECORDS_VERSION, build_store
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError
 from tests.data.pairs import COARSE, STUDENT, TEACHER, chat_tokenizer, open_pair, teacher_text, texts
@@ -118,6 +120,18 @@ def test_a_torn_cache_is_built_again(path, student, tmp_path):
         file.write_bytes(content[: len(content) // 2])
         assert build(path, student, tmp_path / "cache") == prefix
         assert files_of(tmp_path / "cache") == before
+
+
+def test_a_corpus_of_another_version_of_records_is_made_again(path, student, tmp_path):
+    """That version made as many tokens of the records, but others."""
+    prefix = build(path, student, tmp_path / "cache")
+    made = files_of(tmp_path / "cache")
+    ids, meta = Path(f"{prefix}.bin"), Path(f"{prefix}.meta.json")
+    (np.fromfile(ids, np.uint16) ^ 1).tofile(ids)
+    earlier = json.loads(meta.read_text()) | {"records_version": RECORDS_VERSION - 1}
+    meta.write_text(json.dumps(earlier))
+    assert build(path, student, tmp_path / "cache") == prefix
+    assert files_of(tmp_path / "cache") == made
 
 
 @pytest.mark.parametrize(
