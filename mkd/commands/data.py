@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "part",
         choices=("preview", "check", "convert-records"),
+        metavar="preview, check or convert-records",
         help="preview: show packs, masks, roles and sizes. check: read all records of a run. "
         "convert-records: rollouts of other programs as records",
     )

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mkd.commands import data, distill, init
-from mkd.errors import EXIT_DATA, EXIT_DONE
+from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from tests.reported import reported_codes
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -55,3 +55,8 @@ def test_bad_text_ends_a_distillation_before_the_student_is_cut(tmp_path, capfd)
     assert "[1/" in said.out and "the stage data ended with 65" in said.out
     assert reported_codes(said.err) == [f"record-not-json: {text}:201: not valid JSON"]
     assert not list((out / "student").glob("*.safetensors"))
+
+
+def test_mkd_data_alone_names_its_parts(capsys):
+    assert data.main([]) == EXIT_USAGE
+    assert "required: preview, check or convert-records" in capsys.readouterr().err
