@@ -12,7 +12,8 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -
 
 # What differs first between versions of megatron-core, torch and transformers: layers, groups, pipelines, saves.
 VERSION_TESTS := tests/platform tests/parallel tests/models/test_hf_parity.py tests/models/test_specs.py tests/models/moe \
-	tests/checkpoint/test_saving.py tests/run/test_resume_settings.py $(patsubst %,tests/train/test_%.py,resume pair invariance moe_invariance) \
+	tests/checkpoint/test_saving.py tests/run/test_resume_settings.py tests/plan/test_teacher_split.py \
+	$(patsubst %,tests/train/test_%.py,resume pair invariance moe_invariance) \
 	-m 'not download' -k 'not killed and not disk and not dies and not retention and not error_on and not stopwatch'
 
 # Apart from .venv: the site needs none of the packages of mkd.
