@@ -34,7 +34,8 @@ class ModelsRequest:
         return Config(
             student=student_named(self.student),
             teachers=teachers,
-            parallel=ParallelConfig(tensor_model_parallel_size=num_ranks),
+            # Sequence-parallel, because a model with experts has to be.
+            parallel=ParallelConfig(tensor_model_parallel_size=num_ranks, sequence_parallel=num_ranks > 1),
             training=TrainingConfig(bf16=bf16),
         )
 

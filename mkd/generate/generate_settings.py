@@ -100,6 +100,7 @@ class GenerateSettings:
             teachers=(teacher_named(self.teacher),),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=layout.tensor,
+                sequence_parallel=layout.tensor > 1,  # a teacher with experts has to be
                 pipeline_model_parallel_size=layout.pipeline,
                 expert_model_parallel_size=layout.expert,
             ),

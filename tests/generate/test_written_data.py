@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from tests.chat.small_pair import NEW_TOKENS, TEXT
+from tests.chat.small_pair import NEW_TOKENS, TEXT, make_chat_model
 from tests.chat.small_pair import generated as completed_by_transformers
 from tests.generate.written_data import (
     RECORDS,
@@ -15,6 +15,7 @@ from tests.generate.written_data import (
     records_in,
     torn,
     without_logp,
+    write_ascii,
 )
 from tests.reported import reported_codes
 from tests.train.command import call_main, read_metrics
@@ -87,6 +88,18 @@ def test_a_seed_gives_the_same_file_after_kills_and_on_every_layout(folder, rank
         results = ranks.run(generated, 2, folder, out, *samples, "--slots", 2, *layout)
         assert [code for code, *_ in results] == [0, 0], results
         assert without_logp(results[0][3]) == without_logp(whole[3]), layout
+
+
+def test_a_teacher_with_experts_writes_the_same_over_tensor_parallelism(folder, ranks):
+    """Its experts need sequence parallelism, for which the command has no flag."""
+    write_ascii(make_chat_model(folder / "experts", "qwen3_moe", seed=1))
+    teacher = ("--teacher", folder / "experts")
+    (whole,) = ranks.run(generated, 1, folder, "experts_on_one.jsonl", *teacher)
+    results = ranks.run(
+        generated, 2, folder, "experts_on_two.jsonl", *teacher, "--tensor-model-parallel-size", 2
+    )
+    assert [whole[0], *(code for code, *_ in results)] == [0, 0, 0], results
+    assert records_in(whole[3]) and without_logp(results[0][3]) == without_logp(whole[3])
 
 
 def judged(folder, samples):
