@@ -87,7 +87,7 @@ class RandomCheckpoint(HFCheckpoint):
 
     def __init__(self, shape: ModelShape, device: torch.device, seed: int = 0):
         self.directory, self.is_sharded = Path("random weights"), False
-        self.bytes_read = 0
+        self.bytes_read, self.unfilled = 0, {}
         self.headers = {
             name: TensorHeader("", tuple(full), "F32") for name, full in hf_tensor_shapes(shape).items()
         }
