@@ -5,10 +5,13 @@ Settings of the optimizer and the batch apply from the resumed step, as the flag
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from mkd.log.records import read_records
 from tests.fault_injection import fault
+from tests.tiny_models import add_tokenizer, make_model
 from tests.train.test_resume import STEPS, argv, files, train_and_hash  # noqa: F401 (files is a fixture)
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -25,17 +28,35 @@ def learning_rates(folder) -> list[float]:
     return [record["learning_rate"] for record in read_records(folder) if "split" not in record]
 
 
-def settings_after_load(arguments) -> list[tuple]:
-    """Return (betas, eps, weight decay) of every parameter group."""
+def optimizer_after_load(arguments):
+    """Return Megatron's optimizer of a run that has just started on this world."""
+    import torch.distributed as dist
+
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.plan_run import plan_run
     from mkd.run.setup import build_run
 
-    run = build_run(plan_run(load_config(arguments).config, 1), detect())
+    run = build_run(plan_run(load_config(arguments).config, dist.get_world_size()), detect())
     run.reporter.close()
-    groups = run.engine.optimizer.optimizer.param_groups
+    return run.engine.optimizer.optimizer
+
+
+def settings_after_load(arguments) -> list[tuple]:
+    """Return (betas, eps, weight decay) of every parameter group."""
+    groups = optimizer_after_load(arguments).param_groups
     return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups]
+
+
+def state_after_load(arguments) -> tuple[int, str, set[float], set[float]]:
+    """Return the number of optimizers, SHA-256 of all moments, the steps, and the peak learning rates."""
+    inner = optimizer_after_load(arguments).chained_optimizers
+    states = [state for one in inner for state in one.optimizer.state.values()]
+    digest = hashlib.sha256()
+    for state in states:
+        digest.update(state["exp_avg"].numpy().tobytes() + state["exp_avg_sq"].numpy().tobytes())
+    rates = {group["max_lr"] for one in inner for group in one.param_groups}
+    return len(inner), digest.hexdigest(), {float(state["step"]) for state in states}, rates
 
 
 def train_with_fault(arguments, text):
@@ -54,6 +75,21 @@ def test_flags_of_the_new_start_count(more, files, expected, ranks):  # noqa: F8
     ranks.run(train_and_hash, 1, lower)
     lowered = expected[: STEPS // 2] + [rate / 10 for rate in expected[STEPS // 2 :]]
     assert learning_rates(files / name) == pytest.approx(lowered, rel=1e-12)
+
+
+@pytest.mark.parametrize("more", [(), DISTRIBUTED])
+def test_optimizers_of_experts_take_another_learning_rate(more, files, ranks):  # noqa: F811
+    """Experts over several processes have an optimizer of their own; what it has learned stays."""
+    experts = add_tokenizer(make_model(files / f"experts {len(more)}", "qwen3_moe", seed=3))
+    name = f"rate of experts {len(more)}"
+    layout = ("--student-hf", experts, "--expert-model-parallel-size", 2, *more)
+    ranks.run(train_and_hash, 2, argv(files, name, *layout, "--exit-interval", STEPS // 2))
+    again = argv(files, name, *layout, "--load", files / name)
+    kept = ranks.run(state_after_load, 2, again)
+    lowered = ranks.run(state_after_load, 2, [*again, "--lr", "0.0001", "--min-lr", "0.00001"])
+    assert [one[:3] for one in kept] == [one[:3] for one in lowered]
+    assert all(one[0] == 2 and one[2:] == ({STEPS // 2}, {1e-3}) for one in kept)
+    assert all(one[3] == {1e-4} for one in lowered)
 
 
 @pytest.mark.parametrize("batch", [8, pytest.param(3, marks=pytest.mark.slow)])
